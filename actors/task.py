@@ -1,4 +1,4 @@
-"""The settings under `task:` and `input.columns`. Pure pydantic, no torch; jobs/spec/job_spec.py embeds them.
+"""The settings under `task:` and `input.columns`. Pure pydantic, no torch; jobs/config/spec.py embeds them.
 
 They are in this package, next to the code that uses them (canvas.py), since workers need both and know nothing of jobs.
 """

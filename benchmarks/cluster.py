@@ -47,10 +47,10 @@ from draftmill.actors.messages import (
     turn_s,
 )
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.driving.driver import Driver, StopFlag
-from draftmill.jobs.driving.progress import Silence
-from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog
-from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.drive.driver import Driver, StopFlag
+from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
+from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.plan.packing import auto_unit_rows, cut, longest_first, window_rows
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits

@@ -24,11 +24,11 @@ import pyarrow.parquet as pq
 
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
 
-from draftmill.jobs.driving.backend import cluster_survey
-from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.config.spec import check_spec
+from draftmill.jobs.drive.backend import cluster_survey
+from draftmill.jobs.drive.progress import Silence
 from draftmill.jobs.plan.plan import Survey, survey
 from draftmill.jobs.plan.prepare import make_plan, prepare
-from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.stores.store import open_store
 
 WORDS = 40

@@ -24,15 +24,15 @@ from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.samples import Sample
 from draftmill.decoders.base import Request
-from draftmill.jobs.driving.ray_session import ray_session
-from draftmill.jobs.driving.run_log import read_sessions
-from draftmill.jobs.driving.totals import efficiency
+from draftmill.jobs.config.spec import JobSpec, load_spec
+from draftmill.jobs.drive.ray_session import ray_session
+from draftmill.jobs.drive.run_log import read_sessions
+from draftmill.jobs.drive.totals import efficiency
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.running.run import run_job
-from draftmill.jobs.running.session import RunOptions
-from draftmill.jobs.spec.job_spec import JobSpec, load_spec
+from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.store import open_store
 
 SPEC = Path(__file__).parents[1] / "examples" / "infill_stdlib.yaml"

@@ -36,9 +36,9 @@ from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Request
-from draftmill.jobs.harness.evaluate import evaluate
-from draftmill.jobs.harness.options import EvalOptions
-from draftmill.jobs.running.session import RunOptions
+from draftmill.jobs.eval.evaluate import evaluate
+from draftmill.jobs.eval.options import EvalOptions
+from draftmill.jobs.run.session import RunOptions
 from recipes.corpus import encode, split, standard_library
 from tests.real.lm_eval_on_it import newest, offline, write_tasks
 from tests.real.model import find_model

@@ -27,10 +27,10 @@ import yaml
 
 from draftmill.decoders.base import EngineStats
 from draftmill.decoders.engine.engine import Engine
-from draftmill.jobs.driving.run_log import read_sessions
-from draftmill.jobs.harness.evaluate import evaluate
-from draftmill.jobs.harness.options import EvalOptions
-from draftmill.jobs.running.session import RunOptions
+from draftmill.jobs.drive.run_log import read_sessions
+from draftmill.jobs.eval.evaluate import evaluate
+from draftmill.jobs.eval.options import EvalOptions
+from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.store import open_store
 from recipes.corpus import split, standard_library
 from tests.real.lm_eval_on_it import newest, offline

@@ -18,7 +18,7 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PathMark:
-    """Marks a setting, in its annotation, as a local path or a URL of one of the `schemes`; jobs/spec/places.py collects them.
+    """Marks a setting, in its annotation, as a local path or a URL of one of the `schemes`; jobs/config/paths.py collects them.
 
     A value that matches `other` is neither. `is_model`: a value that is no local path may be a model id of the hub.
     """

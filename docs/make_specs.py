@@ -34,9 +34,9 @@ from draftmill.actors.task import (
 )
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.settings import DECODERS, decoders_for
-from draftmill.jobs.spec import job_spec
-from draftmill.jobs.spec.notify_settings import NotifySettings
-from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.jobs.config import spec as job_spec
+from draftmill.jobs.config.notify_settings import NotifySettings
+from draftmill.jobs.config.worker_shape import WorkerShape
 
 PAGES: Final = tuple(Path(__file__).resolve().parent / name for name in ("specs.md", "metrics.md", "watching.md"))
 REGION: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftmill.jobs.library import Error as Error
-    from draftmill.jobs.library import RunResults as RunResults
-    from draftmill.jobs.library import generate as generate
-    from draftmill.jobs.library import open_run as open_run
-    from draftmill.jobs.library import run as run
+    from draftmill.jobs.api import Error as Error
+    from draftmill.jobs.api import RunResults as RunResults
+    from draftmill.jobs.api import generate as generate
+    from draftmill.jobs.api import open_run as open_run
+    from draftmill.jobs.api import run as run
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("draftmill.jobs.library"), name)
+    return getattr(import_module("draftmill.jobs.api"), name)
 
 
 def __dir__() -> list[str]:

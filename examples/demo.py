@@ -13,11 +13,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftmill.jobs.driving.ray_session import ray_session
+from draftmill.jobs.config.spec import JobSpec, load_spec
+from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.running.run import run_job
-from draftmill.jobs.running.session import RunOptions
-from draftmill.jobs.spec.job_spec import JobSpec, load_spec
+from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store

@@ -15,13 +15,13 @@ from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from draftmill.jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, parse_settings, seeds
+from draftmill.jobs.eval.options import REFUSED, SEEDS, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import Place, S3Options
 
 if TYPE_CHECKING:
-    from draftmill.jobs.running.session import RunOptions
-    from draftmill.jobs.spec.job_spec import JobSpec
+    from draftmill.jobs.config.spec import JobSpec
+    from draftmill.jobs.run.session import RunOptions
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
@@ -56,7 +56,7 @@ def command(
 
     def register(run: Action) -> Action:
         def interruptibly(arguments: argparse.Namespace) -> int:
-            from draftmill.jobs.driving.driver import forced_end, interruptible
+            from draftmill.jobs.drive.driver import forced_end, interruptible
 
             force = forced_end(float(arguments.grace_seconds)) if arguments.is_program else nullcontext()
             with force, interruptible():  # also the command's own imports, which take a while
@@ -133,7 +133,7 @@ def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:
 
 
 def _date(text: str) -> datetime:
-    from draftmill.jobs.spec.dated_path import read_date
+    from draftmill.jobs.config.dates import read_date
 
     try:
         return read_date(text)
@@ -210,7 +210,7 @@ def _address(default: str) -> Option:
 
 def _dated_spec(arguments: argparse.Namespace) -> JobSpec:
     """The spec, with the logical date of the command line if there is one; UserError if either is unusable."""
-    from draftmill.jobs.spec.job_spec import load_spec, with_logical_date
+    from draftmill.jobs.config.spec import load_spec, with_logical_date
 
     spec = load_spec(arguments.spec, arguments.set)
     return spec if arguments.logical_date is None else with_logical_date(spec, arguments.logical_date)
@@ -218,7 +218,7 @@ def _dated_spec(arguments: argparse.Namespace) -> JobSpec:
 
 def _run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options in DRIVER; UserError if two of them exclude each other."""
-    from draftmill.jobs.running.session import RunOptions
+    from draftmill.jobs.run.session import RunOptions
 
     options = RunOptions(arguments.ray_address, arguments.local, arguments.quiet, arguments.grace_seconds)
     return replace(options, if_running=getattr(arguments, "if_running", options.if_running))
@@ -253,8 +253,8 @@ def _place(arguments: argparse.Namespace, url: str) -> Place:
     resumes=True,
 )
 def _run(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.catch_up import catch_up
-    from draftmill.jobs.running.run import run_job
+    from draftmill.jobs.run.catch_up import catch_up
+    from draftmill.jobs.run.job import run_job
 
     options = _run_options(arguments)
     if arguments.catch_up is None:
@@ -283,8 +283,8 @@ def _run(arguments: argparse.Namespace) -> int:
     follows=True,
 )
 def _submit(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.submitting.request import SubmitOptions
-    from draftmill.jobs.submitting.submit import submit
+    from draftmill.jobs.remote.request import SubmitOptions
+    from draftmill.jobs.remote.submit import submit
 
     options = SubmitOptions(
         code=arguments.code,
@@ -309,7 +309,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     *S3,
 )
 def _stop(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.submitting.submit import stop
+    from draftmill.jobs.remote.submit import stop
 
     return stop(
         _place(arguments, arguments.target),
@@ -322,7 +322,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 @command("validate", "dry run: check the spec, show the first canvas", *SPEC, LOGICAL_DATE)
 def _validate(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.forecasting.validate import validate
+    from draftmill.jobs.run.validate import validate
 
     return validate(_dated_spec(arguments))
 
@@ -332,7 +332,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 @command("status", "show the progress of a run", *RUN_DIR)
 def _status(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.status import status
+    from draftmill.jobs.results.status import status
 
     return status(_place(arguments, arguments.run_dir))
 
@@ -345,7 +345,7 @@ def _status(arguments: argparse.Namespace) -> int:
     flag("--follow", "go on printing while a driver works on the run"),
 )
 def _logs(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.status import logs
+    from draftmill.jobs.results.status import logs
 
     return logs(_place(arguments, arguments.run_dir), as_json=arguments.json, follow=arguments.follow)
 
@@ -357,7 +357,7 @@ def _logs(arguments: argparse.Namespace) -> int:
     option("--invariance", "N", "decode N samples again, alone", type=_whole(0), default=0),
 )
 def _verify(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.verifying.verify import verify
+    from draftmill.jobs.results.verify import verify
 
     return verify(_place(arguments, arguments.run_dir), invariance=arguments.invariance)
 
@@ -372,7 +372,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     resumes=True,
 )
 def _rerun(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.run import rerun
+    from draftmill.jobs.run.job import rerun
 
     return rerun(_place(arguments, arguments.run_dir), _run_options(arguments), overrides=arguments.set)
 
@@ -390,7 +390,7 @@ def _rerun(arguments: argparse.Namespace) -> int:
     flag("--overwrite", "replace existing files"),
 )
 def _export(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.exporting.export import export
+    from draftmill.jobs.results.export import export
 
     return export(
         _place(arguments, arguments.run_dir),
@@ -420,7 +420,7 @@ def _export(arguments: argparse.Namespace) -> int:
     *S3,
 )
 def _compare(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.analysis.compare import compare
+    from draftmill.jobs.compare.compare import compare
 
     places = [_place(arguments, run_dir) for run_dir in arguments.run_dirs]
     return compare(places, form=arguments.form, baseline=arguments.baseline)
@@ -435,7 +435,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     flag("--overwrite", "replace a file that is not a report"),
 )
 def _report(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.analysis.report import report
+    from draftmill.jobs.compare.report import report
 
     baseline, overwrite = arguments.baseline, arguments.overwrite
     return report(_place(arguments, arguments.run_dir), arguments.out, baseline=baseline, overwrite=overwrite)
@@ -452,7 +452,7 @@ def _report(arguments: argparse.Namespace) -> int:
     flag("--overwrite", "replace a file that is not a page of draftmill"),
 )
 def _show(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.analysis.show import show
+    from draftmill.jobs.compare.show import show
 
     return show(
         _place(arguments, arguments.run_dir),
@@ -474,7 +474,7 @@ def _show(arguments: argparse.Namespace) -> int:
     resumes=True,
 )
 def _sweep(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.sweeping.sweep import sweep
+    from draftmill.jobs.sweep.sweep import sweep
 
     return sweep(arguments.sweep, arguments.set, _run_options(arguments), dry_run=arguments.dry_run)
 
@@ -497,7 +497,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     resumes=True,
 )
 def _measure(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.run import measure
+    from draftmill.jobs.run.job import measure
 
     return measure(
         _place(arguments, arguments.run_dir),
@@ -550,7 +550,7 @@ class _Refused(argparse.Action):
     allow_abbrev=False,
 )
 def _eval(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.harness.evaluate import evaluate
+    from draftmill.jobs.eval.evaluate import evaluate
 
     return evaluate(arguments.spec, arguments.set, _eval_options(arguments), _run_options(arguments))
 
@@ -587,7 +587,7 @@ def _truth(text: str, name: str, why: str = "") -> bool:
     *S3,
 )
 def _list(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.running.status import list_runs
+    from draftmill.jobs.results.status import list_runs
 
     return list_runs(_place(arguments, arguments.folder), as_json=arguments.as_json)
 
@@ -611,7 +611,7 @@ def _list(arguments: argparse.Namespace) -> int:
     writes=True,
 )
 def _prune(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.recurring.pruning import Keep, prune
+    from draftmill.jobs.run.pruning import Keep, prune
 
     counts = [value for value in arguments.keep if isinstance(value, int)]
     ages = [value for value in arguments.keep if isinstance(value, timedelta)]
@@ -673,8 +673,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     description="Prints a file that runs the job elsewhere or on a schedule. Each option says to which kinds it applies.",
 )
 def _manifest(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.manifests.manifest import manifest
-    from draftmill.jobs.manifests.options import Options
+    from draftmill.jobs.remote.manifest import manifest
+    from draftmill.jobs.remote.manifest_options import Options
 
     given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -690,8 +690,8 @@ def _manifest(arguments: argparse.Namespace) -> int:
 def _schema(arguments: argparse.Namespace) -> int:
     import json
 
-    from draftmill.jobs.spec.job_spec import json_schema
-    from draftmill.jobs.spec.sweep_spec import sweep_schema
+    from draftmill.jobs.config.spec import json_schema
+    from draftmill.jobs.config.sweep_spec import sweep_schema
 
     print(json.dumps(sweep_schema() if arguments.file == "sweep" else json_schema(), indent=2, ensure_ascii=False))
     return 0
@@ -704,7 +704,7 @@ def _models(_: argparse.Namespace) -> int:
     from draftmill.decoders.backbones.families.table import FAMILIES
     from draftmill.decoders.backbones.quantized import METHODS
     from draftmill.decoders.settings import DECODERS, decoders_of
-    from draftmill.jobs.spec.job_spec import ModelSettings
+    from draftmill.jobs.config.spec import ModelSettings
 
     print("families (model.family; read from config.json with auto)")
     for name, family in sorted(FAMILIES.items()):

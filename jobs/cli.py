@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from draftmill.jobs.arguments import COMMANDS
-from draftmill.jobs.driving.events import json_streams, silence, unfailing_streams
+from draftmill.jobs.drive.events import json_streams, silence, unfailing_streams
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED, Ended, code_of
 from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.secrets import presentable

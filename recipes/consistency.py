@@ -26,11 +26,11 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from draftmill.jobs.driving.ray_session import ray_session
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.running.run import run_job
-from draftmill.jobs.running.session import RunOptions
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from recipes import (

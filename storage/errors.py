@@ -56,7 +56,7 @@ class StoreRefused(StoreError):
     """The store answers, but refuses: credentials, permissions, a read-only disk, no such bucket.
 
     Mostly the user must act, but a refusal may also pass, as that of a token that is being renewed. So a command ends with 2
-    only where it has written nothing yet (jobs/driving/leases.py); later a refusal is like any other StoreError.
+    only where it has written nothing yet (jobs/drive/leases.py); later a refusal is like any other StoreError.
     """
 
 

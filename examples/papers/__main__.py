@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftmill.jobs.analysis.comparison import figures_of
+from draftmill.jobs.compare.comparison import figures_of
 from draftmill.jobs.exit_codes import OK
 from draftmill.storage.errors import UserError
 from examples.papers.claims import PAPERS, Paper
@@ -62,8 +62,8 @@ def command_of(preset: str, settings: Sequence[str]) -> str:
 
 def run_preset(preset: str, settings: Sequence[str], *, local: bool) -> None:
     """Run or resume one preset; SystemExit with the sweep's code where it is not 0."""
-    from draftmill.jobs.running.session import RunOptions
-    from draftmill.jobs.sweeping.sweep import sweep
+    from draftmill.jobs.run.session import RunOptions
+    from draftmill.jobs.sweep.sweep import sweep
 
     print(f"\n== {command_of(preset, settings)}", flush=True)
     code = sweep(str(file_of(preset)), settings, RunOptions(local=local))

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from draftmill.jobs.analysis.statistics import Interval
+from draftmill.jobs.compare.statistics import Interval
 from examples.papers.figures import Figure, Forwards, Mean, Metric, Ratio, SameText, WithinTokens
 
 Verdict = Literal["holds", "does not hold", "not decided", "reported"]

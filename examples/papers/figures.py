@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.jobs.analysis.comparison import Comparison, RunFigures, compare_runs, is_binary
-from draftmill.jobs.analysis.rows import RunRows, read_rows
-from draftmill.jobs.analysis.runs import FinishedRun, find_runs, open_run
-from draftmill.jobs.analysis.statistics import Interval, Statistic, bootstrap, grouped_sums, wilson
+from draftmill.jobs.compare.comparison import Comparison, RunFigures, compare_runs, is_binary
+from draftmill.jobs.compare.rows import RunRows, read_rows
+from draftmill.jobs.compare.runs import FinishedRun, find_runs, open_run
+from draftmill.jobs.compare.statistics import Interval, Statistic, bootstrap, grouped_sums, wilson
 from draftmill.storage.stores.interface import Place
 
 

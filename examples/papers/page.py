@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from draftmill.jobs.analysis.statistics import Interval
+from draftmill.jobs.compare.statistics import Interval
 from examples.papers.claims import Claim, Paper, Verdict
 
 HEAD = """# The five papers in small

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import SCHEMA_VERSION
 

@@ -31,6 +31,7 @@ from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.decoders.base import ModelInfo
+from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.fingerprint import (
     Hashes,
@@ -43,7 +44,6 @@ from draftmill.jobs.plan.fingerprint import (
 from draftmill.jobs.plan.id_sets import DuplicateFinder, RowPlace, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.schedule.units import UnitSize
-from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of, lift
@@ -61,7 +61,7 @@ MOST_THREADS = 16
 
 
 Survey = Callable[[JobSpec, Maker, Sequence[InputFile], KeptTypes | None], Iterator[pa.Table]]
-"""A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/driving/backend.py), whose tables
+"""A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/drive/backend.py), whose tables
 also have the column draftmill.actors.planning.surveying.HASH."""
 
 

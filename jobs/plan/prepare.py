@@ -42,6 +42,9 @@ from draftmill.decoders.constraints.automaton import Automaton
 from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.settings import DECODERS, check_model
+from draftmill.jobs.config.dates import read_date
+from draftmill.jobs.config.rules import sampling_problem
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.fingerprint import Hashes, digest, results_key
 from draftmill.jobs.plan.plan import (
@@ -56,9 +59,6 @@ from draftmill.jobs.plan.plan import (
     survey,
 )
 from draftmill.jobs.plan.worker_job import place_of
-from draftmill.jobs.spec.dated_path import read_date
-from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.spec.rules import sampling_problem
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.inputs.kept import plain
@@ -86,7 +86,7 @@ class Prepared:
     """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None; `constraints`
     describes the automata of the task.
 
-    A new job whose input is a run has no inputs yet: jobs/recurring/run_input.py makes them.
+    A new job whose input is a run has no inputs yet: jobs/results/run_input.py makes them.
     """
 
     spec: JobSpec

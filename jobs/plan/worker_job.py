@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draftmill.actors.job import Job, ModelPlace
+from draftmill.jobs.config.paths import absolute, with_absolute
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.spec.places import absolute, with_absolute
 from draftmill.storage.inputs.rows import InputFile, InputFiles
 from draftmill.storage.runs.unit_table import parts_of
 

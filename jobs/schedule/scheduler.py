@@ -1,7 +1,7 @@
 """Decides which worker decodes which unit and handles failures: a state machine with one mutator, `on(event)`.
 
 It knows no Ray, no clock, no disk and no model. Events go in, commands come out (jobs/schedule/events.py); the same events always
-give the same commands. The driver (jobs/driving/driver.py) executes them.
+give the same commands. The driver (jobs/drive/driver.py) executes them.
 
 The states of a unit:
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftmill.jobs.analysis.statistics import Interval
-from draftmill.jobs.spec.sweep_spec import load_sweep
+from draftmill.jobs.compare.statistics import Interval
+from draftmill.jobs.config.sweep_spec import load_sweep
 from examples.papers import __main__ as command
 from examples.papers import inputs
 from examples.papers.claims import ABOVE_ONE, ALL, BELOW_ONE, PAPERS, REPORT, SAME, Claim, Expect, Paper
 from examples.papers.figures import Forwards, Mean, Metric, Ratio, Results, SameText, WithinTokens
 from examples.papers.page import Answer, CaseRow, Section, page, shown
-from tests.jobs.analysis.made_runs import row, write_metrics, write_run, write_sweep
+from tests.jobs.compare.made_runs import row, write_metrics, write_run, write_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples" / "papers").glob("*.yaml"))

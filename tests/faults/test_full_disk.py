@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.running import session
+from draftmill.jobs.run import session
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.storage.runs.commit import done_units
 from draftmill.storage.stores import local

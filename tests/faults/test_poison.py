@@ -21,7 +21,7 @@ from draftmill.actors.ray.pool import RayPool
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.decoders.base import Request
 from draftmill.jobs.cli import main
-from draftmill.jobs.running import session
+from draftmill.jobs.run import session
 from draftmill.jobs.schedule.unit_leases import Limits
 from tests.actors.fakes import FakeDecoder
 from tests.actors.tokenizers_for_tests import model_info

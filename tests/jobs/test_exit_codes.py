@@ -8,7 +8,7 @@ import pytest
 
 from draftmill.jobs import exit_codes
 from draftmill.jobs.exit_codes import FINAL, INTERRUPTED, OK, SEVEREST, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, severest
-from draftmill.jobs.submitting.submit import end_of
+from draftmill.jobs.remote.submit import end_of
 
 CODES = {name: value for name, value in vars(exit_codes).items() if type(value) is int and name[0] != "_"}
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from draftmill.jobs.cli import parser
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.config.spec import JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["draftmill"]["budget"]

@@ -19,8 +19,8 @@ from packaging.utils import canonicalize_name
 
 import draftmill
 from draftmill.jobs.cli import main
-from draftmill.jobs.manifests.manifest import DEFAULT_IMAGE
-from tests.jobs.manifests.validators import docker_problems
+from draftmill.jobs.remote.manifest import DEFAULT_IMAGE
+from tests.jobs.remote.validators import docker_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

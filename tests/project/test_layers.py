@@ -56,9 +56,9 @@ BREACHES = [
     ("decoders/backbones/cache.py", "import draftmill.decoders.draws.noise", "models know nothing of draws"),
     ("jobs/schedule/scheduler.py", "import time", "the scheduler knows no Ray, clock, disk or threads"),
     ("jobs/schedule/units.py", "import threading", "the scheduler knows no Ray, clock, disk or threads"),
-    ("jobs/plan/plan.py", "import draftmill.jobs.driving.totals", "the rooms of jobs: imports go down"),
+    ("jobs/plan/plan.py", "import draftmill.jobs.drive.totals", "the rooms of jobs: imports go down"),
     ("actors/metrics/settings.py", "import torch", "the driver imports no torch and no transformers"),
-    ("jobs/running/session.py", "import draftmill.jobs.analysis.compare", "the rooms of jobs: imports go down"),
+    ("jobs/run/session.py", "import draftmill.jobs.compare.compare", "the rooms of jobs: imports go down"),
     ("actors/rows/row.py", "import draftmill.actors.loop.runner", "the rooms of actors: imports go down"),
     ("actors/loop/runner.py", "import draftmill.actors.ray.pool", "the rooms of actors: imports go down"),
     ("actors/task.py", "import draftmill.actors.job", "the rooms of actors: imports go down"),
@@ -170,7 +170,7 @@ def test_wheel_holds_the_builtin_models(wheel_names: set[str]) -> None:
 def test_wheel_holds_the_templates(wheel_names: set[str]) -> None:
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.j2")]
     files = {path.relative_to(ROOT).as_posix() for path in paths}
-    assert "jobs/analysis/page.html.j2" in files
+    assert "jobs/compare/page.html.j2" in files
     assert {f"draftmill/{name}" for name in files} <= wheel_names
 
 

@@ -20,8 +20,8 @@ from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.actors.task import Columns, Complete
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving.progress import LineDisplay
-from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.jobs.config.spec import check_spec
+from draftmill.jobs.drive.progress import LineDisplay
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs import sources
 from draftmill.storage.inputs.inputs import list_inputs
@@ -300,7 +300,7 @@ FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shel
 ALLOWED = {
     "actors/checkpoints/made_folders.py": "subprocess",
     "actors/sandbox/sandbox.py": "subprocess",
-    "jobs/watching/notify.py": "subprocess",  # starts the commands of `notify`, as the spec has them, without a shell
+    "jobs/drive/notify.py": "subprocess",  # starts the commands of `notify`, as the spec has them, without a shell
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from docs.make_specs import PAGES, REGION, TABLES, filled
 from draftmill.decoders.settings import DECODERS
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.config.spec import JobSpec
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draftmill.jobs.watching.metrics import METRICS
+from draftmill.jobs.drive.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "infra" / "grafana.json").read_text())

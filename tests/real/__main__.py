@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_checks(bench: Bench, names: Sequence[str]) -> list[str]:
     """The lines of the table; a check whose job fails has one line that says so."""
-    from draftmill.jobs.driving.ray_session import ray_session
+    from draftmill.jobs.drive.ray_session import ray_session
 
     lines = ["| check | equal | | seconds |", "|---|---|---|---|"]
     with ray_session(None, num_cpus=2):

@@ -13,10 +13,10 @@ import torch
 from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import Failure, WorkUnit
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.drive.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store
 from tests.decoders.backbones.causal_models import save_random

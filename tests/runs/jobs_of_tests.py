@@ -24,7 +24,7 @@ VOCABULARY = json.loads((GOLDEN / "config.json").read_text())["vocab_size"]
 
 
 PRELOADED = [
-    "draftmill.jobs.running.run",
+    "draftmill.jobs.run.job",
     "draftmill.decoders.registry",
     "draftmill.decoders.backbones.xlnet",
     "draftmill.storage.stores.s3",

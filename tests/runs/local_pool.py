@@ -12,13 +12,13 @@ from unittest.mock import patch
 from draftmill.actors.job import Allocation
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import LocalPool, build_runner
-from draftmill.jobs.driving.allocation import NodeRoom, allocate
-from draftmill.jobs.driving.backend import LocalBackend, WorkerPool
-from draftmill.jobs.driving.progress import Display
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.allocation import NodeRoom, allocate
+from draftmill.jobs.drive.backend import LocalBackend, WorkerPool
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.running import run as jobs_run
-from draftmill.jobs.running import run as running
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.run import job as jobs_run
+from draftmill.jobs.run import job as running
 
 Build = Callable[..., UnitRunner]
 

@@ -15,7 +15,7 @@ from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.rows.fim import Template, template_of
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.jobs.spec.job_spec import load_spec
+from draftmill.jobs.config.spec import load_spec
 from recipes import causal
 from tests.runs.causal_jobs import run_here
 

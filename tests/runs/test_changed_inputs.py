@@ -14,12 +14,12 @@ import pytest
 
 from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import CHANGED_INPUT, Failure, WorkUnit
-from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.progress import Silence
 from draftmill.jobs.plan import plan as planning
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import ChangedInput, UserError
 from draftmill.storage.inputs import reader, sources, tables
 from draftmill.storage.inputs.inputs import list_inputs

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from draftmill.jobs.cli import main
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan import prepare
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import TOKENIZER, job_spec, run_here, save_model

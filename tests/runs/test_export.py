@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.exporting import export as export_module
-from draftmill.jobs.exporting.formats import openai_answer
-from draftmill.jobs.finished.passes import latest_rows, passes_of
+from draftmill.jobs.results import export as export_module
+from draftmill.jobs.results.formats import openai_answer
+from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.runs.records import SCHEMA
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import ROOM, save_model
@@ -206,7 +206,7 @@ def test_columns_are_chosen_and_failed_samples_set_apart(
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
-    from draftmill.jobs.exporting.formats import LineSink
+    from draftmill.jobs.results.formats import LineSink
     from draftmill.storage.runs.records import table_from_rows
     from tests.storage.inputs.tables import result_row
 
@@ -309,7 +309,7 @@ def test_an_export_that_breaks_off_leaves_the_old_file(
 ) -> None:
     out = tmp_path / "all.parquet"
     out.write_text("the old one")
-    monkeypatch.setattr("draftmill.jobs.exporting.formats.ParquetSink._flush", lambda self: 1 / 0)
+    monkeypatch.setattr("draftmill.jobs.results.formats.ParquetSink._flush", lambda self: 1 / 0)
     command = ["export", str(prompts / "run"), "--format", "parquet", "--out", str(out), "--overwrite"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

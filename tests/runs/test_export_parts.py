@@ -10,15 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.exporting.export import AT_ONCE, BYTES_AT_ONCE, columns_of, export_parts, parquet_format, tables_of
-from draftmill.jobs.exporting.formats import PartsSink, plain_rows
-from draftmill.jobs.finished.passes import latest_rows, passes_of
+from draftmill.jobs.results.export import AT_ONCE, BYTES_AT_ONCE, columns_of, export_parts, parquet_format, tables_of
+from draftmill.jobs.results.formats import PartsSink, plain_rows
+from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.records import SCHEMA, table_from_rows
 from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.store import open_store
-from tests.jobs.analysis.made_runs import row, write_run
+from tests.jobs.compare.made_runs import row, write_run
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
 from tests.storage.inputs.tables import result_row

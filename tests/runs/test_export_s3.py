@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.exporting.export import check_places, errors_beside
-from draftmill.jobs.finished.passes import latest_rows
+from draftmill.jobs.results.export import check_places, errors_beside
+from draftmill.jobs.results.passes import latest_rows
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores import upload
 from draftmill.storage.stores.interface import S3Options
@@ -155,7 +155,7 @@ def test_an_object_that_is_there_is_refused_before_anything_is_read(
 ) -> None:
     bucket.put("there", b"precious")
     places = {"--out": f"{bucket.url}/new", "--errors": f"{bucket.url}/new.errors"} | {field: f"{bucket.url}/there"}
-    monkeypatch.setattr("draftmill.jobs.exporting.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
+    monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
     assert export(run_dir, "jsonl", places["--out"], s3_server, "--errors", places["--errors"]) == 2
     assert f"{field}: '{bucket.url}/there' already exists; --overwrite replaces it" in capsys.readouterr().err
     assert bucket.get("there") == b"precious" and names(bucket) == ["there"]
@@ -164,7 +164,7 @@ def test_an_object_that_is_there_is_refused_before_anything_is_read(
 def test_a_bucket_that_is_not_there_is_told_at_once(
     run_dir: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("draftmill.jobs.exporting.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
+    monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
     assert export(run_dir, "jsonl", "s3://no-such-bucket-here/all", s3_server) == 2
     assert "there is no bucket 'no-such-bucket-here'" in capsys.readouterr().err
 
@@ -181,7 +181,7 @@ def while_reading(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Any]) -
         happens()
         yield from tables
 
-    monkeypatch.setattr("draftmill.jobs.exporting.export.latest_rows", rows)
+    monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", rows)
 
 
 def test_an_object_that_appears_meanwhile_stays(

@@ -13,7 +13,7 @@ import pytest
 
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.jobs.cli import main
-from draftmill.jobs.finished.passes import Pass, PassRows, latest_rows, passes_of
+from draftmill.jobs.results.passes import Pass, PassRows, latest_rows, passes_of
 from draftmill.storage.errors import RowError, StoreError
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.records import TIMING_COLUMNS

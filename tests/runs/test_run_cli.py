@@ -90,7 +90,7 @@ def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("draftmill.jobs.driving.ray_session._init", too_busy)
+    monkeypatch.setattr("draftmill.jobs.drive.ray_session._init", too_busy)
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     assert cli.main(["run", str(spec)]) == 1
     err = capsys.readouterr().err
@@ -130,7 +130,7 @@ def test_an_interrupt_says_go_on_only_where_there_is_something_to_go_on_with(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("draftmill.jobs.spec.job_spec.load_spec", interrupted)
+    monkeypatch.setattr("draftmill.jobs.config.spec.load_spec", interrupted)
     assert cli.main([command, str(tmp_path / "any.yaml")]) == 4
     assert capsys.readouterr().err == f"draftmill: {said}"
 
@@ -183,8 +183,8 @@ def test_who_looks_for_a_run_on_the_wrong_service_is_told_how_to_name_another(
         monkeypatch.delenv(name, raising=False)
     if endpoint is not None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setattr("draftmill.jobs.running.status.status", refused)
-    monkeypatch.setattr("draftmill.jobs.analysis.compare.compare", refused)
+    monkeypatch.setattr("draftmill.jobs.results.status.status", refused)
+    monkeypatch.setattr("draftmill.jobs.compare.compare.compare", refused)
     assert cli.main(arguments) == 2
     hint = "; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL" if is_said else ""
     assert capsys.readouterr().err == f"draftmill: s3://bucket/run: Forbidden (403){hint}\n"

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.jobs.config.spec import check_spec
 from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import (
     LONGEST,

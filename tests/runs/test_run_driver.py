@@ -11,10 +11,10 @@ import pytest
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Receipt, Reported, TurnReport, Up, WorkUnit
 from draftmill.actors.rows.samples import Sample, tally_of
-from draftmill.jobs.driving.driver import TOO_MANY, Driver, StopFlag
-from draftmill.jobs.driving.progress import LineDisplay
-from draftmill.jobs.driving.run_log import LoggedDisplay, RunLog, read_sessions
-from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.drive.driver import TOO_MANY, Driver, StopFlag
+from draftmill.jobs.drive.progress import LineDisplay
+from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog, read_sessions
+from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
@@ -24,7 +24,7 @@ from draftmill.storage.runs.records import read_results, table_from_rows
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder
-from tests.jobs.driving.test_cost import log_in
+from tests.jobs.drive.test_cost import log_in
 
 ROWS = 4
 

@@ -20,11 +20,11 @@ from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.keys import hole_key
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.prepare import prepare
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.verifying.verify import decode_alone
+from draftmill.jobs.results.verify import decode_alone
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.records import TIMING_COLUMNS
 from draftmill.storage.stores.store import open_store

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.spec.job_spec import at_date, check_spec
+from draftmill.jobs.config.spec import at_date, check_spec
 from draftmill.storage.runs.commit import read_manifest
 from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.store import open_store

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.forecasting.validate import validate
-from draftmill.jobs.running.run import run_job
-from draftmill.jobs.running.session import RunOptions
-from draftmill.jobs.running.status import status
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.results.status import status
+from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.session import RunOptions
+from draftmill.jobs.run.validate import validate
 from tests.decoders.backbones.causal_models import random_tokens
 from tests.runs.causal_jobs import World, job_spec, make_world, results_of, run_here
 from tests.runs.local_pool import without_ray

@@ -19,10 +19,10 @@ from ray._private.node import Node
 
 from draftmill.actors.job import WorkerResources
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving import ray_session
-from draftmill.jobs.driving.allocation import fitting_threads
-from draftmill.jobs.running import session
-from draftmill.jobs.running.session import Run
+from draftmill.jobs.drive import ray_session
+from draftmill.jobs.drive.allocation import fitting_threads
+from draftmill.jobs.run import session
+from draftmill.jobs.run.session import Run
 from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
 from draftmill.storage.runs.commit import done_units
@@ -194,7 +194,7 @@ def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: p
 def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("draftmill.jobs.driving.ray_session._init", lambda **options: None)
+    monkeypatch.setattr("draftmill.jobs.drive.ray_session._init", lambda **options: None)
     for given, expected in ((None, "0"), ("7", "7")):
         monkeypatch.setattr("os.environ", {} if given is None else {"RAY_worker_niceness": given})
         ray_session._start_local(None, lambda message: None)
@@ -210,7 +210,7 @@ def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_sta
     before = {name: getattr(Node, name) for name in parts}
     seen: list[object] = []
     monkeypatch.setattr(
-        "draftmill.jobs.driving.ray_session._init",
+        "draftmill.jobs.drive.ray_session._init",
         lambda **options: seen.extend(getattr(Node, name)() for name in parts),
     )
     monkeypatch.setattr("os.environ", {})

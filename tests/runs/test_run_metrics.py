@@ -18,12 +18,12 @@ from draftmill.actors.ray.pool import RayPool
 from draftmill.actors.sandbox.sandbox import problem
 from draftmill.decoders.common_settings import Sampling
 from draftmill.jobs.cli import main
-from draftmill.jobs.finished import measure as finished_measure
+from draftmill.jobs.results import measure as finished_measure
 from draftmill.storage.runs.metric_files import read_metric_errors, read_metrics
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-from tests.jobs.finished.test_measure import by_id, contents, right_but_f, write
-from tests.jobs.finished.written_runs import spec_for, write_run
+from tests.jobs.results.test_measure import by_id, contents, right_but_f, write
+from tests.jobs.results.written_runs import spec_for, write_run
 from tests.runs.causal_jobs import World, job_spec, make_world, run_here
 
 TEXTS = {

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from draftmill.jobs.forecasting.first_rows import first_canvases
-from draftmill.jobs.forecasting.validate import canvas_lines, prompt_text
+from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.prepare import prepare
-from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.jobs.run.first_rows import first_canvases
+from draftmill.jobs.run.validate import canvas_lines, prompt_text
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import World, job_spec, make_world, run_here

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.forecasting.validate import validate
-from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.run.validate import validate
 from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import TOKENIZER, job_spec, run_here, save_model
 from tests.runs.jobs_here import run, without_ray

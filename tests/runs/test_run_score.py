@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftmill.jobs.forecasting.validate import validate
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.verifying.verify import check_invariance
+from draftmill.jobs.results.verify import check_invariance
+from draftmill.jobs.run.validate import validate
 from draftmill.storage.runs.commit import Manifest, done_units, read_unit
 from draftmill.storage.runs.unit_facts import UnitFacts, unit_name
 from draftmill.storage.stores.store import open_store

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.config.spec import JobSpec
 from tests.actors.group_processes import followers
 from tests.decoders.backbones.causal_models import save_random
 from tests.runs.causal_jobs import TOKENIZER, job_spec, results_of, run_here, save_model

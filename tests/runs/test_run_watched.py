@@ -17,11 +17,11 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.driving.driver import Driver
-from draftmill.jobs.driving.events import event_line
-from draftmill.jobs.running.status import Read, events_of, line_of
+from draftmill.jobs.drive.driver import Driver
+from draftmill.jobs.drive.events import event_line
+from draftmill.jobs.drive.metrics import METRICS
+from draftmill.jobs.results.status import Read, events_of, line_of
 from draftmill.jobs.schedule.events import Finish
-from draftmill.jobs.watching.metrics import METRICS
 from draftmill.storage.runs.lease import LeaseLost
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
@@ -207,7 +207,7 @@ def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_in(tmp_path, notify={"command": keeper(tmp_path)[0]})
-    with patch("draftmill.jobs.running.outcome.payload", side_effect=RuntimeError("no facts")):
+    with patch("draftmill.jobs.run.outcome.payload", side_effect=RuntimeError("no facts")):
         assert main(["run", str(spec), "--local"]) == 0
         assert "the end of the run was not reported to all: RuntimeError: no facts" in capsys.readouterr().err
         assert main(["run", str(spec), "--local", "--set", "input.path=nowhere.jsonl"]) == 2

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.submitting.cluster import RayJobs
-from draftmill.jobs.submitting.submit import follow
+from draftmill.jobs.remote.cluster import RayJobs
+from draftmill.jobs.remote.submit import follow
 from draftmill.storage.failpoints import VARIABLE
 from tests.runs.jobs_of_tests import GOLDEN, VOCABULARY, rows_of, write_namesakes
 from tests.runs.local_pool import without_ray

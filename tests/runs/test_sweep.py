@@ -440,7 +440,7 @@ def test_metrics_of_a_sweep_are_measured_for_every_case_once(
     out = capsys.readouterr().out
     assert "left to measure, without decoding, in 2 cases: k2, plain" in out and "nothing is left to decode" in out
     with monkeypatch.context() as patch:
-        patch.setattr("draftmill.jobs.sweeping.sweep.measure_units", lambda *_, **__: False)
+        patch.setattr("draftmill.jobs.sweep.sweep.measure_units", lambda *_, **__: False)
         assert sweep(path) == 4
         assert "interrupted with" in capsys.readouterr().err
     assert sweep(path) == 0

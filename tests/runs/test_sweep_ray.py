@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.sweeping import sweep as jobs_sweep
+from draftmill.jobs.sweep import sweep as jobs_sweep
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal, write_rows

@@ -16,7 +16,7 @@ import pytest
 
 from draftmill.decoders.base import Outcome
 from draftmill.jobs.cli import main
-from draftmill.jobs.verifying import verify
+from draftmill.jobs.results import verify
 from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import write_rows, write_spec

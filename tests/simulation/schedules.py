@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from draftmill.jobs.driving import run_log
-from draftmill.jobs.driving.driver import Driver
-from draftmill.jobs.driving.run_log import RunLog
-from draftmill.jobs.running import session
+from draftmill.jobs.drive import run_log
+from draftmill.jobs.drive.driver import Driver
+from draftmill.jobs.drive.run_log import RunLog
+from draftmill.jobs.run import session
 from draftmill.storage.runs import commit as committer
 from draftmill.storage.runs.sums import Sums
 from tests.simulation.disk import Job, check_promise
@@ -39,7 +39,7 @@ def simulated() -> Iterator[dict[str, Any]]:
         stack.enter_context(patch.object(committer, "_write_checked", unit_file))
         stack.enter_context(patch.object(committer, "sum_up", lambda tables: Sums(tables[0].num_rows)))
         stack.enter_context(
-            patch("draftmill.jobs.driving.events.presentable", str)
+            patch("draftmill.jobs.drive.events.presentable", str)
         )  # there are no secrets here, and it looks long
         yield at_work
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftmill.actors.job import Allocation
 from draftmill.actors.messages import Effort, Failure, PoolEvent, Receipt, Reported, Tally, TurnReport, WorkUnit
-from draftmill.jobs.driving.allocation import NodeRoom, allocate
+from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.unit_facts import CommittedUnit
@@ -75,22 +75,22 @@ class SimSite:
         return nullcontext()
 
     def allocate(self, spec: Any, *, units: int) -> Allocation:
-        """See draftmill.jobs.driving.backend.Backend."""
+        """See draftmill.jobs.drive.backend.Backend."""
         return allocate(spec.shapes, [NodeRoom(self.world.cpus(), 0)], units=units, device="cpu")
 
     def lacking(self, spec: Any, found: Allocation) -> list[str]:
-        """See draftmill.jobs.driving.backend.Backend."""
+        """See draftmill.jobs.drive.backend.Backend."""
         return []
 
     def demand(self, spec: Any) -> None:
-        """See draftmill.jobs.driving.backend.Backend."""
+        """See draftmill.jobs.drive.backend.Backend."""
 
     def pool(self, job: tuple[World, Process], allocation: Allocation) -> SimPool:
-        """See draftmill.jobs.driving.backend.Backend; the job is who hires, as `make_job` is faked."""
+        """See draftmill.jobs.drive.backend.Backend; the job is who hires, as `make_job` is faked."""
         return SimPool(job)
 
     def retire(self, pool: SimPool) -> None:
-        """See draftmill.jobs.driving.backend.Backend."""
+        """See draftmill.jobs.drive.backend.Backend."""
         pool.close()
 
 

@@ -27,12 +27,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Reported, Up
-from draftmill.jobs.driving.driver import StopFlag
-from draftmill.jobs.driving.leases import give_back, keep_once
-from draftmill.jobs.driving.progress import Silence
-from draftmill.jobs.running import session
-from draftmill.jobs.spec.job_spec import ErrorSettings
-from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.jobs.config.spec import ErrorSettings
+from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.drive.driver import StopFlag
+from draftmill.jobs.drive.leases import give_back, keep_once
+from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.run import session
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire
@@ -207,7 +207,7 @@ class World:
                 give_back(lease)
 
     def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
-        """What `draftmill.jobs.running.session.decode` wants to know."""
+        """What `draftmill.jobs.run.session.decode` wants to know."""
         spec = SimpleNamespace(
             name="simulated",
             shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S if self.slow is None else 600.0),),

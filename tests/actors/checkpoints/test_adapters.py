@@ -19,8 +19,8 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.base import ModelInfo
+from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.plan.fingerprint import Hashes, results_key
-from draftmill.jobs.spec.job_spec import check_spec
 from draftmill.storage.errors import UserError
 from tests.decoders.backbones.causal_models import in_a_row, load, play, save_random, theirs
 from tests.decoders.backbones.masked_models import copy_changed, look_alone

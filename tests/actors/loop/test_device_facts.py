@@ -18,8 +18,8 @@ from draftmill.decoders.engine.cuda_graphs import Graphs
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
-from draftmill.jobs.driving.run_log import read_sessions, session_record
-from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.drive.run_log import read_sessions, session_record
+from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.formatting import device_text
 from draftmill.storage.stores.store import MemoryStore
 from tests.decoders.references.token_table import TokenTable

@@ -32,12 +32,12 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine import cuda_graphs
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
-from draftmill.jobs.driving.allocation import NodeRoom, allocate
-from draftmill.jobs.driving.backend import LocalBackend
-from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.drive.allocation import NodeRoom, allocate
+from draftmill.jobs.drive.backend import LocalBackend
+from draftmill.jobs.drive.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job, place_of
-from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric
 from draftmill.storage.stores.interface import Place

@@ -17,9 +17,9 @@ import pytest
 from draftmill.actors.job import Allocation
 from draftmill.actors.messages import Leaving, PoolEvent, Up
 from draftmill.actors.ray.pool import RayPool
-from draftmill.jobs.driving.allocation import allocate
-from draftmill.jobs.driving.ray_session import cluster_nodes
-from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.drive.allocation import allocate
+from draftmill.jobs.drive.ray_session import cluster_nodes
 from draftmill.storage.errors import UserError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

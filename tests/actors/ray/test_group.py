@@ -14,11 +14,11 @@ import pytest
 from draftmill.actors.job import Allocation, Job, WorkerResources
 from draftmill.actors.messages import Died, Receipt, Reported, Up, WorkUnit
 from draftmill.actors.ray.pool import RayPool, is_running
-from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.progress import Silence
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.stores.store import open_store
 from tests.actors.group_processes import followers
 from tests.runs.causal_jobs import job_spec, results_of, run_here, save_model

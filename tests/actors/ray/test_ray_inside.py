@@ -14,10 +14,10 @@ import pytest
 from draftmill.actors.ray import ray_inside
 from draftmill.actors.ray.notices import draining, node_of
 from draftmill.actors.ray.ray_inside import Inside, inside, require, silence_workers
-from draftmill.jobs.driving import ray_session
-from draftmill.jobs.driving.allocation import possible_nodes
-from draftmill.jobs.driving.ray_session import check_head, local_nodes
-from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.drive import ray_session
+from draftmill.jobs.drive.allocation import possible_nodes
+from draftmill.jobs.drive.ray_session import check_head, local_nodes
 from draftmill.storage.errors import UserError
 
 ROOT = Path(__file__).parents[3]

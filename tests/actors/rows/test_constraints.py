@@ -21,7 +21,7 @@ from draftmill.decoders.base import HOLE
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.automaton import Automaton
 from draftmill.decoders.constraints.expressions import dfa_of
-from draftmill.jobs.spec.rules import constraint_problem
+from draftmill.jobs.config.rules import constraint_problem
 from draftmill.storage.errors import RowError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
 

@@ -15,11 +15,11 @@ from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows import makers
 from draftmill.decoders.base import EngineStats
 from draftmill.decoders.engine.engine import Engine
-from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.drive.progress import Silence
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.stores.store import open_store
 
 _FIRST = ["def", "return", "self", "import", "class", "for", "in", "range", "if"]

@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.drive.progress import Silence
 from draftmill.jobs.plan import packing
 from draftmill.jobs.plan.fingerprint import Hashes, changed_files, results_key
 from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.jobs.plan.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
-from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import ChangedInput, StoreError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.rows import InputFile

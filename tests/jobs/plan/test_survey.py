@@ -12,8 +12,8 @@ import pytest
 from draftmill.actors.planning import surveying
 from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.rows.row import Values
+from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.plan import survey
-from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 

@@ -1,0 +1,256 @@
+"""`draftmill compare`: compares finished runs of the same samples, pair by pair, with a baseline. Writes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final, Literal
+
+from draftmill.jobs.compare.comparison import (
+    Comparison,
+    Comparisons,
+    MetricFigure,
+    RatioFigure,
+    RunFigures,
+    compare_runs,
+)
+from draftmill.jobs.compare.runs import find_runs
+from draftmill.jobs.compare.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
+from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.formatting import table_lines
+from draftmill.storage.errors import printable
+from draftmill.storage.stores.interface import Place
+
+Table = list[list[str]]
+"""A header and rows of cells."""
+
+RATIO_LABELS: Final = {
+    "nfe": "NFE",
+    "nfe_draft": "draft NFE",
+    "tokens": "tokens",
+    "nfe_per_token": "NFE per token",
+    "device_s_per_token": "device seconds per token",
+}
+RUN_LABELS: Final = {
+    "samples": "samples",
+    "failed": "failed",
+    "tokens": "tokens",
+    "nfe_per_token": "NFE per token",
+    "nfe_draft_per_token": "draft NFE per token",
+    "device_s_per_token": "device ms per token",
+    "tokens_per_iteration": "tokens per iteration",
+    "acceptance": "acceptance",
+}
+HOW: Final = (
+    f'[low, high]: {LEVEL:.0%} bootstrap interval over rows ({RESAMPLES:,} resamples). "not distinguishable": the interval '
+    f"contains no change, or p >= {ALPHA}. No correction is made for the number of figures."
+)
+
+
+def as_text(comparisons: Comparisons) -> str:
+    """The comparison for a terminal."""
+    parts = [f"runs{_baseline_text(comparisons)}\n{_lines(runs_table(comparisons.runs))}"]
+    for comparison in comparisons.against:
+        alike = f"\n  {text}" if (text := equal_text(comparison)) else ""
+        parts.append(f"{heading(comparison)}\n{_lines(comparison_table(comparison))}{alike}")
+    return printable("\n\n".join([*parts, "\n".join(notes(comparisons))])) + "\n"
+
+
+def as_markdown(comparisons: Comparisons) -> str:
+    """The comparison as Markdown tables."""
+    parts = [f"### Runs{_escape(_baseline_text(comparisons))}", _markdown(runs_table(comparisons.runs))]
+    for comparison in comparisons.against:
+        title, counts = heading(comparison).split(": ", 1)
+        parts += [f"### {_escape(title)}", f"{_escape(counts)}.", _markdown(comparison_table(comparison))]
+        parts += [f"{_escape(alike)}." for alike in [equal_text(comparison)] if alike]
+    return printable("\n\n".join([*parts, *(_escape(note) for note in notes(comparisons))])) + "\n"
+
+
+def _baseline_text(comparisons: Comparisons) -> str:
+    return f", the baseline is {comparisons.baselines[0]}" if len(comparisons.baselines) == 1 else ""
+
+
+def as_data(comparisons: Comparisons) -> dict[str, Any]:
+    """The comparison as JSON data; a figure that can't be computed is null."""
+    return {
+        "level": LEVEL,
+        "alpha": ALPHA,
+        "resamples": RESAMPLES,
+        "baselines": comparisons.baselines,
+        "runs": [_plain(asdict(run)) for run in comparisons.runs],
+        "comparisons": [_comparison_data(comparison) for comparison in comparisons.against],
+        "unfinished": list(comparisons.unfinished),
+    }
+
+
+def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Table:
+    """Each run's own figures, without columns that no run has."""
+    names = [name for name in RUN_LABELS if any(getattr(run, name) for run in runs) or name in {"samples", "failed"}]
+    metrics = sorted({name for run in runs for name in run.metrics}) if with_metrics else []
+    rows = [["run", "decoder", *(RUN_LABELS[name] for name in names), *metrics]]
+    for run in runs:
+        cells = [_run_cell(name, getattr(run, name)) for name in names]
+        cells += [number(run.metrics[name]) if name in run.metrics else "-" for name in metrics]
+        rows.append([run.name, run.decoder, *cells])
+    return rows
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """A run's figures against the baseline's; those that are equal are in `equal_text`."""
+    rows, total = [["figure", "baseline", "run", "change", "verdict"]], comparison.pairs.num_compared
+    if comparison.equal is not None:
+        what = "equal texts" if comparison.equal_by == "text" else "equal texts (tokens)"
+        share = f"{comparison.equal:,} of {total:,} ({comparison.equal / total:.1%})" if total else "0 of 0"
+        rows.append([what, "", "", share, ""])
+    ratios = {name: ratio for name, ratio in comparison.ratios.items() if ratio.verdict != "equal"}
+    metrics = {name: metric for name, metric in comparison.metrics.items() if metric.verdict != "equal"}
+    rows += [_ratio_row(RATIO_LABELS[name], ratio) for name, ratio in ratios.items()]
+    return [*rows, *(_metric_row(name, metric, total) for name, metric in metrics.items())]
+
+
+def equal_text(comparison: Comparison) -> str:
+    """The figures that are equal in both runs, with their values; empty if there are none."""
+    ratios = [(RATIO_LABELS[name], _figure_text(ratio.run), ratio.verdict) for name, ratio in comparison.ratios.items()]
+    metrics = [(name, number(metric.run), metric.verdict) for name, metric in comparison.metrics.items()]
+    equal = [f"{label} ({text})" for label, text, verdict in (*ratios, *metrics) if verdict == "equal"]
+    return f"equal in both: {', '.join(equal)}" if equal else ""
+
+
+def notes(comparisons: Comparisons) -> list[str]:
+    """How to read the figures, and what they don't cover."""
+    lines = [HOW]
+    if any(comparison.pairs.clustered for comparison in comparisons.against):
+        lines.append("Rows have several samples: intervals and tests resample rows, with all their samples.")
+    if any(comparison.pairs.num_rows < MIN_ROWS for comparison in comparisons.against):
+        lines.append(f"Fewer than {MIN_ROWS} rows in a comparison: its intervals are narrower than they should be.")
+    if comparisons.unfinished:
+        lines.append(f"Not finished, and left out: {', '.join(comparisons.unfinished)}.")
+    return lines
+
+
+def heading(comparison: Comparison) -> str:
+    """What is compared with what, how many pairs there are, and what has none."""
+    pairs = comparison.pairs
+    failed = pairs.failed_first + pairs.failed_second + pairs.failed_both
+    split = (
+        f" ({pairs.failed_first:,} in the baseline, {pairs.failed_second:,} in the run, {pairs.failed_both:,} in both)"
+    )
+    return (
+        f"{comparison.run} against {comparison.baseline}: {pairs.both:,} pairs, "
+        f"{pairs.only_first:,} only in the baseline, {pairs.only_second:,} only in the run; "
+        f"{failed:,} failed{split if failed else ''}, {pairs.num_compared:,} compared"
+    )
+
+
+def number(value: float | None) -> str:
+    """A figure with four significant digits."""
+    if value is None or math.isnan(value):
+        return "-"
+    if value == 0 or 1e-4 <= abs(value) < 1e5:
+        digits = 4 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{min(digits, 6)}f}"
+    return f"{value:.3e}"
+
+
+def interval_text(interval: Interval) -> str:
+    """[low, high]; empty without bounds."""
+    if interval.low is None or interval.high is None:
+        return ""
+    return f" [{number(interval.low)}, {number(interval.high)}]"
+
+
+def _run_cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name == "device_s_per_token":
+        return number(1000 * value)
+    if name == "acceptance":
+        return f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def _ratio_row(label: str, figure: RatioFigure) -> list[str]:
+    change = f"x {number(figure.ratio.value)}{interval_text(figure.ratio)}"
+    return [label, _figure_text(figure.baseline), _figure_text(figure.run), change, _verdict_text(figure)]
+
+
+def _verdict_text(figure: RatioFigure | MetricFigure) -> str:
+    if figure.better is None or figure.verdict not in {"higher", "lower"}:
+        return figure.verdict
+    return f"{figure.verdict}, {'better' if figure.verdict == figure.better else 'worse'}"
+
+
+def _figure_text(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() and value >= 10 else number(value)
+
+
+def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]:
+    sign, p = "+" if figure.difference.value > 0 else "", f"{figure.p:.4f}" if figure.p >= 1e-4 else f"{figure.p:.1e}"
+    change = f"{sign}{number(figure.difference.value)}{interval_text(figure.difference)}, p = {p} ({figure.test})"
+    if figure.only_baseline is not None:
+        change += (
+            f"; pairs in which only the baseline has 1: {figure.only_baseline:,}, only the run: {figure.only_run:,}"
+        )
+    if figure.pairs < num_compared:
+        change += f", {figure.pairs:,} pairs have it"
+    return [name, number(figure.baseline), number(figure.run), change, _verdict_text(figure)]
+
+
+def _lines(table: Table) -> str:
+    return "\n".join(table_lines(table))
+
+
+def _markdown(table: Table) -> str:
+    head, *rows = [[_escape(cell) for cell in row] for row in table]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _comparison_data(comparison: Comparison) -> dict[str, Any]:
+    pairs = comparison.pairs
+    equal: dict[str, Any] | None = None
+    if (count := comparison.equal) is not None:
+        share = count / pairs.num_compared if pairs.num_compared else None
+        equal = {"count": count, "share": share, "by": comparison.equal_by}
+    return {
+        "run": comparison.run,
+        "baseline": comparison.baseline,
+        "pairs": pairs.both,
+        "compared": pairs.num_compared,
+        "rows": pairs.num_rows,
+        "only_in_baseline": pairs.only_first,
+        "only_in_run": pairs.only_second,
+        "failed": {"baseline": pairs.failed_first, "run": pairs.failed_second, "both": pairs.failed_both},
+        "equal": equal,
+        "ratios": {name: _plain(asdict(figure)) for name, figure in comparison.ratios.items()},
+        "metrics": {name: _plain(asdict(figure)) for name, figure in comparison.metrics.items()},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The value with null in the place of NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Form = Literal["text", "json", "markdown"]
+
+
+def compare(places: Sequence[Place], *, form: Form = "text", baseline: str | None = None) -> int:
+    """Print the comparison; a sweep's directory stands for its cases, `baseline` names one run. Returns the exit code.
+
+    Raises UserError if a place has no finished run, or if the runs did not decode the same samples.
+    """
+    runs, unfinished = find_runs(places)
+    comparisons = compare_runs(runs, unfinished=unfinished, baseline=baseline)
+    if form == "json":
+        print(json.dumps(as_data(comparisons), indent=1))
+    else:
+        print((as_markdown if form == "markdown" else as_text)(comparisons), end="")
+    return OK

@@ -1,0 +1,373 @@
+"""Compares finished runs with the first of them, sample by sample: texts, effort and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftmill.actors.metrics.settings import Better
+from draftmill.jobs.compare.rows import By, RunRows, positions, read_rows, row_numbers
+from draftmill.jobs.compare.runs import FinishedRun, check_same_work, same_tokenizer
+from draftmill.jobs.compare.statistics import (
+    ALPHA,
+    Floats,
+    Interval,
+    Statistic,
+    bootstrap,
+    finite_values,
+    grouped_sums,
+    mcnemar_p,
+    quotient,
+    sign_flip_p,
+)
+from draftmill.storage.errors import UserError
+
+Verdict = Literal["higher", "lower", "equal", "not distinguishable"]
+Test = Literal["McNemar", "sign flips"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """Sums and means over the ok samples of one run; a figure that can't be computed is None."""
+
+    name: str
+    place: str
+    fingerprint: str
+    decoder: str
+    model: str
+    samples: int
+    failed: int
+    tokens: int
+    nfe_per_token: float | None
+    nfe_draft_per_token: float | None
+    device_s_per_token: float | None
+    tokens_per_iteration: float | None
+    acceptance: float | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RatioFigure:
+    """A figure of a run divided by the baseline's, over all pairs. `better` says which values are better."""
+
+    baseline: float
+    run: float
+    ratio: Interval
+    verdict: Verdict
+    better: Better | None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFigure:
+    """A metric over the `pairs` that have it in both runs: both means, and the mean of run minus baseline.
+
+    `better` says which values are better, None if that is not known. `only_baseline` and `only_run` count, for a metric of
+    zeros and ones, the pairs in which it is 1 in one run only.
+    """
+
+    pairs: int
+    baseline: float
+    run: float
+    difference: Interval
+    test: Test
+    p: float
+    verdict: Verdict
+    better: Better | None = None
+    only_baseline: int | None = None
+    only_run: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run against its baseline. `equal` counts pairs with equal tokens (or texts, see `equal_by`); None for scored texts."""
+
+    run: str
+    baseline: str
+    pairs: Pairs
+    equal: int | None
+    equal_by: By
+    ratios: dict[str, RatioFigure]
+    metrics: dict[str, MetricFigure]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparisons:
+    """Several runs, and each of them against its baseline, if it has one."""
+
+    runs: tuple[RunFigures, ...]
+    against: tuple[Comparison, ...]
+    unfinished: tuple[str, ...] = ()
+
+    @property
+    def baselines(self) -> list[str]:
+        """The runs with which others are compared, in order."""
+        return list(dict.fromkeys(comparison.baseline for comparison in self.against))
+
+
+def compare_runs(
+    runs: Sequence[FinishedRun], *, unfinished: Sequence[str] = (), baseline: str | None = None
+) -> Comparisons:
+    """Compare each run with its baseline (see `baselines_of`); two runs in memory at a time.
+
+    Raises UserError, before any row is read, where a run decoded something else, and where no pair is left.
+    """
+    baselines = baselines_of(runs, baseline)
+    if len(runs) < 2:
+        missing = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
+        raise UserError(f"{len(runs)} finished run to compare{missing}; allowed: two or more")
+    first, *others = runs
+    for run in others:
+        check_same_work(first.name, first.plan, run.name, run.plan)
+    by: By = "tokens" if all(same_tokenizer(first.plan, run.plan) for run in others) else "text"
+    figures: dict[int, RunFigures] = {}
+    against: dict[int, Comparison] = {}
+    for place in dict.fromkeys(baselines):  # each baseline once, with all that are compared with it
+        rows = read_rows(runs[place], by=by)
+        figures[place] = figures_of(runs[place], rows)
+        for number in [number for number, own in enumerate(baselines) if own == place != number]:
+            others_rows = read_rows(runs[number], by=by)
+            figures[number] = figures_of(runs[number], others_rows)
+            against[number] = compare_rows(runs[place], rows, runs[number], others_rows, by)
+    in_order = tuple(figures[number] for number in sorted(figures))
+    return Comparisons(in_order, tuple(against[number] for number in sorted(against)), tuple(unfinished))
+
+
+def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]:
+    """The place of each run's baseline among `runs`, its own if it has none.
+
+    With a `baseline` (a name, a short name or a directory) it is that run for all. A case of a sweep
+    that differs from the first one in several settings is compared with the first case from which it differs in one, in the
+    decoder if there is such a case: a grid's decoders are compared at the same temperature. All others: with the first.
+    """
+    if baseline is not None:
+        names = [{run.name, run.short, run.store.url.rstrip("/")} for run in runs]
+        place = next((number for number, own in enumerate(names) if baseline.rstrip("/") in own), None)
+        if place is None:
+            allowed = ", ".join(run.name for run in runs)
+            raise UserError(f"{baseline!r} is none of the finished runs; allowed: {allowed}", field="--baseline")
+        return [place] * len(runs)
+    if not all(run.short for run in runs):
+        return [0] * len(runs)
+    settings = [_settings(run) for run in runs]
+    return [_nearest(settings, number) for number in range(len(runs))]
+
+
+def _nearest(settings: Sequence[dict[str, Any]], number: int) -> int:
+    own = settings[number]
+    apart = [{key for key in own.keys() | of.keys() if own.get(key) != of.get(key)} for of in settings[:number]]
+    if number == 0 or len(apart[0]) <= 1:
+        return 0
+    by_decoder = [place for place, keys in enumerate(apart) if keys == {"decoder"}]
+    by_one_key = [place for place, keys in enumerate(apart) if len(keys) == 1]
+    return [*by_decoder, *by_one_key, 0][0]
+
+
+def _settings(run: FinishedRun) -> dict[str, Any]:
+    """What may differ between cases, by the key of the spec; decoder and model count as one setting each."""
+    settings: dict[str, Any] = {}
+    for section, value in run.plan.spec.results_key().items():
+        is_one = section in {"decoder", "model"} or not isinstance(value, dict)
+        settings |= {section: value} if is_one else {f"{section}.{key}": inner for key, inner in value.items()}
+    return settings
+
+
+def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
+    """The figures of one run, over its ok samples."""
+    sums = sums_of(rows)
+    tokens = sums["new_tokens"]
+    return RunFigures(
+        name=run.name,
+        place=run.store.url,
+        fingerprint=run.plan.fingerprint,
+        decoder=run.plan.spec.decoder.kind,
+        model=run.plan.spec.model.path,
+        samples=rows.num_rows,
+        failed=int((~rows.ok_N).sum()),
+        tokens=tokens,
+        nfe_per_token=_share(sums["nfe"], tokens),
+        nfe_draft_per_token=_share(sums["nfe_draft"], tokens),
+        device_s_per_token=_share(float(rows.device_s_N[rows.ok_N].sum()), tokens),
+        tokens_per_iteration=_share(tokens, sums["iterations"]),
+        acceptance=_share(sums["accepted"], sums["proposed"]),
+        metrics={name: float(np.nanmean(column)) for name, column in rows.metrics.items()},
+    )
+
+
+def sums_of(rows: RunRows) -> dict[str, int]:
+    """The sum of each count over the ok samples."""
+    return {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
+
+
+def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: RunRows, by: By) -> Comparison:
+    """One run against the baseline."""
+    pairs = pair(baseline, rows)
+    if not pairs.both:
+        raise UserError(f"{run.store.url} and {first.store.url} have no sample in common: no id is in both")
+    equal = int((baseline.digest_N[pairs.first_P] == rows.digest_N[pairs.second_P]).sum())
+    ratios, metrics = _figures(pairs, baseline, rows)
+    scored = first.plan.spec.task.kind == "score"
+    return Comparison(run.name, first.name, pairs, None if scored else equal, by, ratios, metrics)
+
+
+def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, RatioFigure], dict[str, MetricFigure]]:
+    """All ratios and differences, from one set of resamples; without those that are not defined, such as ratios to 0."""
+    names = [name for name in baseline.metrics if name in rows.metrics]
+    sums_GS = grouped_sums(_columns(pairs, baseline, rows, names), pairs.row_P)
+    statistics = [_ratio(*places) for places in _PLACES.values()]
+    statistics += [quotient(8 + 2 * number) for number in range(len(names))]
+    intervals = bootstrap(sums_GS, statistics)
+    ratios = {
+        name: _ratio_figure(sums_GS.sum(axis=0), name, interval)
+        for name, interval in zip(_PLACES, intervals, strict=False)
+        if np.isfinite(interval.value)
+    }
+    metrics = {
+        name: replace(
+            _metric_figure(pairs, baseline.metrics[name], rows.metrics[name], interval, sums_GS[:, 8 + 2 * number]),
+            better=rows.better.get(name),
+        )
+        for number, (name, interval) in enumerate(zip(names, intervals[len(_PLACES) :], strict=True))
+        if sums_GS[:, 9 + 2 * number].any()
+    }
+    return ratios, metrics
+
+
+def _columns(pairs: Pairs, baseline: RunRows, rows: RunRows, names: Sequence[str]) -> Iterator[Floats]:
+    """The values to sum, one column at a time: four of each run, then difference and validity of each metric."""
+    for run, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
+        for name in ("nfe", "nfe_draft", "new_tokens"):
+            yield run.counts[name][place].astype(np.float64)
+        yield run.device_s_N[place]
+    for name in names:
+        yield from finite_values(rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P])
+
+
+_PLACES: Final[dict[str, tuple[int, int | None]]] = {
+    "nfe": (0, None),
+    "nfe_draft": (1, None),
+    "tokens": (2, None),
+    "nfe_per_token": (0, 2),
+    "device_s_per_token": (3, 2),
+}
+"""Numerator and denominator of each ratio's figure among the sums of one run; the second run's sums are 4 places further."""
+
+
+def _figure(sums: Floats, above: int, below: int | None) -> Floats:
+    """One sum, or a quotient of two; NaN where the divisor is 0."""
+    if below is None:
+        return np.asarray(sums[..., above])
+    divisor = np.asarray(sums[..., below])
+    return np.asarray(sums[..., above] / np.where(divisor == 0, np.nan, divisor))
+
+
+def _ratio(above: int, below: int | None) -> Statistic:
+    return lambda sums: _figure(sums, above + 4, None if below is None else below + 4) / _figure(sums, above, below)
+
+
+def _ratio_figure(sums: Floats, name: str, ratio: Interval) -> RatioFigure:
+    above, below = _PLACES[name]
+    baseline = float(_figure(sums, above, below))
+    run = float(_figure(sums, above + 4, None if below is None else below + 4))
+    return RatioFigure(baseline, run, ratio, verdict(ratio, 1.0), None if name == "tokens" else "lower")
+
+
+def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:
+    """What a figure says; `null` is its value for equal runs. "not distinguishable" if the interval or the test says so."""
+    if interval.value == null and interval.low == interval.high == null:
+        return "equal"
+    if p >= ALPHA or interval.holds(null):
+        return "not distinguishable"
+    return "higher" if interval.value > null else "lower"
+
+
+def _metric_figure(
+    pairs: Pairs, before_N: Floats, now_N: Floats, interval: Interval, difference_G: Floats
+) -> MetricFigure:
+    before, now = before_N[pairs.first_P], now_N[pairs.second_P]
+    valid = np.isfinite(before) & np.isfinite(now)
+    before, now = before[valid], now[valid]
+    facts: dict[str, Any] = {}
+    if is_binary(before) and is_binary(now):
+        facts = {"only_baseline": int((before > now).sum()), "only_run": int((now > before).sum())}
+    if facts and len(np.unique(pairs.row_P[valid])) == len(before):
+        test: Test = "McNemar"
+        p = mcnemar_p(facts["only_baseline"], facts["only_run"])
+    else:
+        test, p = "sign flips", sign_flip_p(difference_G)
+    equal = bool((before == now).all())
+    return MetricFigure(
+        pairs=len(before),
+        baseline=float(before.mean()),
+        run=float(now.mean()),
+        difference=interval,
+        test=test,
+        p=p,
+        verdict="equal" if equal else verdict(interval, 0.0, p),
+        **facts,
+    )
+
+
+def is_binary(values: NDArray[np.float64]) -> bool:
+    """Whether a metric has zeros and ones only."""
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _share(above: float, below: float) -> float | None:
+    return above / below if below else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """P pairs of samples that are ok in both runs: their positions in each run, and the number of each pair's row, from 0.
+
+    `both` counts these pairs and the failed ones: `failed_first`, `failed_second` (failed in one run only) and `failed_both`.
+    `only_first` and `only_second` count samples without a partner.
+    """
+
+    first_P: NDArray[np.int64]
+    second_P: NDArray[np.int64]
+    row_P: NDArray[np.int64]
+    both: int
+    only_first: int
+    only_second: int
+    failed_first: int
+    failed_second: int
+    failed_both: int
+
+    @property
+    def num_compared(self) -> int:
+        """Pairs that are ok in both runs."""
+        return len(self.first_P)
+
+    @property
+    def num_rows(self) -> int:
+        """Distinct input rows of these pairs."""
+        return int(self.row_P.max()) + 1 if len(self.row_P) else 0
+
+    @property
+    def clustered(self) -> bool:
+        """Whether a row has several pairs, which are then not independent."""
+        return self.num_rows < self.num_compared
+
+
+def pair(first: RunRows, second: RunRows) -> Pairs:
+    """The pairs of two runs, in the order of the first."""
+    place, other = positions(first.ids, first.sample_N, second.ids, second.sample_N)
+    ok, other_ok = first.ok_N[place], second.ok_N[other]
+    good = ok & other_ok
+    rows = row_numbers(first.ids, first.ids)[place[good]]
+    return Pairs(
+        first_P=place[good],
+        second_P=other[good],
+        row_P=np.unique(rows, return_inverse=True)[1].astype(np.int64),
+        both=len(place),
+        only_first=first.num_rows - len(place),
+        only_second=second.num_rows - len(place),
+        failed_first=int((~ok & other_ok).sum()),
+        failed_second=int((ok & ~other_ok).sum()),
+        failed_both=int((~ok & ~other_ok).sum()),
+    )

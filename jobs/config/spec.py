@@ -1,0 +1,500 @@
+"""The job spec: every key of a job's YAML file, checked before anything is loaded. Pure pydantic, no torch.
+
+Specs are frozen, and unknown keys are errors at every level. docs/specs.md explains each key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from datetime import date, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from draftmill.actors.metrics.settings import Metrics
+from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
+from draftmill.decoders.causal.settings import HeadDrafterSettings
+from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, PathMark, Sampling, Settings
+from draftmill.decoders.settings import DecoderSettings
+from draftmill.jobs.config.dates import format_date, has_date, read_date, with_date
+from draftmill.jobs.config.errors import kind_changed, spec_error
+from draftmill.jobs.config.notify_settings import Receivers
+from draftmill.jobs.config.paths import place_problem
+from draftmill.jobs.config.rules import (
+    kept_names,
+    metric_problem,
+    reference_of,
+    sampling_problem,
+    task_problem,
+    template_problem,
+    truncate_problem,
+)
+from draftmill.jobs.config.worker_shape import Shapes, WorkerShape
+from draftmill.jobs.config.yaml_file import apply_change, apply_override, read_mapping
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.where import parse_where
+from draftmill.storage.stores.interface import Place, S3Options
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _delimiter(character: str) -> str:
+    character = {"\\t": "\t", "tab": "\t"}.get(character, character)
+    if len(character) != 1 or character in '"\r\n\0' or not (character.isprintable() or character == "\t"):
+        raise ValueError(f"{character!r} is not allowed; allowed: one character, for example ; or | or tab")
+    return character
+
+
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("a column is named twice")
+    return names
+
+
+def _where(text: str) -> str:
+    parse_where(text)
+    return text
+
+
+class InputSettings(Settings):
+    """Where the rows are: one path or several, each of which must exist, or a finished run."""
+
+    path: Annotated[
+        Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None,
+        PathMark(("s3", "hf")),
+    ] = Field(default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them")
+    run: Annotated[Text | None, PathMark(("s3",))] = Field(
+        default=None, description="a finished run, whose result rows are the input; not with path"
+    )
+    where: Annotated[Text, AfterValidator(_where)] | None = Field(
+        default=None, description="which of the run's rows, for example `exact_match >= 1`; null: all that are ok"
+    )
+    columns: Columns = Field(default=Columns(), description="which column holds what")
+    limit: Positive | None = Field(default=None, description="use only the first rows, this many over all files")
+    chunk_chars: Positive | None = Field(default=None, description="cut text files into rows of at most N characters")
+    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = Field(
+        default=None, description="of csv fields: one character, or tab; null: a comma, in .tsv a tab"
+    )
+    truncate: Side | None = Field(default=None, description="part of a long prompt that is cut; null: its row fails")
+    keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
+        default=(), description="input columns that are copied into the result rows, in a struct keep"
+    )
+    since: Literal["last_success"] | None = Field(default=None, description="skip files that a finished run has read")
+    dedupe: Literal["ids"] | None = Field(default=None, description="skip rows that a finished run already has as ok")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> InputSettings:
+        if self.path is None and self.run is None:
+            raise ValueError("input.path: missing; or name a finished run in input.run")
+        if self.run is None and self.where is not None:
+            raise ValueError("input.where: filters the rows of a run; name it in input.run")
+        if self.run is not None and self.since is not None:
+            raise ValueError(
+                "input.since: compares files of input.path, and here the rows are those of a run; allowed: null"
+            )
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the files; none if the input is a run."""
+        return (self.path,) if isinstance(self.path, str) else self.path or ()
+
+    @property
+    def shown(self) -> str:
+        """The path or paths, or the run, as a message shows them."""
+        return ", ".join(self.paths) or f"run {self.run}"
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError(f"{name!r} is not allowed; allowed: auto, cpu, cuda, cuda:N")
+    return name
+
+
+class ModelSettings(Settings):
+    """Which checkpoint, and how it is loaded."""
+
+    path: Annotated[Text, MODEL] = Field(
+        description="builtin:NAME, a folder, s3://bucket/prefix, a hub id, or a .gguf file there"
+    )
+    adapter: Annotated[Text | None, MODEL] = Field(
+        default=None, description="a PEFT LoRA adapter: a folder, s3://..., or a hub id"
+    )
+    family: Text = Field(default="auto", description="auto: model_type of config.json; draftmill models lists all")
+    revision: str | None = Field(default=None, description="of a hub model; refused for any other")
+    mask_id: Annotated[int, Field(ge=0)] | None = Field(default=None, description="null: the family's own, if any")
+    tokenizer: Annotated[Text, FOLDER] = Field(
+        default="auto", description="auto (the model's), a folder, or none (rows give tokens)"
+    )
+    dtype: Dtype = Field(default="auto", description="auto: float32, which is exact, on CPU; bfloat16 on GPU")
+    weights: Literal["auto", "int8", "int4", "fp8"] = Field(
+        default="auto", description="auto: in dtype; else the layers' matrices are held so; int8 multiplies integers"
+    )
+    device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto prefers GPU; cpu; cuda:N")
+    trust_remote_code: bool = Field(default=False, description="for tokenizers' loaders; models never run remote code")
+    exact: bool = Field(default=False, description="true: a text has the same bits in any batch, or the job is refused")
+
+
+class BatchingSettings(Settings):
+    """How much a worker decodes at once, and how many rows are sorted together."""
+
+    max_tokens: Auto | Positive = Field(default="auto", description="most cache columns of all slots")
+    max_rows: Auto | Positive = Field(default="auto", description="most slots of a worker")
+    prompt_rows: Auto | Positive = Field(default="auto", description="most rows of prompts in a forward")
+    window: Positive = Field(default=65536, description="rows that are sorted and cut into units together")
+
+
+class ErrorSettings(Settings):
+    """How many samples may fail, and how often a unit is tried."""
+
+    max_rate: Annotated[float, Field(ge=0.0, le=1.0)] = Field(default=0.01, description="largest share of failed rows")
+    max_count: Annotated[int, Field(ge=0)] | None = Field(default=None, description="most failed samples")
+    attempts: Positive = Field(default=3, description="failures of a unit by its data before its rows are examined")
+
+
+def _date(value: Any) -> Any:
+    if isinstance(value, date):  # YAML has dates of its own
+        value = value.isoformat()
+    return format_date(read_date(value)) if isinstance(value, str) else value
+
+
+class OutputSettings(Settings):
+    """Where the results go. A path with a date, as in `base/{date:%Y-%m-%d}`, is that of a recurring job."""
+
+    path: Annotated[Text, PathMark(("s3", "memory"))] = Field(
+        description="a folder or s3://bucket/prefix; {date:...} for a recurring job"
+    )
+    logical_date: Annotated[str, BeforeValidator(_date)] | None = Field(
+        default=None, description="the date for {date:...}; null: the time of the start"
+    )
+    trace: Literal["none", "steps"] = Field(default="none", description="steps: one row per decoder iteration")
+    unit_rows: Auto | Positive = Field(default="auto", description="rows of a unit, at most 2^19 tokens")
+
+
+def _endpoint(url: str) -> str:
+    # The spec is copied into the run directory.
+    if "@" in url or "?" in url:
+        raise ValueError("no credentials in the spec; they come from the environment, as boto3 finds them")
+    return url
+
+
+class S3Settings(Settings):
+    """How to reach S3, for inputs, models and results alike. Credentials come from the environment."""
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(default=None, description="URL, no credentials")
+    region: str | None = Field(default=None, description="as for boto3")
+    addressing: Literal["auto", "path", "virtual"] = Field(default="auto", description="auto: path with an endpoint")
+    checksums: Literal["auto", "when_required", "when_supported"] = Field(
+        default="auto", description="auto: SHA-256 with every write; when_required: none; when_supported: boto3's"
+    )
+
+    def options(self) -> S3Options:
+        """The same settings as storage's S3Options."""
+        return S3Options(self.endpoint, self.region, self.addressing, self.checksums)
+
+
+def _printable(name: str) -> str:
+    # The name is the heading of tables on a terminal.
+    if not name.isprintable():
+        raise ValueError("has control characters")
+    return name
+
+
+RESULT_SECTIONS = frozenset({"seed", "task", "decoder", "sampling", "prompt", "chat"})
+RESULT_INPUT_KEYS = ("columns", "limit", "chunk_chars", "delimiter", "truncate", "keep", "dedupe", "where")
+"""What of a spec changes results, beside some keys of `model`."""
+
+
+class JobSpec(Settings):
+    """A whole job."""
+
+    name: Annotated[Text, AfterValidator(_printable)] = Field(
+        default="job", description="in tables; else the file's name"
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
+        default=0, description="gives, with a sample's id, the sample's key and so all its randomness"
+    )
+    task: Annotated[Task, Field(discriminator="kind")]
+    input: InputSettings
+    model: ModelSettings
+    decoder: DecoderSettings
+    sampling: Sampling = Sampling(temperature=1.0, top_k=None, top_p=None)
+    prompt: Prompt = NO_PROMPT
+    chat: Chat = NO_CHAT
+    batching: BatchingSettings = BatchingSettings()
+    workers: Shapes = WorkerShape()
+    errors: ErrorSettings = ErrorSettings()
+    output: OutputSettings
+    s3: S3Settings = S3Settings()
+    metrics: Metrics = Field(default=(), description="what is measured after the last unit")
+    notify: Receivers = Field(default=(), description="commands that get notices")
+
+    @property
+    def shapes(self) -> tuple[WorkerShape, ...]:
+        """The kinds of workers that the job uses."""
+        return self.workers if isinstance(self.workers, tuple) else (self.workers,)
+
+    def recipe(self, ends: Sequence[int] = ()) -> RowRecipe:
+        """What makes the canvases of the rows; `ends` are the end tokens of the model."""
+        given = self.input
+        return RowRecipe(
+            task=self.task,
+            columns=given.columns,
+            decoder=self.decoder,
+            sampling=self.sampling,
+            ends=tuple(ends),
+            truncate=given.truncate,
+            chunk_chars=given.chunk_chars,
+            seed=self.seed,
+            prompt=self.prompt,
+            chat=self.chat,
+        )
+
+    def place(self, url: str) -> Place:
+        """A place that this job reads or writes."""
+        return Place(url, self.s3.options())
+
+    @property
+    def input_places(self) -> list[Place]:
+        """The places of `input.path`."""
+        return [self.place(path) for path in self.input.paths]
+
+    def with_s3(self, options: S3Options) -> JobSpec:
+        """The same job with those S3 options that are not the defaults."""
+        given = {key: value for key, value in asdict(options).items() if value not in {None, "auto"}}
+        return self.model_copy(update={"s3": self.s3.model_copy(update=given)})
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The columns of the inputs that travel into the results: `input.keep`, and references."""
+        return kept_names(self.input.keep, self.input.columns, self.task, self.metrics, self.prompt)
+
+    @model_validator(mode="after")
+    def _places_can_be(self) -> JobSpec:
+        problem = place_problem(self)
+        if problem is None and None not in (self.input.path, self.input.run):
+            problem = "input.run: the rows are those of a run or of input.path; use only one of them"
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _increments_can_be(self) -> JobSpec:
+        for key in ("since", "dedupe"):
+            value = getattr(self.input, key)
+            if value is None:
+                continue
+            if not has_date(self.output.path) and self.output.logical_date is None:
+                raise ValueError(
+                    f"input.{key}: {value!r} needs a run directory for each date: write {{date:%Y-%m-%d}} in output.path "
+                    "(not in sweeps); allowed: null"
+                )
+            if any(map(has_date, self.input.paths)):
+                if key == "since":
+                    raise ValueError(
+                        "input.since: input.path has a date, so each run reads the files of its own date; allowed: null"
+                    )
+                if self.input.columns.id is None:
+                    raise ValueError(
+                        "input.dedupe: input.path has a date, and rows without a column of ids have the same ids on each date; "
+                        "name the column in input.columns.id"
+                    )
+            if self.input.limit is not None:
+                raise ValueError(
+                    f"input.limit: {self.input.limit}, but input.{key} takes all that is new: rows beyond the limit would count "
+                    "as done; allowed: null"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _task_fits(self) -> JobSpec:
+        has_tokenizer = self.model.tokenizer != "none"
+        problem = template_problem(self.prompt, self.chat, self.task, self.input.columns)
+        problem = problem or task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
+        if problem is None and self.input.truncate is not None:
+            problem = truncate_problem(self.task, self.input.columns, has_template=self.prompt.template is not None)
+        if problem is None:
+            problem = sampling_problem(self.task, self.sampling, self.input.columns, has_tokenizer=has_tokenizer)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_fit(self) -> JobSpec:
+        problem = metric_problem(
+            self.metrics,
+            [f"metrics.{index}" for index in range(len(self.metrics))],
+            kept=self.kept,
+            has_reference=reference_of(self.input.columns, self.task, self.kept, self.prompt)[0] is not None,
+            has_tokenizer=self.model.tokenizer != "none",
+            samples=getattr(self.sampling, "n", None),
+        )
+        if problem:
+            raise ValueError(": ".join(problem))
+        return self
+
+    @model_validator(mode="after")
+    def _acceptance_fits_the_decoder(self) -> JobSpec:
+        self.decoder.check_sampling(self.sampling)
+        if self.task.kind == "score" and self.sampling.n > 1:
+            raise ValueError(
+                f"sampling.n: {self.sampling.n}, but the task 'score' draws nothing: a text has one score; allowed: 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _all_workers_split_the_model_alike(self) -> JobSpec:
+        counts = [shape.gpus_per_model for shape in self.shapes]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"workers: gpus_per_model is {', '.join(map(str, counts))}; allowed: the same for all kinds of workers, "
+                "since it changes how sums are rounded"
+            )
+        if counts[0] > 1 and isinstance(getattr(self.decoder, "drafter", None), HeadDrafterSettings):
+            raise ValueError(
+                f"workers.gpus_per_model: {counts[0]}, but decoder.drafter.kind 'head' reads states of a model in one process; "
+                "allowed: 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _exact_can_be(self) -> JobSpec:
+        model, is_half = self.model, self.model.dtype in {"bfloat16", "float16"}
+        if not model.exact:
+            return self
+        if model.device == "cpu":
+            if is_half:
+                raise ValueError(
+                    f"model.exact: true, but model.dtype is {model.dtype}; allowed on a CPU: auto, float32"
+                )
+        elif model.dtype == "float64" and model.device != "auto":
+            raise ValueError(
+                "model.exact: true, but model.dtype is float64; allowed on a GPU: auto, bfloat16, float16, float32"
+            )
+        elif any(shape.gpus_per_model > 1 and shape.gpus != 0 for shape in self.shapes):
+            raise ValueError(
+                "model.exact: true, but workers.gpus_per_model is above 1: the sums of several GPUs are not fixed; allowed: 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _small_weights_can_be(self) -> JobSpec:
+        model, given = self.model, f"model.weights: {self.model.weights}"
+        if model.weights == "auto":
+            return self
+        if model.dtype == "float64":
+            raise ValueError(f"{given}, but model.dtype is float64; allowed: auto")
+        if any(shape.gpus_per_model > 1 for shape in self.shapes):
+            raise ValueError(f"{given}, but workers.gpus_per_model is above 1; allowed: auto")
+        if model.exact and model.device.startswith("cuda"):
+            raise ValueError(f"{given}, but model.exact has other products on a GPU; allowed: auto")
+        return self
+
+    def results_key(self) -> dict[str, Any]:
+        """The part of the spec that changes results, as JSON data; only this part enters the fingerprint.
+
+        Most keys are there only with another value than their default, so that later keys leave fingerprints as they are. The
+        planner adds hashes of the checkpoints, tokenizer and inputs, which are identified by content.
+        """
+        key = self.model_dump(mode="json", include=set(RESULT_SECTIONS), exclude_defaults=True)
+        if isinstance(key["decoder"].get("drafter"), dict):
+            for place in ("path", "revision"):
+                key["decoder"]["drafter"].pop(place, None)
+        if self.task.kind == "infill" and self.decoder.runs_on != "causal":  # only causal models use these keys
+            key["task"] = {name: value for name, value in key["task"].items() if name not in {"fim", "max_new_tokens"}}
+        given = self.input.model_dump(mode="json", include=set(RESULT_INPUT_KEYS), exclude_defaults=True)
+        model = self.model.model_dump(mode="json", include={"dtype", "exact", "weights"}, exclude_defaults=True)
+        if self.shapes[0].gpus_per_model > 1:
+            model["gpus_per_model"] = self.shapes[0].gpus_per_model
+        return key | {"input": given, "model": model}
+
+
+SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a spec, from which an editor completes and explains keys.
+
+    It knows each key by itself; rules that join several keys are `check_spec`'s alone.
+    """
+    return {"$schema": SCHEMA_URL, **JobSpec.model_json_schema()}
+
+
+def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """Read a spec file, apply `a.b=VALUE` overrides (VALUE is YAML) and check it. The default name is the file's name.
+
+    Raises UserError with the field's path, the value and the allowed values.
+    """
+    return check_overridden({"name": Path(path).stem} | read_mapping(Path(path)), overrides)
+
+
+def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
+    """The job for another logical date, as `--logical-date` gives it; UserError if it is none, or the output path has no date."""
+    if not has_date(spec.output.path):
+        raise UserError(
+            f"{text!r}, but output.path has no date; write {{date:%Y-%m-%d}} in it, or leave the option out",
+            field="--logical-date",
+        )
+    try:
+        chosen = format_date(read_date(text))
+    except ValueError as error:
+        raise UserError(str(error), field="--logical-date") from None
+    return spec.model_copy(update={"output": spec.output.model_copy(update={"logical_date": chosen})})
+
+
+def at_date(spec: JobSpec, now: datetime) -> JobSpec:
+    """The job with the date filled into its output path, `input.path` and `input.run`: its logical date, or else `now`.
+
+    Without a date in its output path, `spec` itself.
+    """
+    if not has_date(spec.output.path):
+        return spec
+    chosen = now if spec.output.logical_date is None else read_date(spec.output.logical_date)
+    filled = {"path": with_date(spec.output.path, chosen), "logical_date": format_date(chosen)}
+    paths = tuple(with_date(path, chosen) for path in spec.input.paths)
+    given = {
+        "path": paths[0] if isinstance(spec.input.path, str) else paths or None,
+        "run": None if spec.input.run is None else with_date(spec.input.run, chosen),
+    }
+    sections = {"output": spec.output.model_copy(update=filled), "input": spec.input.model_copy(update=given)}
+    return spec.model_copy(update=sections)
+
+
+def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
+    """Return the spec for a mapping with `a.b=VALUE` overrides; changes `data`. Raises UserError as `load_spec` does."""
+    before = deepcopy(data)
+    for override in overrides:
+        apply_override(data, override)
+    try:
+        return check_spec(data)
+    except UserError as error:
+        keys = [override.partition("=")[0].strip() for override in overrides]
+        raise kind_changed(before, data, keys, error) or error from None
+
+
+def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
+    """Return the spec for a mapping with other values for dotted keys. Raises UserError as `load_spec` does."""
+    after = deepcopy(data)
+    for key, value in changes.items():
+        apply_change(after, key, deepcopy(value))
+    try:
+        return check_spec(after)
+    except UserError as error:
+        raise (
+            kind_changed(data, after, changes, error, how=lambda section, fresh: f'"{section}: {fresh}"') or error
+        ) from None
+
+
+def check_spec(data: dict[str, Any]) -> JobSpec:
+    """Return the spec for a mapping; raises UserError as `load_spec` does."""
+    try:
+        return JobSpec.model_validate(data, strict=True)
+    except ValidationError as error:
+        raise spec_error(JobSpec, data, error) from None

@@ -1,0 +1,390 @@
+"""The sweep file: a base job and the cases that differ from it, named or as a grid; checked before anything is loaded.
+
+    base: job.yaml                      # or the job itself
+    cases:                              # or grid: {decoder.k: [2, 4], sampling.temperature: [0, 0.7]}
+      sequential: {decoder: {kind: any_subset}}
+      drafts: {decoder.k: 4}
+    output: {path: runs/sweep}
+
+docs/sweeps.md explains each key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+from draftmill.jobs.config.dates import has_date
+from draftmill.jobs.config.paths import path_problem
+from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, check_changed, json_schema
+from draftmill.jobs.config.yaml_file import apply_change, read_mapping, split_override
+from draftmill.storage.errors import UserError
+
+KEYS: Final = ("name", "base", "cases", "grid", "metrics", "output")
+MOST_CASES: Final = 1000
+LONGEST_NAME: Final = 100
+CASES: Final = "cases"
+"""The folder of the cases in a sweep's directory."""
+RECORD: Final = "sweep.json"
+"""The list of the cases in a sweep's directory."""
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSpec:
+    """One job of a sweep: the dotted keys in which it differs from the base, and its spec, or what is wrong with it."""
+
+    name: str
+    changes: Mapping[str, Any]
+    spec: JobSpec | None
+    error: UserError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sweep file; `path` is the sweep's directory. Cases are in the file's order; at least one."""
+
+    name: str
+    path: str
+    cases: tuple[CaseSpec, ...]
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file, apply `a.b=VALUE` overrides and check every case.
+
+    An override sets a key of the base job; `output.path` and `metrics` are the sweep's own. Raises UserError for a problem of
+    the file as a whole. A problem of one case is that case's `error`.
+    """
+    data = read_mapping(Path(path))
+    _check_keys(data)
+    name = _text(data.get("name", Path(path).stem), "name")
+    base = _base(data, Path(path))
+    output = _output(data["output"])
+    settings = [split_override(override) for override in overrides]
+    for key, value in settings:
+        if key == "output.path":
+            output["path"] = value
+        elif key == "name":
+            name = _text(value, "name")
+        else:
+            apply_change(base, key.removeprefix("base."), value, f"--set {key}: ")
+    if "metrics" in data and not any(key.partition(".")[0] == "metrics" for key, _ in settings):
+        base["metrics"] = data["metrics"]
+    place = _place(output)
+    changes = _cases(data["cases"]) if "cases" in data else _grid(data["grid"])
+    for key, _ in settings:
+        _check_not_varied(key, changes)
+    cases = [
+        _case(case, changes[case], base, f"{name}/{case}", f"{place.rstrip('/')}/{CASES}/{case}") for case in changes
+    ]
+    return Sweep(name, place, tuple(cases))
+
+
+def sweep_schema() -> dict[str, Any]:
+    """The JSON Schema of a sweep file. The base may lack any key but a `kind`, since the cases may have it."""
+    job = json_schema()
+    parts = {name: _without_required(part) for name, part in job.pop("$defs").items()}
+    path = {"type": "string", "description": "a folder or s3://bucket/prefix; each case is below it, in cases/NAME"}
+    changes = {"type": ["object", "null"], "description": "dotted keys of the job with other values: decoder.k: 4"}
+    properties = {
+        "name": {"type": "string", "description": "in tables; else the file's name"},
+        "base": {"anyOf": [{"type": "string"}, _without_required(job)], "description": "a spec, or the path of one"},
+        "cases": {"type": "object", "additionalProperties": changes, "description": "the changes of each case"},
+        "grid": {
+            "type": "object",
+            "additionalProperties": {"type": "array"},
+            "description": "dotted keys with lists of values; every combination is a case",
+        },
+        "metrics": job["properties"]["metrics"],
+        "output": {"type": "object", "properties": {"path": path}, "required": ["path"], "additionalProperties": False},
+    }
+    return {
+        "$schema": SCHEMA_URL,
+        "title": "Sweep",
+        "description": "Jobs that differ in a few settings.",
+        "type": "object",
+        "properties": {name: properties[name] for name in KEYS},
+        "required": ["base", "output"],
+        "oneOf": [{"required": ["cases"]}, {"required": ["grid"]}],
+        "additionalProperties": False,
+        "$defs": parts,
+    }
+
+
+def _without_required(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a mapping that may lack its keys, but for the `kind` that tells it from others."""
+    kept = [key for key in schema.get("required", ()) if key == "kind"]
+    rest = {key: value for key, value in schema.items() if key not in {"required", "$schema"}}
+    return rest | ({"required": kept} if kept else {})
+
+
+# ---- the file
+
+
+def _check_keys(data: Mapping[str, Any]) -> None:
+    for key in data:
+        if key not in KEYS:
+            is_near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
+            if key in JobSpec.model_fields and not is_near:
+                hint = f"did you mean base.{key}? keys of the job are under base;"
+            else:
+                hint = f"did you mean {difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]}?"
+            raise UserError(f"unknown key; {hint} known keys: {', '.join(KEYS)}", field=key)
+    for key in ("base", "output"):
+        if key not in data:
+            raise UserError("missing", field=key)
+    if ("cases" in data) == ("grid" in data):
+        problem = "both are there" if "cases" in data else "both are missing"
+        raise UserError(f"{problem}; allowed: one of cases and grid", field="cases")
+
+
+def _base(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The base job as a mapping; a path is relative to the working directory, or else to the sweep file's folder."""
+    base = data["base"]
+    if isinstance(base, str):
+        path = Path(base).expanduser()
+        near = file.parent / path
+        return read_mapping(near if near.is_file() and not path.is_file() else path)
+    if not isinstance(base, dict):
+        raise UserError(f"{base!r} is not allowed; allowed: a job spec, or the path of one", field="base")
+    for key in base:
+        if not isinstance(key, str):
+            raise UserError(f"the key {key!r} is not a text", field="base")
+    return base
+
+
+def _output(output: Any) -> dict[str, Any]:
+    if not isinstance(output, dict):
+        raise UserError(f"{output!r} is not allowed; allowed: a mapping", field="output")
+    for key in output:
+        if key != "path":
+            hint = f"did you mean base.output.{key}?"
+            raise UserError(f"unknown key; {hint} known under output: path", field=f"output.{key}")
+    return dict(output)
+
+
+def _place(output: Mapping[str, Any]) -> str:
+    if "path" not in output:
+        raise UserError("missing", field="output.path")
+    path = _text(output["path"], "output.path")
+    problem = path_problem(path, ("s3", "memory"))
+    if problem is None and has_date(path):
+        problem = f"{path!r} has a date, which only `draftmill run` fills in"
+    if problem:
+        raise UserError(problem, field="output.path")
+    return path
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise UserError(f"{value!r} is not allowed; allowed: a text", field=field)
+    return value
+
+
+# ---- the cases
+
+
+def _check_count(count: int, field: str) -> None:
+    if count > MOST_CASES:
+        raise UserError(f"{count:,} cases are too many; allowed: at most {MOST_CASES:,}", field=field)
+
+
+def _cases(cases: Any) -> dict[str, dict[str, Any]]:
+    """The changes of every case, by its name in the file."""
+    if not isinstance(cases, dict) or not cases:
+        raise UserError(
+            f"{cases!r} is not allowed; allowed: names with their changes, such as a: {{decoder.k: 4}}", field="cases"
+        )
+    seen: dict[str, str] = {}
+    for name, changes in cases.items():
+        if not isinstance(name, str):
+            raise UserError(f"the name {name!r} is not a text; write it in quotes", field="cases")
+        if len(name) > LONGEST_NAME or not _SAFE_NAME.fullmatch(name):
+            raise UserError(
+                f"the name {name[:LONGEST_NAME]!r} is not safe as a folder's name; allowed: up to {LONGEST_NAME} of "
+                "the characters A-Z a-z 0-9 . _ + -, of which the first is a letter or a digit",
+                field="cases",
+            )
+        if seen.setdefault(name.casefold(), name) != name:
+            raise UserError(
+                f"the names {seen[name.casefold()]!r} and {name!r} are the same folder where case does not matter",
+                field="cases",
+            )
+        if not isinstance(changes, dict | None):
+            raise UserError(
+                f"{changes!r} is not allowed; allowed: dotted keys with their values", field=f"cases.{name}"
+            )
+        for key in changes or ():
+            _check_dotted(key, f"cases.{name}")
+    _check_count(len(cases), "cases")
+    return {name: dict(changes or {}) for name, changes in cases.items()}
+
+
+def _check_dotted(key: Any, field: str) -> None:
+    if not isinstance(key, str) or not all(key.split(".")):
+        raise UserError(f"{key!r} is not a dotted key of the job, such as decoder.k", field=field)
+    if key in {"output", "output.path"}:
+        raise UserError(
+            f"every case's results are in its own folder, {CASES}/NAME of the sweep's output.path; leave it out",
+            field=f"{field}.{key}",
+        )
+
+
+def _grid(grid: Any) -> dict[str, dict[str, Any]]:
+    """One case for every combination of the values; the first key varies slowest."""
+    if not isinstance(grid, dict) or not grid:
+        raise UserError(f"{grid!r} is not allowed; allowed: dotted keys with lists of values", field="grid")
+    for key, values in grid.items():
+        _check_dotted(key, "grid")
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{values!r} is not allowed; allowed: a list of values", field=f"grid.{key}")
+        for number, value in enumerate(values):
+            if any(_same(value, other) for other in values[:number]):
+                raise UserError(f"{value!r} occurs twice", field=f"grid.{key}")
+    _check_count(math.prod(map(len, grid.values())), "grid")
+    labels = _labels(list(grid))
+    texts = {key: _unique([f"{labels[key]}-{_short(value)}" for value in values]) for key, values in grid.items()}
+    picks = [
+        list(zip(grid, numbers, strict=True)) for numbers in product(*(range(len(values)) for values in grid.values()))
+    ]
+    names = _unique([_fitting("_".join(texts[key][number] for key, number in pick)) for pick in picks])
+    return {name: {key: grid[key][number] for key, number in pick} for name, pick in zip(names, picks, strict=True)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, and not 1 and true."""
+    return type(one) is type(other) and bool(one == other)
+
+
+def _labels(keys: Sequence[str]) -> dict[str, str]:
+    """A short name for each dotted key: its last part, or more of it where two keys would have the same."""
+    labels = {key: _last(key) for key in keys}
+    twice = {label for label in labels.values() if list(labels.values()).count(label) > 1}
+    return {key: _safe(key if label in twice else label) for key, label in labels.items()}
+
+
+def short_names(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """What tells the cases of a grid apart, in few words: `speculative 0.8`. Names that a grid did not make stay as they are.
+
+    `cases` has each case's changes. The names have nothing that all cases share, and no key whose values speak for themselves.
+    """
+    names = {name: name for name in cases}
+    first = next(iter(cases.values()), {})
+    labels = _labels(list(first))
+    if len(cases) < 2 or any(changes.keys() != first.keys() for changes in cases.values()) or not first:
+        return names
+    if not all(name.startswith(f"{labels[next(iter(first))]}-") for name in cases):
+        return names
+    varied = [key for key in first if any(not _same(changes[key], first[key]) for changes in cases.values())]
+    bare = [key for key in varied if all(isinstance(changes[key], str | Mapping) for changes in cases.values())]
+    bare += varied if len(varied) - len(bare) == 1 and bare else []
+    parts = {
+        name: [
+            _distinction(changes[key], [other[key] for other in cases.values()])
+            if key in bare
+            else f"{labels[key]} {_short(changes[key])}"
+            for key in varied
+        ]
+        for name, changes in cases.items()
+    }
+    short = {name: " ".join(words) for name, words in parts.items()}
+    return short if len(set(short.values())) == len(short) and all(short.values()) else names
+
+
+def _distinction(value: Any, others: Sequence[Any]) -> str:
+    """A value in words; of a mapping its kind, and what others of this kind have differently."""
+    if not isinstance(value, Mapping) or "kind" not in value:
+        return _short(value)
+    alike = [other for other in others if isinstance(other, Mapping) and other.get("kind") == value["kind"]]
+    own = [key for key in value if any(other.get(key) != value[key] for other in alike)]
+    return " ".join([_short(value["kind"]), *(f"{key} {_short(value[key])}" for key in own)])
+
+
+def _last(key: str) -> str:
+    """The last part that says something: `model` of model.path."""
+    parts = key.split(".")
+    return parts[-2] if len(parts) > 1 and parts[-1] in {"path", "kind"} else parts[-1]
+
+
+def _short(value: Any) -> str:
+    """A value as a part of a folder's name: a number, a word, the last part of a path, the values of a mapping."""
+    if isinstance(value, Mapping):
+        parts = [_short(inner) if key == "kind" else f"{key}-{_short(inner)}" for key, inner in value.items()]
+        return _safe("-".join(parts))
+    if isinstance(value, list):
+        return _safe("+".join(map(_short, value)))
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, str) and (":" in value or "/" in value):
+        return _safe(re.split(r"[:/]", value.rstrip("/"))[-1])
+    return _safe(str(value))
+
+
+def _safe(text: str) -> str:
+    return _UNSAFE.sub("-", text).strip("-") or "x"
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, those that are taken already with a number behind them."""
+    unique: list[str] = []
+    for name in names:
+        number, free = 2, name
+        while free.casefold() in {other.casefold() for other in unique}:
+            number, free = number + 1, f"{name}.{number}"
+        unique.append(free)
+    return unique
+
+
+def _fitting(name: str) -> str:
+    """The name, cut where it is too long; a hash keeps it unique."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _check_not_varied(key: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse an override of a key that cases set: it would have no effect on them."""
+    key = key.removeprefix("base.")
+    for name, case in changes.items():
+        for varied in case:
+            if f"{varied}.".startswith(f"{key}.") or f"{key}.".startswith(f"{varied}."):
+                raise UserError(
+                    f"the case {name} of the sweep sets {varied}; change it in the sweep file", field=f"--set {key}"
+                )
+
+
+def _case(name: str, changes: Mapping[str, Any], base: Mapping[str, Any], title: str, place: str) -> CaseSpec:
+    """The case with its spec, or with what is wrong with it."""
+    output = base.get("output", {})
+    data = dict(base) | {"name": title}
+    data["output"] = output | {"path": place} if isinstance(output, dict) else output
+    try:
+        return CaseSpec(name, changes, check_changed(data, changes))
+    except UserError as error:
+        return CaseSpec(name, changes, None, error)
+
+
+def changes_text(changes: Mapping[str, Any]) -> str:
+    """What differs from the base, in one line."""
+    return ", ".join(f"{key}: {_format(value)}" for key, value in changes.items()) or "the base"
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_format(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return "[" + ", ".join(map(_format, value)) + "]"
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

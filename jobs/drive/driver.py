@@ -1,0 +1,446 @@
+"""The driver's loop: turns the pool's reports into scheduler events and executes the scheduler's commands. Decides nothing.
+
+A signal only sets a flag, and the loop checks the flag every 0.2 s: an exception raised in a signal handler does not
+interrupt Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+from draftmill.actors.messages import (
+    Died,
+    Failure,
+    HomeLeaving,
+    Leaving,
+    PoolEvent,
+    Receipt,
+    Reported,
+    TurnReport,
+    Up,
+    WorkUnit,
+)
+from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.exit_codes import INTERRUPTED
+from draftmill.jobs.schedule.events import (
+    Assign,
+    Command,
+    Drain,
+    Event,
+    Finish,
+    Heard,
+    KillWorker,
+    LetGo,
+    MoreRoom,
+    ProbeDone,
+    Quarantine,
+    Revoke,
+    StartWorker,
+    Tick,
+    UnitDone,
+    UnitFailed,
+    WorkerDied,
+    WorkerLeaving,
+    WorkerUp,
+)
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
+
+POLL_S = 0.2
+
+CLOSING_S = 5.0
+"""Seconds of the grace period reserved for ending the workers, writing the log and shutting down Ray."""
+
+ROOM_EVERY_S = 5.0
+"""Seconds between two checks of how many workers the cluster has room for."""
+
+HELD_EVERY_S = 1.0
+"""Seconds between two counts of the units that workers hold."""
+
+TOO_MANY = "more samples failed than `errors` allows"
+
+MOST_GAP_S = 10.0
+"""Seconds between two polls that count as the workers' silence, at most: in a longer gap the driver itself was suspended."""
+
+
+class Workers(Protocol):
+    """What the driver needs of a pool (draftmill.actors.ray.pool.RayPool)."""
+
+    def start(self, name: str) -> None: ...
+
+    def assign(self, name: str, unit: WorkUnit) -> None: ...
+
+    def revoke(self, name: str, lease: int) -> None: ...
+
+    def kill(self, name: str) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[PoolEvent]: ...
+
+
+@dataclass(slots=True)
+class StopFlag:
+    """Set by a signal or by the lease keeper; `reason` says which. Set twice, it is urgent: there is no grace period."""
+
+    reason: str | None = None
+    urgent: bool = False
+    _warned: bool = False
+
+    def set(self, reason: str) -> None:
+        """Ask the driver to stop; keeps the first reason."""
+        self.urgent = self.reason is not None and not self._warned
+        self._warned = False
+        self.reason = self.reason or reason
+
+    def warn(self, reason: str) -> None:
+        """Ask the driver to stop ahead of an expected signal; that signal then counts as the first, so it is not urgent."""
+        self._warned = self._warned or self.reason is None
+        self.reason = self.reason or reason
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal has set it."""
+        return self.reason in signal.Signals.__members__
+
+    @contextmanager
+    def on_signals(self) -> Iterator[StopFlag]:
+        """During the block, SIGINT and SIGTERM set the flag. Enter it after ray.init, which installs its own SIGTERM handler.
+
+        In any other thread than the main one, which alone receives signals, nothing sets it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.set(signal.Signals(number).name)
+
+        before = {number: signal.signal(number, note) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """During the block, SIGTERM raises KeyboardInterrupt, as SIGINT does: resources are released; no unit is finished.
+
+    For use before and after the driver's loop; the loop itself uses StopFlag.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+HEARD_S = 1.0
+"""Seconds after a second signal in which the process may still end in order."""
+
+
+@contextmanager
+def forced_end(grace_s: float) -> Iterator[None]:
+    """During the block, a thread ends the process where signals can't: in a long forward, or while a store does not answer.
+
+    It does so HEARD_S after a second SIGINT or SIGTERM, and when the grace period is over. No result is lost: commits are atomic.
+    For a program's main thread alone.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    most_s = max(grace_s, CLOSING_S) + HEARD_S
+    threading.Thread(target=_end_by_force, args=(ours, most_s), name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        theirs.close()
+
+
+def _end_by_force(signals: socket.socket, most_s: float) -> None:
+    """End the process with exit code 4 once `signals`, the numbers of those that came, ask for it."""
+    end_s, told_s, name = float("inf"), float("inf"), ""
+    while (now_s := time.monotonic()) < end_s:
+        if now_s >= told_s:
+            told_s = float("inf")
+            line = f"{name}: ends within {end_s - now_s:.0f} s; a second signal ends it at once. No committed result is lost"
+            print(f"draftmill: {line}", file=sys.stderr, flush=True)
+        until_s = min(end_s, told_s)
+        signals.settimeout(until_s - now_s if until_s < float("inf") else None)
+        try:
+            number = signals.recv(1)
+        except TimeoutError:
+            continue
+        if not number:
+            return
+        if number[0] in SIGNALS:
+            now_s = time.monotonic()
+            told_s = now_s + HEARD_S if not name else told_s
+            end_s = now_s + most_s if not name else min(end_s, now_s + HEARD_S)
+            name = signal.Signals(number[0]).name
+    print(f"draftmill: ended by force after {name}; run it again to resume", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
+
+
+class Watcher:
+    """Is called with what happens in a run, and decides nothing. Each method must return at once; by default it does nothing."""
+
+    name = "watcher"
+
+    def look(self, totals: Totals, scheduler: Scheduler) -> None:
+        """Called after each poll of the workers, some times a second."""
+
+    def reported(self, worker: str, report: TurnReport) -> None:
+        """A worker reports a turn."""
+
+    def committed(self, receipt: Receipt) -> None:
+        """A unit was committed, for the first time."""
+
+    def failed(self, failure: Failure) -> None:
+        """A unit failed on a worker that survived."""
+
+    def died(self, worker: str) -> None:
+        """A worker died or was killed."""
+
+    def over(self, totals: Totals, scheduler: Scheduler) -> None:
+        """The driver's loop has ended."""
+
+
+class Watchers:
+    """Several watchers; one that raises is not called again, and the run continues."""
+
+    def __init__(self, watchers: Sequence[Watcher] = (), *, note: Callable[[str], None] = lambda message: None) -> None:
+        self._watchers = list(watchers)
+        self._note = note
+
+    def each(self, call: Callable[[Watcher], None]) -> None:
+        """Call each watcher."""
+        for watcher in list(self._watchers):
+            try:
+                call(watcher)
+            except Exception as error:  # noqa: BLE001 - a run does not depend on its watchers
+                self._watchers.remove(watcher)
+                self._note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
+
+
+@dataclass(slots=True)
+class Driver:
+    """Runs a scheduler against a pool until the scheduler finishes. `committed` collects the facts of this session's units.
+
+    `hopeless` tells whether this many failed samples make the job pointless; the driver then drains. `room` returns how many
+    workers fit now, including those that exist. `look` gets each committed unit and its worker; what it raises ends the run.
+    `need` is called now and then with the number of units that are left.
+    """
+
+    scheduler: Scheduler
+    pool: Workers
+    display: Display
+    totals: Totals
+    stop: StopFlag
+    grace_s: float = 30.0
+    clock: Callable[[], float] = time.monotonic
+    look: Callable[[str, CommittedUnit], None] = lambda worker, committed: None
+    hopeless: Callable[[int], bool] = lambda failed: False
+    room: Callable[[], int] = lambda: 0
+    need: Callable[[int], None] = lambda units: None
+    watchers: Watchers = field(default_factory=Watchers)
+    committed: CommittedUnits = field(default_factory=CommittedUnits)
+    _looked_s: float | None = None
+    _watched_s: float = 0.0
+    _deadline_s: float | None = None
+    _loading: set[str] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
+    _room: int | None = None
+    _room_at_s: float = 0.0
+    _held_at_s: float = 0.0
+
+    def run(self) -> Finish:
+        """Run until the scheduler finishes, or until the grace period after a stop request is over."""
+        while True:
+            self._tell(Tick(self._advance_clock()))
+            self._look_for_room()
+            if self.stop.reason is not None and self._deadline_s is None:
+                self._drain(self.stop.reason)
+            for event in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
+                self._take(event)
+            self.totals.loading = len(self._loading)
+            self._count_held()
+            self.display.show(self.totals)
+            self.watchers.each(lambda watcher: watcher.look(self.totals, self.scheduler))
+            if self.scheduler.finished is not None:
+                return self._mark_hopeless(self.scheduler.finished)
+            if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
+                return self._mark_hopeless(Finish("drained", "the grace period is over"))
+
+    def _mark_hopeless(self, finish: Finish) -> Finish:
+        """Report a job that was drained because too many samples failed as hopeless, not as drained."""
+        is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
+        return Finish("hopeless", TOO_MANY) if is_hopeless else finish
+
+    def _advance_clock(self) -> float:
+        """Seconds in which workers could report. Excludes time in which the driver itself was suspended: their silence in
+        that time is not their fault.
+        """
+        now_s = self.clock()
+        self._watched_s += min(MOST_GAP_S, max(0.0, now_s - (self._looked_s or now_s)))
+        self._looked_s = now_s
+        return self._watched_s
+
+    def _count_held(self) -> None:
+        """Count the units that workers hold, once a second: with many workers, the count takes as long as a report."""
+        if self._watched_s >= self._held_at_s or self.scheduler.finished is not None:
+            self._held_at_s = self._watched_s + HELD_EVERY_S
+            self.totals.units_held = len({lease.unit for lease in self.scheduler.state.leases.values()})
+
+    def _look_for_room(self) -> None:
+        """Report room only when it has grown: do not ask again for workers given up because of a bad machine."""
+        if self._watched_s < self._room_at_s:
+            return
+        self._room_at_s = self._watched_s + ROOM_EVERY_S
+        self.need(0 if self.scheduler.draining else self.scheduler.remaining)
+        before, self._room = self._room, self.room()
+        if before is not None and self._room > before:
+            self._tell(MoreRoom(self._room))
+
+    def _drain(self, reason: str) -> None:
+        run_on_s = max(0.0, self.grace_s - CLOSING_S)
+        self._deadline_s = self.clock() + run_on_s
+        self.display.note(f"{reason}: finishing the running units, for at most {run_on_s:.0f} s")
+        self._tell(Drain())
+
+    # ---- events in
+
+    def _take(self, event: PoolEvent) -> None:
+        match event:
+            case Up(worker, node, pid, facts):
+                self._loading.discard(worker)
+                self.totals.worker_up(facts.get("device"))
+                self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
+                self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
+                self._tell(WorkerUp(worker))
+            case Died():
+                self._worker_died(event)
+            case Leaving(worker, left_s):
+                within = "" if left_s is None else f" within {left_s:.0f} s"
+                message = f"worker {worker} is on a node that is being drained{within}"
+                self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
+                self._tell(WorkerLeaving(worker, left_s))
+            case HomeLeaving(left_s):
+                self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
+                self.stop.warn("this node is being drained")
+            case Reported(worker, report):
+                self.totals.add_report(report)
+                self.totals.waiting[worker] = report.waiting
+                self.totals.devices.heard(worker, report.effort.wall_s)
+                self.watchers.each(lambda watcher: watcher.reported(worker, report))
+                for item in report.answers:
+                    self._answer(item)
+                self._tell(Heard(worker, report.spent, report.moved, report.effort.engine.committed))
+
+    def _worker_died(self, died: Died) -> None:
+        self._loading.discard(died.worker)
+        self.totals.waiting.pop(died.worker, None)
+        held = self.scheduler.state.workers.get(died.worker)
+        self.totals.devices.end_worker(died.worker, lost=held is not None and bool(held.leases))
+        if self.scheduler.finished is None:
+            self.totals.worker_ended(died=True)
+            self.watchers.each(lambda watcher: watcher.died(died.worker))
+            message = f"worker {died.worker} died: {died.reason}"
+            self.display.event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
+        self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
+
+    def _answer(self, item: Receipt | Failure) -> None:
+        if isinstance(item, Failure):
+            self.watchers.each(lambda watcher: watcher.failed(item))
+            facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
+            self.display.event(
+                "failed", self._trouble(item), level="warning", unit=item.unit, worker=item.worker, **facts
+            )
+            self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
+        elif item.committed is None:
+            self._tell(ProbeDone(item.lease, item.unit))
+        else:
+            failpoint("driver.receipt")
+            self._note_commit(item, item.committed)
+            self._tell(UnitDone(item.lease, item.unit))
+
+    def _trouble(self, failure: Failure) -> str | None:
+        """The message about a failure: of each kind only the first one since a unit was committed, else None.
+
+        A TASK failure has a message when its rows are quarantined.
+        """
+        kind = failure.error_kind, failure.stage
+        if failure.kind == "TASK" or kind in self._reported:
+            return None
+        self._reported.add(kind)
+        what = "stored" if failure.stage == "store" else "read"
+        return f"unit {failure.unit} can't be {what}: {failure.error}; it is tried again"
+
+    def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
+        if receipt.unit not in self.committed:
+            self.look(receipt.worker, committed)
+            self.committed.add(committed)
+            self._reported.clear()
+            self.totals.add_receipt(receipt)
+            self.totals.devices.add_unit(receipt.spent_s)
+            self.watchers.each(lambda watcher: watcher.committed(receipt))
+            if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
+                self.stop.set(TOO_MANY)
+            facts = asdict(committed) | {"sums": json.loads(committed.sums or "null")}
+            names: dict[str, Any] = {"unit": receipt.unit, "worker": receipt.worker, "rows": committed.rows}
+            self.display.event("done", **names, failed=committed.failed, facts=facts)
+
+    # ---- commands out
+
+    def _tell(self, event: Event) -> None:
+        for command in self.scheduler.on(event):
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case StartWorker(worker):
+                self._loading.add(worker)
+                self.pool.start(worker)
+            case KillWorker(worker, reason):
+                self._loading.discard(worker)
+                self.totals.waiting.pop(worker, None)
+                self.pool.kill(worker)
+                self.totals.worker_ended(died=True)
+                self.watchers.each(lambda watcher: watcher.died(worker))
+                self.totals.devices.end_worker(worker, lost=True)
+                message = f"worker {worker} killed: {reason}"
+                self.display.event("worker_killed", message, level="warning", worker=worker, reason=reason)
+            case LetGo(worker, lost):
+                self.totals.waiting.pop(worker, None)
+                self.pool.kill(worker)
+                if worker not in self._loading:
+                    self.totals.worker_ended(died=False)
+                self._loading.discard(worker)
+                self.totals.devices.end_worker(worker, lost=lost)
+                self.display.event("worker_left", worker=worker)
+            case Assign(worker, unit):
+                self.pool.assign(worker, unit)
+            case Revoke(worker, lease):
+                self.pool.revoke(worker, lease)
+            case Quarantine(unit, start, stop, kind, message):
+                message_text = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
+                facts = {"start": start, "stop": stop, "kind": kind, "error": message}
+                self.display.event("quarantined", message_text, level="warning", unit=unit, **facts)
+            case Finish():
+                pass

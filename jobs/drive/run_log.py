@@ -1,0 +1,262 @@
+"""The log of a run, RUN/attempts/*.jsonl: what happened to units and workers, notes to the user, progress. Best effort.
+
+An object store can't append, so a log is a series of files, the last of which is rewritten until it is full:
+
+    attempts/epoch-0003-part-0000.jsonl     one event a line (jobs/drive/events.py)
+    attempts/epoch-0003-session.jsonl       one line: the sums of this driver's session so far
+
+Nothing is written before the log is attached: a run that is refused leaves no trace. No job stops or waits because of its log:
+threads write it, one after the other, however long the store takes; only at the end the driver waits for the last one, for
+at most `patience_s` in all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Self
+
+from draftmill.actors.messages import Effort, Tally
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.drive.cost import DeviceSums
+from draftmill.jobs.drive.events import Level, event_line, lost_streams
+from draftmill.jobs.drive.progress import Display, progress_facts
+from draftmill.jobs.drive.totals import Totals, add_effort
+from draftmill.storage.errors import StoreError
+from draftmill.storage.json_text import parse_json, shaped
+from draftmill.storage.runs.commit import all_exact
+from draftmill.storage.runs.unit_facts import CommittedUnit
+from draftmill.storage.stores.interface import Store
+
+FLUSH_EVERY_S = 10.0
+PROGRESS_EVERY_S = 60.0
+LINES_PER_FILE = 2000
+MOST_LINES = 100_000
+"""Lines that wait for the store, at most; later ones are only counted."""
+
+PATIENCE_S = 60.0
+"""Seconds to wait for the store at the end of a run, and of one that is interrupted."""
+INTERRUPTED_S = 3.0
+
+
+class RunLog:
+    """Collects events, from any thread; once attached to a run, threads write them every FLUSH_EVERY_S and at the end."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._store: Store | None = None
+        self._run: str | None = None
+        self._prefix = ""
+        self._part = 0
+        self._lines: list[str] = []
+        self._written = 0
+        """How many of the lines the last file has: other threads may add lines at any time, so no flag could tell."""
+        self._dropped = 0
+        self._flushed_s = self._progress_s = clock()
+        self._session = ""
+        """The sums as of the last flush, "" before the first worker has come up."""
+        self._written_session = ""
+        self._writer: threading.Thread | None = None
+        self._lost: set[str] = set()
+        self.patience_s = PATIENCE_S
+
+    def attach(self, store: Store, epoch: int, run: str) -> None:
+        """Write from now on into this run directory, as the driver with this epoch; earlier events go there too."""
+        self._store, self._run, self._prefix = store, run, f"attempts/epoch-{epoch:04d}"
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it belongs to a run: from then on the run directory is not what it was before."""
+        return self._store is not None
+
+    def add(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        """Add an event."""
+        if len(self._lines) - self._written >= MOST_LINES:
+            self._dropped += 1
+            return
+        self._lines.append(event_line(event, message, level=level, run=self._run, **facts))
+
+    def show(self, totals: Totals) -> None:
+        """Note the progress every PROGRESS_EVERY_S; flush every FLUSH_EVERY_S, and once the first worker has come up."""
+        if self._clock() - self._progress_s >= PROGRESS_EVERY_S:
+            self._progress_s = self._clock()
+            self.add("progress", **progress_facts(totals))
+        is_first = totals.started_s is not None and not self._session
+        if is_first or self._clock() - self._flushed_s >= FLUSH_EVERY_S:
+            self._start_writing(totals)
+
+    def flush(self, totals: Totals | None = None) -> None:
+        """Write new events and the session's sums, if the log is attached; waits for the store while there is patience."""
+        for _ in range(2):  # what is being written may lack the last events
+            began_s = self._clock()
+            self._start_writing(totals)
+            if self._writer is not None:
+                self._writer.join(self.patience_s)
+            self.patience_s = max(0.0, self.patience_s - (self._clock() - began_s))
+
+    def _start_writing(self, totals: Totals | None) -> None:
+        """Start to write what is new, unless that is being done."""
+        self._flushed_s = self._clock()
+        for message in sorted(set(lost_streams()) - self._lost):
+            self._lost.add(message)
+            self.add("note", message, level="warning")
+        if totals is not None and totals.started_s is not None:
+            self._session = json.dumps(session_record(totals)) + "\n"
+        if self._store is not None and not (self._writer is not None and self._writer.is_alive()):
+            self._writer = threading.Thread(target=self._write, args=(self._store,), name="log", daemon=True)
+            self._writer.start()
+
+    def _write(self, store: Store) -> None:
+        session = self._session
+        with suppress(Exception):  # best effort, on a thread of its own: the results don't depend on the log
+            self._write_lines(store)
+            if session and session != self._written_session:
+                store.put(f"{self._prefix}-session.jsonl", session.encode())
+                self._written_session = session
+
+    def _write_lines(self, store: Store) -> None:
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            self._lines.append(
+                event_line("note", f"{dropped:,} events are not here: the store took too long", level="warning")
+            )
+        lines = self._lines[:]
+        if len(lines) == self._written:
+            return
+        store.put(f"{self._prefix}-part-{self._part:04d}.jsonl", ("\n".join(lines) + "\n").encode())
+        self._written = len(lines)
+        if self._written >= LINES_PER_FILE:
+            self._part += 1
+            del self._lines[: self._written]
+            self._written = 0
+
+
+class LoggedDisplay(Display):
+    """A display whose notes, events and progress are in the run's log too."""
+
+    def __init__(self, display: Display, log: RunLog) -> None:
+        self._display, self._log = display, log
+
+    def step(self, what: str, done: int, total: int) -> None:
+        self._display.step(what, done, total)
+
+    def line(self, share: float, text: str) -> None:
+        self._display.line(share, text)
+
+    @property
+    def heading(self) -> str:
+        return self._display.heading
+
+    @heading.setter
+    def heading(self, text: str) -> None:
+        self._display.heading = text
+
+    def __enter__(self) -> Self:
+        self._display.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._display.__exit__(*error)
+
+    def note(self, message: str) -> None:
+        self._log.add("note", message)
+        self._display.note(message)
+
+    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        self._log.add(event, message, level=level, **facts)
+        self._display.event(event, message, level=level, **facts)
+
+    def show(self, totals: Totals) -> None:
+        self._log.show(totals)
+        self._display.show(totals)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sessions:
+    """The sums over all recorded sessions of a run; `worker_s` is worker seconds, `wall_s` the drivers' clock.
+
+    `units_held` is how many units workers held at the latest session's last record, and `open_s` how many worker seconds it had
+    spent on units that were not committed yet. `rows_ended` and `tokens` are of all samples that ended, `rows_open` those in the
+    latest session's units that were not committed yet. `started_on` counts the workers that came up, by what they compute with.
+    """
+
+    wall_s: float = 0.0
+    worker_s: float = 0.0
+    committed: Tally = dataclasses.field(default_factory=Tally)
+    effort: Effort = dataclasses.field(default_factory=Effort)
+    units_held: int = 0
+    exact: bool | None = None
+    devices: DeviceSums = dataclasses.field(default_factory=DeviceSums)
+    open_s: float = 0.0
+    rows_ended: int = 0
+    rows_open: int = 0
+    tokens: int = 0
+    started_on: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+def session_record(totals: Totals) -> dict[str, Any]:
+    """The record of a session, for the log."""
+    return {
+        "wall_s": totals.wall_s,
+        "worker_s": totals.worker_s,
+        "units_held": totals.units_held,
+        "rows_ended": totals.rows_done - totals.rows_before,
+        "tokens": totals.tokens,
+        "exact": totals.exact,
+        "committed": dataclasses.asdict(totals.committed),
+        "effort": dataclasses.asdict(totals.effort),
+        "devices": dataclasses.replace(totals.devices.sums, unended=float(totals.ended_s is None)).to_json(),
+        "started_on": totals.started_on,
+    }
+
+
+def read_sessions(store: Store) -> Sessions:
+    """Sum up the recorded sessions; skips records that can't be read."""
+    total = Sessions()
+    for stat in store.list("attempts/"):
+        if stat.name.endswith("-session.jsonl"):
+            try:
+                total = _add(total, parse_json(store.get(stat.name)))
+            except (ValueError, KeyError, TypeError, StoreError):
+                continue
+    return total
+
+
+def logged_units(store: Store) -> Iterator[CommittedUnit]:
+    """The facts of units as the logs have them; skips what can't be read. Each may be of a file that is gone."""
+    for stat in store.list("attempts/"):
+        with suppress(StoreError):
+            lines = store.get(stat.name).splitlines() if "-part-" in stat.name else []
+            for line in lines:
+                with suppress(ValueError, KeyError, TypeError):
+                    event = json.loads(line)
+                    if event["event"] == "done":
+                        facts = event["facts"]
+                        yield shaped(
+                            CommittedUnit, {**facts, "sums": json.dumps(facts["sums"]) if facts["sums"] else ""}
+                        )
+
+
+def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
+    effort = record["effort"]
+    devices = DeviceSums.from_json(record["devices"])
+    spent = Effort(EngineStats(**effort["engine"]), effort["wall_s"], effort["tail_s"])
+    return Sessions(
+        total.wall_s + record["wall_s"],
+        total.worker_s + record["worker_s"],
+        total.committed + Tally(**record["committed"]),
+        add_effort(total.effort, spent),
+        record["units_held"],
+        record.get("exact") if not total.committed.rows else all_exact((total.exact, record.get("exact"))),
+        total.devices + devices,
+        devices.open_s,
+        total.rows_ended + record.get("rows_ended", record["committed"]["rows"]),
+        max(0, record.get("rows_ended", 0) - record["committed"]["rows"]),
+        total.tokens + record.get("tokens", record["committed"]["new_tokens"]),
+        total.started_on + Counter(record.get("started_on", {})),
+    )

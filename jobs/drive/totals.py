@@ -1,0 +1,159 @@
+"""Totals: sums of what a run has done so far, and the figures computed from them. Independent of any display."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.drive.cost import DeviceTime
+from draftmill.jobs.formatting import device_text
+from draftmill.storage.runs.commit import all_exact
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts of one driver's session, in addition to what was committed before it. Times in seconds of `clock`.
+
+    `loading` counts the workers that are not up yet. `started_on` counts the workers that came up, by what they compute with.
+    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this session's
+    receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet. `exact` says whether the
+    receipts' results are bit-identical in any batch; None before the first receipt. `counts_open` is False where holes find their
+    lengths: the tokens of all lengths that a sample tries would count.
+    """
+
+    units: int
+    rows: int
+    units_before: int = 0
+    rows_before: int = 0
+    clock: Callable[[], float] = time.monotonic
+    started_s: float | None = None
+    ended_s: float | None = None
+    workers: int = 0
+    loading: int = 0
+    most_workers: int = 0
+    units_held: int = 0
+    units_done: int = 0
+    decoded: Tally = field(default_factory=Tally)
+    committed: Tally = field(default_factory=Tally)
+    waiting: dict[str, int] = field(default_factory=dict)
+    effort: Effort = field(default_factory=Effort)
+    deaths: int = 0
+    exact: bool | None = None
+    counts_open: bool = True
+    devices: DeviceTime = field(default_factory=DeviceTime)
+    started_on: Counter[str] = field(default_factory=Counter)
+
+    def worker_up(self, device: Mapping[str, Any] | None = None) -> None:
+        """Count a worker that takes units now, and its device (actors/loop/device_facts.py). The first one starts the clock."""
+        if device:
+            self.started_on[device_text(device)] += 1
+        self.started_s = self.clock() if self.started_s is None else self.started_s
+        self.workers += 1
+        self.most_workers = max(self.most_workers, self.workers)
+
+    def worker_ended(self, *, died: bool) -> None:
+        """Count a worker that died, or ended on request."""
+        self.workers = max(0, self.workers - 1)
+        self.deaths += died
+
+    def add_report(self, report: TurnReport) -> None:
+        """Add a worker's report of one turn."""
+        self.decoded += report.decoded
+        self.effort = add_effort(self.effort, report.effort)
+
+    def add_receipt(self, receipt: Receipt) -> None:
+        """Add a committed unit; call once per unit."""
+        self.units_done += 1
+        self.committed += receipt.tally
+        if receipt.committed is not None:
+            exact = receipt.committed.exact
+            self.exact = exact if self.units_done == 1 else all_exact((self.exact, exact))
+
+    def stop(self) -> None:
+        """Stop the clocks."""
+        self.ended_s = self.clock()
+        self.devices.stop()
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the first worker came up."""
+        if self.started_s is None:
+            return 0.0
+        return (self.clock() if self.ended_s is None else self.ended_s) - self.started_s
+
+    @property
+    def worker_s(self) -> float:
+        """Available worker seconds: wall time times the largest number of workers."""
+        return self.wall_s * self.most_workers
+
+    @property
+    def rows_done(self) -> int:
+        """Samples that ended before and in this session, capped at the total; not those of units that failed and wait for
+        another attempt.
+        """
+        ended = self.committed.rows + sum(self.waiting.values())
+        return min(self.rows, self.rows_before + ended)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated in this session, those of unfinished samples too if `counts_open`."""
+        ended = max(self.decoded.new_tokens, self.committed.new_tokens)
+        return max(ended, self.effort.engine.committed) if self.counts_open else ended
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of this session."""
+        return ratio(self.tokens, self.wall_s)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Remaining seconds at the rate so far; None before there is a rate."""
+        ended = self.rows_done - self.rows_before
+        return (self.rows - self.rows_done) * self.wall_s / ended if ended else None
+
+
+def exactness(exact: bool | None) -> str:
+    """Whether a run's results depend on its batches, in words."""
+    if exact is None:
+        return "unknown"
+    if exact:
+        return "true: results are bit-identical in any batch"
+    return (
+        "false: on GPUs without model.exact, and on CPUs in half or double precision, the batch changes last bits, which can "
+        "decide near ties"
+    )
+
+
+def ratio(above: float, below: float) -> float:
+    """above / below; 0 if `below` is 0."""
+    return above / below if below else 0.0
+
+
+def add_effort(a: Effort, b: Effort) -> Effort:
+    """Sum of two efforts, field by field."""
+    names = [item.name for item in dataclasses.fields(EngineStats)]
+    engine = EngineStats(**{name: getattr(a.engine, name) + getattr(b.engine, name) for name in names})
+    return Effort(engine, a.wall_s + b.wall_s, a.tail_s + b.tail_s)
+
+
+def efficiency(effort: Effort) -> dict[str, float]:
+    """How close a job came to the limit (docs: engine), without figures that were not counted.
+
+    Shares between 0 and 1, except spec_eff: a first self-draft is committed without verification.
+    """
+    engine = effort.engine
+    pairs = {
+        "token_padding_eff": (engine.useful_rows, engine.computed_rows),
+        "lane_eff": (engine.active_slot_steps, engine.slot_steps),
+        "engine_eff": (engine.forward_s, effort.wall_s),
+        "spec_eff": (engine.committed, engine.verified),
+        "tail_frac": (effort.tail_s, effort.wall_s),
+        "prompts_shared": (engine.prompt_rows_shared, engine.prompt_rows),
+    }
+    return {name: above / below for name, (above, below) in pairs.items() if below}

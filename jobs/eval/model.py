@@ -1,0 +1,392 @@
+"""All that uses lm-evaluation-harness: its tasks, found and checked, and the model that it asks.
+
+Tasks that this model can't do are refused before any work starts. The model's three kinds of requests are jobs, all tasks of a
+kind at once.
+
+Importing this module imports lm_eval (extra `lm-eval`), which takes some seconds; it imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from lm_eval.api.model import LM
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.task import Complete, Score
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.settings import DECODERS
+from draftmill.jobs.eval.options import EvalOptions
+from draftmill.jobs.eval.requests import Encoder, Generation, Scored, generation_of
+from draftmill.jobs.eval.runs import Asked, Instance, Results, Row, Rows, Runs, number_repeats
+from draftmill.jobs.eval.spec import EvalSpec, Kind
+from draftmill.jobs.plan.prepare import check_task
+from draftmill.storage.errors import UserError, brief
+
+SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")
+"""What is added up over the windows of a rolling text."""
+
+MINUS_INFINITY: Final = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The checkpoint, as far as requests need it."""
+
+    name: str
+    info: ModelInfo
+    tokenizer: Tokenizer
+
+
+def facts(row: Row, place: str) -> dict[str, Any]:
+    """What the logged samples say of a row: its id and run directory, and what it cost."""
+    left_out = {"tokens", "logprob", "is_greedy", "error_kind"}
+    return {"id": row["id"], "run_dir": place} | {
+        key: value for key, value in row.items() if key not in left_out and value is not None
+    }
+
+
+class Draftmill(LM):  # type: ignore[misc]
+    """lm-evaluation-harness's model. `check` is called once, before the first request is answered.
+
+    `notes` says how each request was answered: by the object's id, for each repeat the facts of its row.
+    """
+
+    def __init__(
+        self, spec: EvalSpec, model: Model, runs: Runs, *, chosen: Mapping[str, list[int]], check: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self.notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+        self._spec, self._model, self._runs = spec, model, runs
+        self._encoder = Encoder(model.tokenizer, model.info)
+        self._chosen, self._check = dict(chosen), check
+        self._is_checked = False
+        self._sampling = spec.any_job().sampling
+        self._generations: dict[tuple[str, str], Generation] = {}
+
+    # ---- generate_until
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text of each request, before the first of its `until` strings; one job for each generation setting."""
+        asked = self._begin(requests)
+        groups: dict[Generation, list[int]] = {}
+        for place, request in enumerate(asked):
+            groups.setdefault(self.generation(request.task, request.instance.args[1]), []).append(place)
+        answers = [""] * len(asked)
+        for generation, places in groups.items():
+            texts = self._generate(generation, [asked[place] for place in places])
+            for place, text in zip(places, texts, strict=True):
+                answers[place] = text
+        return answers
+
+    def generation(self, task: str, given: Mapping[str, Any]) -> Generation:
+        """The settings for a task's generation_kwargs; UserError if they can't be met."""
+        name = (task, repr(given))
+        if name not in self._generations:
+            own, most = self._spec, self._model.info.max_length
+            generation = generation_of(
+                given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
+            )
+            if most is not None and generation.max_new_tokens >= most:
+                raise UserError(
+                    f"{generation.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
+                    "--gen_kwargs max_gen_toks=N changes it",
+                    field=f"{task}: generation_kwargs.max_gen_toks",
+                )
+            if generation.constraint or own.task.get("constraint"):
+                generation = replace(generation, stop=())  # a text ends where it matches; `until` could cut it before
+            self._generations[name] = generation
+        return self._generations[name]
+
+    def job_for(self, generation: Generation) -> Callable[[str, str], Any]:
+        """Make the spec of the job that generates so."""
+        special = self._model.tokenizer.special.values()
+        hidden = any(text in stop for stop in generation.stop for text in special)
+        return lambda path, out: self._spec.completing(generation, path, out, special=hidden)
+
+    def _generate(self, generation: Generation, asked: Sequence[Asked]) -> Iterator[str]:
+        rows, names = Rows(), []
+        for request in asked:
+            tokens = self._encoder.context(request.instance.args[0])
+            # Without noise, the same prompt has the same text.
+            names.append(rows.add(request.id, {"tokens": tokens}, same=tokens if generation.temperature == 0 else None))
+        results = self._runs.finish("complete", rows, self.job_for(generation))
+        for request, name in zip(asked, names, strict=True):
+            row = self._take(request, results, name)
+            text = self._model.tokenizer.continuation(row["tokens"] or (), skip_special=True)
+            for stop in generation.stop:
+                text = text.split(stop)[0]
+            yield text
+
+    def _take(self, request: Asked, results: Results, name: str) -> Row:
+        """The row that answers a request, which is noted."""
+        row = results.rows[name]
+        self.notes[id(request.instance)].append(facts(row, results.place))
+        return row
+
+    # ---- loglikelihood
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether each of its tokens is the model's first choice."""
+        asked = self._begin(requests)
+        rows = Rows()
+        names = [_add_scored(rows, request.id, self._encoder.pair(*request.instance.args)) for request in asked]
+        results = self._runs.finish("score", rows, self._spec.scoring)
+        answers = [self._take(request, results, name) for request, name in zip(asked, names, strict=True)]
+        return [(_logprob(row), bool(row["is_greedy"])) for row in answers]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text, in windows of the model's length that score each token once."""
+        asked = self._begin(requests)
+        rows = Rows()
+        names = [
+            [
+                _add_scored(rows, f"{request.id}:w{number}", window)
+                for number, window in enumerate(self._encoder.windows(request.instance.args[0]))
+            ]
+            for request in asked
+        ]
+        if not len(rows):
+            return [0.0] * len(asked)
+        results = self._runs.finish("score", rows, self._spec.scoring)
+        return [self._total(request, results, of_text) for request, of_text in zip(asked, names, strict=True)]
+
+    def _total(self, request: Asked, results: Results, names: Sequence[str]) -> float:
+        rows = [results.rows[name] for name in names]
+        sums = {key: sum(row[key] or 0 for row in rows) for key in SUMS if any(row[key] is not None for row in rows)}
+        bad = next((row for row in rows if row["status"] != "ok"), None)
+        row = {**(bad or (rows[0] if rows else {"status": "ok"})), **sums, "id": names[0] if names else request.id}
+        self.notes[id(request.instance)].append(facts(row, results.place) | {"windows": len(names)})
+        return sum(map(_logprob, rows))
+
+    # ---- what lm_eval asks besides
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Render a conversation, up to the start of the model's answer, or up to the end of the answer's given beginning."""
+        chat = self._model.tokenizer.chat
+        assert chat is not None, "a tokenizer without a chat template is refused"
+        with_kwargs = partial(chat, more=self._spec.chat.template_kwargs)
+        return render(with_kwargs, chat_history, begun=not add_generation_prompt)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The model's name, without characters that part a path."""
+        return self._model.name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the template, for the results' record of it."""
+        return getattr(self._model.tokenizer.chat, "source", "") if chat_template else None
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results say of the model: the job's settings."""
+        job = self._spec.any_job()
+        return {
+            "model_num_parameters": self._model.info.num_parameters,
+            "draftmill": job.model_dump(mode="json", include={"seed", "decoder", "sampling", "model"}),
+        }
+
+    def _begin(self, requests: Sequence[Instance]) -> list[Asked]:
+        if not self._is_checked:
+            self._check()
+            self._is_checked = True
+        return number_repeats(requests, self._chosen)
+
+
+def _add_scored(rows: Rows, name: str, text: Scored) -> str:
+    return rows.add(name, {"tokens": text.context, "reference": text.scored}, same=text)
+
+
+def _logprob(row: Row) -> float:
+    """The row's log-probability; minus infinity for a row that failed."""
+    return MINUS_INFINITY if row["logprob"] is None else float(row["logprob"])
+
+
+END: Final = "END_OF_THE_GIVEN_ANSWER "
+"""Marks the end of a begun answer while the template renders it; the trailing space shows whether the template trims."""
+
+Chat = Callable[[list[dict[str, Any]]], str]
+"""Renders a conversation up to the start of the model's answer."""
+
+
+def render(chat: Chat, messages: Sequence[dict[str, Any]], *, begun: bool) -> str:
+    """A conversation (few-shot examples and a question) as a prompt; if `begun`, its last message is the start of the answer.
+
+    A template that refuses the conversation gets it without its system messages, as in lm_eval's `hf` model. UserError if that
+    does not help.
+    """
+    refusal: Exception | None = None
+    for conversation in (messages, [message for message in messages if message.get("role") != "system"]):
+        try:
+            return _render(chat, conversation, begun)
+        except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
+            refusal = error
+    reason = " ".join(str(refusal).split())[:300] or type(refusal).__name__
+    raise UserError(f"the tokenizer's chat template refuses a conversation: {reason}", field="--apply_chat_template")
+
+
+def _render(chat: Chat, messages: Sequence[dict[str, Any]], begun: bool) -> str:
+    if not begun:
+        return chat(list(messages))
+    last = messages[-1]
+    text = chat([*messages[:-1], {**last, "content": last["content"] + END}])
+    place = text.rindex(END.strip())
+    trims = text[place : place + len(END)] != END
+    return text[:place].rstrip() if trims else text[:place]
+
+
+FIELD: Final = "--tasks"
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "generate_until": "complete",
+    "loglikelihood": "score",
+    "loglikelihood_rolling": "score",
+    "multiple_choice": "score",
+}
+"""The task of a job for each of lm_eval's kinds of requests."""
+
+NO_NETWORK: Final = ("offline", "couldn't reach", "connection", "max retries", "resolve", "timed out", "huggingface.co")
+"""Parts of the messages of errors that come from a missing network, in lower case."""
+
+
+class ChosenTasks(TaskManager):  # type: ignore[misc]
+    """A task manager whose tasks are loaded already: `chosen` is what lm_eval's `load` returns."""
+
+    chosen: dict[str, Any]
+
+    def load(self, task_list: Any) -> Any:
+        """The chosen tasks, whatever is asked for."""
+        return self.chosen
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """The tasks by name, those of groups included."""
+        return dict(self.chosen["tasks"])
+
+
+@dataclass(frozen=True, slots=True)
+class Finder:
+    """Where tasks are looked for: `include_path`, and then all that lm_eval ships, whose index takes up to a minute."""
+
+    options: EvalOptions
+    note: Callable[[str], None] = print
+
+    def load(self) -> ChosenTasks:
+        """Load all tasks; UserError for a task that is unknown or can't be loaded."""
+        error: UserError | None = None
+        for manager in self._managers():
+            try:
+                return self._load_from(manager)
+            except UserError as refusal:
+                error = error or refusal
+        assert error is not None
+        raise error
+
+    def _managers(self) -> Iterator[ChosenTasks]:
+        """The tasks in `include_path` alone come first: nothing else is indexed if they are enough."""
+        only_files = all(name.endswith(".yaml") for name in self.options.tasks)
+        if self.options.include_path is not None or only_files:
+            yield self._manager(defaults=False)
+        if not only_files:
+            self.note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
+            yield self._manager(defaults=True)
+
+    def _manager(self, *, defaults: bool) -> ChosenTasks:
+        path = self.options.include_path
+        if path is not None and not Path(path).is_dir():
+            raise UserError(f"{path!r} is no folder", field="--include_path")
+        return ChosenTasks(include_path=path, include_defaults=defaults, metadata=self.options.metadata)
+
+    def _load_from(self, manager: ChosenTasks) -> ChosenTasks:
+        chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+        for name in dict.fromkeys(name for given in self.options.tasks for name in self._names(manager, given)):
+            try:
+                loaded = dict(TaskManager.load(manager, [name]))
+            except Exception as error:  # lm_eval and the libraries under it raise anything
+                raise _unloadable(name, error) from error
+            twice = sorted(set(loaded["tasks"]) & set(chosen["tasks"]))
+            if twice:
+                raise UserError(f"{twice[0]!r} is named twice, once as a part of a group", field=FIELD)
+            for part, of_part in chosen.items():
+                of_part.update(loaded[part])
+        manager.chosen = chosen
+        return manager
+
+    def _names(self, manager: ChosenTasks, given: str) -> list[str]:
+        """The tasks that a name, a pattern, or the path of a file or a folder stands for."""
+        if given.endswith(".yaml"):
+            if not Path(given).is_file():
+                raise UserError(f"{given!r} is no file", field=FIELD)
+            return [str(Path(given).absolute())]
+        names = manager.match_tasks([given])
+        if not names and Path(given).is_dir():
+            names = sorted(str(file.absolute()) for file in Path(given).glob("*.yaml"))
+        if not names:
+            near = difflib.get_close_matches(given, manager.all_tasks, n=3)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            hint += "" if self.options.include_path is not None else "; --include_path FOLDER adds tasks of your own"
+            raise UserError(f"{brief(given)} is no task of lm-evaluation-harness{hint}", field=FIELD)
+        return list(names)
+
+
+def _unloadable(name: str, error: Exception) -> UserError:
+    """One line for a task that can't be loaded: mostly its data set, or a metric, is on the hub and there is no network."""
+    texts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        texts.append(" ".join(str(cause).split()) or type(cause).__name__)
+        cause = cause.__cause__ or cause.__context__
+    if any(part in text.lower() for text in texts for part in NO_NETWORK):
+        return UserError(
+            f"{name}: its data set or metric is on the Hugging Face hub, which can't be reached and has no copy here: "
+            f"{texts[0][:200]}",
+            field=FIELD,
+        )
+    return UserError(f"{name} can't be loaded: {type(error).__name__}: {texts[0][:300]}", field=FIELD)
+
+
+# ---- what the model can't do
+
+
+def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, options: EvalOptions) -> None:
+    """UserError for a task that this model or this spec can't do, by the task's name."""
+    for name, task in tasks.items():
+        if getattr(task, "MULTIMODAL", False):
+            raise UserError(f"{name!r} needs images, sound or video; models here read text", field=FIELD)
+        if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
+            raise UserError(
+                f"{name!r} runs code that the model writes, on this machine; --confirm_run_unsafe_code allows it",
+                field=FIELD,
+            )
+        kind = KINDS.get(str(task.OUTPUT_TYPE))
+        if kind is not None:
+            check_kind(kind, name, str(task.OUTPUT_TYPE), spec, info)
+
+
+def check_requests(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo) -> None:
+    """The same for each request of the tasks, of which some ask in several ways."""
+    for name, task in tasks.items():
+        for request in dict.fromkeys(instance.request_type for instance in task.instances):
+            check_kind(KINDS[request], name, request, spec, info)
+
+
+def check_kind(kind: Kind, name: str, request: str, spec: EvalSpec, info: ModelInfo) -> None:
+    """UserError if the model's family, or the spec's decoder, can't do a kind of job."""
+    try:
+        check_task(Complete(kind="complete") if kind == "complete" else Score(kind="score"), info)
+        own = DECODERS[spec.decoder]
+        if kind == "complete" and kind not in own.tasks:
+            allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
+            raise UserError(
+                f"the decoder {spec.decoder!r} does not complete texts; decoders of its models that do: "
+                f"{', '.join(allowed) or 'none'}"
+            )
+    except UserError as error:
+        raise UserError(f"{name} ({request}): {error.message}", field=FIELD) from None

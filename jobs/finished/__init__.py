@@ -1,1 +1,0 @@
-"""The results of finished units: passes over the rows, sums, and input order."""

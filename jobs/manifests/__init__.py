@@ -1,1 +1,0 @@
-"""Files that make other programs run a job: Kubernetes, Slurm and cron. Text only, no Ray."""

@@ -1,0 +1,299 @@
+"""Measures the units of a run that lack some of the wanted metrics; resumable and exactly once.
+
+metrics, checked -> units without them -> sets recorded -> scheduler, driver and workers of a run -> one file per unit and set
+
+Packages, files, judges, the sandbox and the columns of the results are checked before any unit is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import draftmill
+from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
+from draftmill.actors.job import Allocation, ModelPlace
+from draftmill.actors.measuring.measure import MeasureJob, UnitToMeasure
+from draftmill.actors.metrics.registry import ReadyMetric, load_function
+from draftmill.actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expand_metrics, needs_reference
+from draftmill.actors.metrics.texts import PACKAGES
+from draftmill.actors.rows.text import has_tokenizer
+from draftmill.jobs.config.paths import absolute, with_absolute
+from draftmill.jobs.config.rules import metric_problem, reference_of
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.backend import Backend
+from draftmill.jobs.drive.driver import Driver, StopFlag
+from draftmill.jobs.drive.events import Level
+from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.totals import Totals, ratio
+from draftmill.jobs.formatting import counted, duration
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.worker_job import limits_of
+from draftmill.jobs.results.passes import Pass, finished_passes
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.units import UnitSize
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet, measured_units, metric_sets, record_set
+from draftmill.storage.stores.interface import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Metrics that can be measured; `reference` and `joiner` as in draftmill.actors.measuring.measure.MeasureJob."""
+
+    metrics: tuple[ReadyMetric, ...]
+    reference: str | None
+    joiner: str | None
+
+
+def ready_metrics(
+    metrics: Sequence[Metric],
+    fields: Sequence[str],
+    spec: JobSpec,
+    kept: Sequence[str],
+    *,
+    reference: str | None = None,
+) -> Ready:
+    """Check metrics against a job whose results keep the columns `kept`; UserError, with the path, if one can't be measured.
+
+    `fields` are the metrics' paths in the spec or their words on the command line; `reference` names another kept column.
+    """
+    columns, task = spec.input.columns, spec.task
+    if reference is not None and reference not in kept:
+        there = ", ".join(kept) or "none"
+        raise UserError(
+            f"the results keep no column {reference!r}; columns in the results: {there}", field="--reference"
+        )
+    column, joiner = reference_of(columns, task, kept, spec.prompt, reference)
+    problem = metric_problem(
+        metrics,
+        fields,
+        kept=kept,
+        has_reference=column is not None,
+        has_tokenizer=spec.model.tokenizer != "none",
+        samples=spec.sampling.n,
+    )
+    if problem is not None:
+        raise UserError(problem[1], field=problem[0])
+    checked = {index: _check_metric(metric, fields[index], spec) for index, metric in enumerate(metrics)}
+    ready = []
+    for index, part in expand_metrics(metrics):
+        extra, more = checked[index]
+        settings = part.model_dump(mode="json", exclude=set(part.changes_nothing)) | extra
+        if needs_reference(part):
+            settings["reference"] = [column, joiner]
+        measured = MeasuredMetric(settings, part.columns(), part.estimates())
+        ready.append(ReadyMetric(part, measured, fields[index], **more))
+    return Ready(tuple(ready), column, joiner)
+
+
+def kept_columns(plan: Plan) -> tuple[str, ...]:
+    """The columns of the inputs that the run's results hold."""
+    return () if plan.keep is None else tuple(plan.keep.names)
+
+
+def check_columns(ready: Ready, sets: Mapping[str, MetricSet]) -> None:
+    """Raise UserError if the run has a metric of the same column that was measured with other settings."""
+    there = {
+        column: metric for metric_set in sets.values() for metric in metric_set.metrics for column in metric.columns
+    }
+    for metric in ready.metrics:
+        for column in metric.measured.columns:
+            earlier = there.get(column)
+            if earlier is not None and earlier.identity != metric.measured.identity:
+                now = metric.measured
+                changed = sorted(
+                    key
+                    for key in {*earlier.settings, *now.settings}
+                    if earlier.settings.get(key) != now.settings.get(key)
+                )
+                raise UserError(
+                    f"the column {column!r} of this run was measured with other settings ({', '.join(changed) or 'columns'}); "
+                    "results are never rewritten: give this metric another `name`",
+                    field=metric.field,
+                )
+
+
+def _check_metric(metric: Metric, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What else decides the metric's values (hashes), and the fields of its ReadyMetric; UserError if it can't be measured."""
+    package = PACKAGES.get(metric.kind)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UserError(f"{metric.kind} needs {package}: pip install 'draftmill[metrics]'", field=field)
+    match metric:
+        case OwnMetric():
+            return _own(metric, field)
+        case Judge():
+            return _judge(metric, field, spec)
+        case PassAtK():
+            return _programs(metric, field, spec)
+    return {}, {}
+
+
+def _own(metric: OwnMetric, field: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        source = Path(metric.path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{metric.path} can't be read: {error}", field=field) from None
+    load_function(source, metric.path, field=field)
+    return {"sha256": hashlib.sha256(source.encode()).hexdigest()}, {"source": source}
+
+
+def _judge(metric: Judge, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    from draftmill.decoders.backbones.checkpoint import inspect_model
+
+    place = f"{field}.model"
+    folder = fetch_model(spec.place(metric.model), metric.revision, field=place)
+    try:
+        info = inspect_model(folder)
+    except ValueError as error:
+        unusable = user_error(error, place)
+        raise UserError(unusable.message, field=place) from None
+    if info.kind != "causal":
+        raise UserError(f"{metric.model} is of family {info.family!r}; allowed: causal models", field=place)
+    if not has_tokenizer(folder):
+        raise UserError(f"{metric.model} has no tokenizer, which texts need", field=place)
+    checkpoint = spec.place(with_absolute(metric).model)
+    model = ModelPlace(checkpoint, metric.revision, "auto", None, "auto", metric.dtype, metric.device, False)
+    hashes = {"model_sha256": model_hash(folder), "tokenizer_sha256": tokenizer_hash(folder)}
+    return hashes, {"place": model}
+
+
+def _programs(metric: PassAtK, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    from draftmill.actors.sandbox.sandbox import find_sandbox
+
+    sandbox = find_sandbox(metric.sandbox, field=f"{field}.sandbox")
+    return {}, {"sandbox": sandbox.kind, "samples": spec.sampling.n}
+
+
+MARGIN_S = 30.0
+"""Seconds beyond the time limit of a row after which a worker that can't interrupt its metric is killed."""
+
+
+class MeasureDisplay(Display):
+    """Shows samples where a run shows tokens; of the events it shows the messages, as notes."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def note(self, message: str) -> None:
+        self._display.note(message)
+
+    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        if event == "quarantined":  # the rows of a unit are here the values to measure, see actors/measuring/measure.py
+            count = counted(facts["stop"] - facts["start"], "value")
+            message = f"unit {facts['unit']}: {count} can't be measured: {facts['error']}"
+        super().event(event, message, level=level, **facts)
+
+    def show(self, totals: Totals) -> None:
+        done, rows = totals.rows_done, totals.rows
+        share, rate = ratio(done, rows), ratio(done - totals.rows_before, totals.wall_s)
+        left = "-" if totals.eta_s is None else duration(totals.eta_s)
+        figures = f"{rate:,.1f} samples/s  {totals.committed.failed:,} errors  ETA {left}"
+        self._display.line(share, f"measured {done:,}/{rows:,} samples ({share:.0%})  {figures}")
+
+
+def units_to_measure(store: Store, passes: Sequence[Pass], ready: Ready) -> dict[int, UnitToMeasure]:
+    """The units of all finished passes that lack some of the metrics, each with those that it lacks, by their numbers.
+
+    The units of the first pass have their own numbers, those of later passes the following ones. Reads listings and the
+    descriptions of sets, no unit.
+    """
+    sets = metric_sets(store)
+    check_columns(ready, sets)
+    measured = measured_units(store)
+    units: dict[int, UnitToMeasure] = {}
+    first = 0
+    for part in finished_passes(passes):
+        assert part.manifest is not None
+        folder = "" if part.number == 1 else f"passes/{part.number:04d}/"
+        for unit in part.manifest.units:
+            there = {
+                metric.identity
+                for name in measured.get((part.number, unit.unit), ())
+                if name in sets
+                for metric in sets[name].metrics
+            }
+            lacking = tuple(n for n, metric in enumerate(ready.metrics) if metric.measured.identity not in there)
+            if lacking:
+                place = UnitToMeasure(part.number, unit.unit, f"{folder}{unit.object}", unit.rows, lacking)
+                units[first + unit.unit] = place
+        first += part.plan.units
+    return units
+
+
+def measure_units(
+    store: Store,
+    spec: JobSpec,
+    passes: Sequence[Pass],
+    ready: Ready,
+    *,
+    backend: Backend,
+    display: Display,
+    stop: StopFlag,
+    grace_s: float,
+) -> bool:
+    """Measure what is missing; returns whether all is measured, False if it was interrupted.
+
+    A metric has `workers.stall_s` for a row. A row on which a metric takes longer, or ends its process again and again, gets the
+    reason as that metric's error. The caller holds the run directory's lease. Raises StoreError if the workers can't go on.
+    """
+    units = units_to_measure(store, passes, ready)
+    if not units:
+        return True
+    for lacking in dict.fromkeys(unit.metrics for unit in units.values()):
+        record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
+    limits = limits_of(spec)
+    job = _job_of(store, passes[0].plan, ready, units, row_s=limits.lease_s)
+    rows, all_rows = sum(unit.rows for unit in units.values()), sum(part.plan.rows for part in finished_passes(passes))
+    totals = Totals(units=len(units), rows=all_rows, rows_before=all_rows - rows)
+    indices = sorted({index for unit in units.values() for index in unit.metrics})
+    names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in indices))
+    display.note(f"measuring {names}: {counted(len(units), 'unit')}, {rows:,} samples")
+    values = {number: unit.rows * len(unit.metrics) for number, unit in units.items()}
+    with backend.opened(display), stop.on_signals():
+        allocation = _allocate_measurers(backend, spec, ready, len(units))
+        pool = backend.pool(job, allocation)
+        limits = replace(limits, lease_s=limits.lease_s + MARGIN_S)
+        sizes = (UnitSize(number, count, count) for number, count in values.items())
+        scheduler = Scheduler(sizes, workers=allocation.count, limits=limits)
+        is_done = False
+        try:
+            finish = Driver(scheduler, pool, MeasureDisplay(display), totals, stop, grace_s).run()
+            is_done = finish.how == "done"
+        finally:
+            if is_done:
+                backend.retire(pool)
+            else:
+                pool.close()
+    if finish.how == "unusable":
+        raise UserError(finish.message)
+    if finish.how in {"failed", "full"}:
+        raise StoreError(f"{finish.message}; run it again to resume")
+    return is_done
+
+
+def _job_of(store: Store, plan: Plan, ready: Ready, units: Mapping[int, UnitToMeasure], *, row_s: float) -> MeasureJob:
+    return MeasureJob(
+        store=store.place.at(absolute(store.url)),
+        fingerprint=plan.fingerprint,
+        code_version=draftmill.__version__,
+        metrics=ready.metrics,
+        units=units,
+        row_s=row_s,
+        reference=ready.reference,
+        joiner=ready.joiner,
+    )
+
+
+def _allocate_measurers(backend: Backend, spec: JobSpec, ready: Ready, units: int) -> Allocation:
+    """As many workers as the run's own `workers` allow, of one kind; they get GPUs only if there is a judge."""
+    if not any(metric.place is not None for metric in ready.metrics):
+        workers = spec.shapes[0].model_copy(update={"gpus": 0, "gpus_per_model": 1, "labels": {}})
+        model = spec.model.model_copy(update={"device": "cpu"})
+        spec = spec.model_copy(update={"workers": workers, "model": model})
+    count, resources = backend.allocate(spec, units=units).largest
+    return Allocation((replace(resources, threads=max(1, resources.threads), processes=1),), (count,))

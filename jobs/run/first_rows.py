@@ -1,0 +1,187 @@
+"""The first rows of a job's inputs: their sizes, their canvases, and the memory of its decoder, which decodes nothing here."""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from draftmill.actors.checkpoints.models import user_error
+from draftmill.actors.loop.loading import build, load_networks, most_canvases
+from draftmill.actors.loop.memory import Room, fit
+from draftmill.actors.planning.surveying import CONSTRAINED
+from draftmill.actors.rows.canvas import Canvas
+from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.rows.prompts import read_columns
+from draftmill.actors.rows.row import row_id, row_key
+from draftmill.actors.rows.stop_text import stops_of
+from draftmill.actors.rows.unit_io import try_row
+from draftmill.jobs.config.paths import with_absolute
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.plan import check_names, each_sample, lacks_a_column, no_column, survey
+from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.plan.worker_job import place_of
+from draftmill.storage.errors import RowError, UserError
+from draftmill.storage.inputs.inputs import local_path
+from draftmill.storage.inputs.reader import iterate
+from draftmill.storage.inputs.rows import InputFile, Row, default_id
+
+SAMPLE_ROWS = 512
+SHOWN_ROWS = 64
+"""Rows whose canvases are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSample:
+    """The first rows of the input as the planner sees them; `total` is the number of all rows, `exact` or estimated."""
+
+    table: pa.Table
+    total: int
+    exact: bool
+
+    def lengths(self) -> NDArray[np.int32]:
+        """Canvas tokens of each row, int32 [rows]."""
+        return np.asarray(self.table["length"].to_numpy(), dtype=np.int32)
+
+    def masked(self) -> NDArray[np.int32]:
+        """Tokens to generate of each row, int32 [rows]."""
+        return np.asarray(self.table["holes"].to_numpy(), dtype=np.int32)
+
+    @property
+    def new_tokens(self) -> float:
+        """Tokens to generate of all rows."""
+        return float(self.masked().mean()) * self.total
+
+
+@dataclass(frozen=True, slots=True)
+class RowCanvas:
+    """A row and its canvas."""
+
+    id: str
+    key: int
+    canvas: Canvas
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The job's decoder on this machine: `memory_bytes` is the peak of the process or of the GPU.
+
+    `room` is what a worker can hold that runs alone here. `exact` says whether results are bit-identical in any batch, `device`
+    what is computed with (actors/loop/device_facts.py).
+    """
+
+    exact: bool
+    memory_bytes: int
+    where: str
+    room: Room | None = None
+    device: Mapping[str, Any] = field(default_factory=dict)
+
+
+def take_sample(prepared: Prepared) -> RowSample:
+    """Survey the first rows; UserError if there are none, or none has the columns. With `sampling.n` each counts n times."""
+    spec, inputs, each = prepared.spec, prepared.inputs, prepared.spec.sampling.n
+    most = max(1, SAMPLE_ROWS // each)
+    limit = min(most, spec.input.limit or most)
+    few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": limit})})
+    tables = list(survey(few, maker_of(prepared), inputs))
+    if not tables:
+        raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
+    table = pa.concat_tables(tables)
+    if lacks_a_column(Counter(table["error_kind"].to_pylist())):
+        raise no_column(spec, inputs)
+    exact = table.num_rows < limit or limit == spec.input.limit
+    if exact and table["error_kind"].null_count and not pc.any(table[CONSTRAINED.name]).as_py():
+        check_names(spec)
+    total = table.num_rows if exact else estimate_rows(inputs, table)
+    total = total if spec.input.limit is None else min(total, spec.input.limit)
+    return RowSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
+
+
+def estimate_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
+    """Rows of all inputs: exact for Parquet files, else extrapolated from the sampled rows per byte; at least the sample's."""
+    if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
+        return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)
+    # The sample's last row begins at `offset`: the bytes before it hold all earlier rows.
+    files, offset = sorted(set(table["file"].to_pylist())), table["offset"][-1].as_py()
+    last = inputs[files[-1]]
+    inside, rows = (last.size or 0, table.num_rows)
+    if offset and last.compression is None:
+        inside, rows = offset, table.num_rows - 1
+    read = inside + sum(inputs[file].size or 0 for file in files[:-1])
+    return max(table.num_rows, round(rows * sum(file.size or 0 for file in inputs) / max(1, read)))
+
+
+def maker_of(prepared: Prepared) -> Maker:
+    """The maker of this job's canvases."""
+    return maker_for(prepared.spec.recipe(prepared.hashes.ends), prepared.tokenizer, prepared.info)
+
+
+def first_canvases(prepared: Prepared, count: int) -> list[RowCanvas]:
+    """The first rows that have a canvas."""
+    tried = islice(_canvases(prepared), SAMPLE_ROWS)
+    return list(islice((row for row in tried if isinstance(row, RowCanvas)), count))
+
+
+def _canvases(prepared: Prepared) -> Iterator[RowCanvas | RowError]:
+    spec, maker = prepared.spec, maker_of(prepared)
+    columns = read_columns(spec.recipe())
+    for file in prepared.inputs:
+        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars):
+            yield try_row(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
+
+
+def canvas_of(spec: JobSpec, maker: Maker, row: Row, name: str) -> RowCanvas:
+    if row.error is not None:
+        raise row.error
+    values = row.values or {}
+    name = row_id(values, spec.input.columns) or name
+    key = row_key(values, spec.input.columns, job_seed=spec.seed, sample_id=name)
+    return RowCanvas(name, key, maker.make(values, key))
+
+
+def load(prepared: Prepared, unit_rows: int) -> LoadedModel:
+    """Build the decoder of a worker that has units of `unit_rows` rows; raises UserError if the weights are unusable."""
+    import torch
+
+    from draftmill.actors.loop.device_facts import device_facts
+    from draftmill.actors.loop.worker import slots_of
+
+    spec, batching, threads = prepared.spec, prepared.spec.batching, torch.get_num_threads()
+    try:
+        networks = load_networks(prepared.folder, place_of(spec), with_absolute(spec.decoder))
+        most = most_canvases(spec.task, spec.decoder, unit_rows)
+        decoder = build(
+            networks,
+            prepared.info,
+            spec.task,
+            spec.decoder,
+            spec.sampling,
+            stops=stops_of(spec.task, spec.sampling, prepared.folder, prepared.tokenizer, prepared.info),
+            max_rows=slots_of(networks, most) if batching.max_rows == "auto" else batching.max_rows,
+            max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
+        )
+        room = fit(decoder, threads=threads)
+    except ValueError as error:
+        raise user_error(error, "model.path") from None
+    except MemoryError as error:
+        raise UserError(str(error), field="model.device") from None
+    return LoadedModel(networks.exact, *_memory(spec.model.device), room, device_facts(decoder))
+
+
+def _memory(device: str) -> tuple[int, str]:
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "CPU memory"
+    return torch.cuda.max_memory_allocated(), "GPU memory"

@@ -1,0 +1,363 @@
+"""Plans or resumes a job, decodes the missing units and closes the run. Idempotent.
+
+    spec -> model, inputs -> Ray -> plan (new, or existing and compared) -> done set -> driver -> manifest, _SUCCESS
+
+Checks the spec, the model, the inputs and the cluster's resources before it writes anything to the run directory.
+
+`draftmill rerun --failed` decodes failed samples again in a new pass, or resumes such a pass. A pass is a run directory inside
+the run's own (jobs/results/passes.py): planned, decoded, committed and closed like any run, under the run's lease; earlier
+passes stay unchanged. The job must be the same; settings that may change between two runs may change here too. `draftmill
+measure` measures metrics on the results of a finished run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from draftmill.actors.metrics.settings import Metric, MetricBase, Metrics, as_mapping
+from draftmill.jobs.config.dates import has_date
+from draftmill.jobs.config.paths import check_places
+from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden
+from draftmill.jobs.drive.backend import Backend, backend_of
+from draftmill.jobs.drive.driver import StopFlag
+from draftmill.jobs.drive.leases import base_lease, hold_lease, wait_until_free
+from draftmill.jobs.drive.progress import Display, make_display
+from draftmill.jobs.drive.ray_session import RayDidNotStart
+from draftmill.jobs.drive.run_log import LoggedDisplay
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, Ended
+from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.packing import PlanWriter, discard_parts
+from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
+from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
+from draftmill.jobs.results.measure import Ready, kept_columns, measure_units, ready_metrics, units_to_measure
+from draftmill.jobs.results.passes import (
+    PRUNED,
+    Pass,
+    count_failed,
+    failed_rows,
+    finished_passes,
+    pass_store,
+    passes_of,
+    require_plan,
+)
+from draftmill.jobs.results.run_input import with_run_rows
+from draftmill.jobs.results.runs import base_store, finished_runs
+from draftmill.jobs.results.summary import metric_lines
+from draftmill.jobs.run.known_ids import sifting
+from draftmill.jobs.run.outcome import (
+    RunOutcome,
+    close,
+    judge,
+    print_metrics,
+    print_table,
+    raise_unfinished,
+    report_outcome,
+)
+from draftmill.jobs.run.session import Run, RunOptions, decode
+from draftmill.jobs.run.since import base_path, new_files
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.commit import is_closed
+from draftmill.storage.stores.interface import Place, Store
+from draftmill.storage.stores.store import delete_strays, open_store, probe
+
+
+def run_job(spec: JobSpec, options: RunOptions) -> int:
+    """Run or resume a job, print how it ends, and return the exit code; raises what `complete_job` raises of other errors.
+
+    AnotherDriver if another driver has a lease, unless `--if-running` says otherwise.
+    """
+    dated = at_date(spec, datetime.now(UTC))
+
+    def code() -> int:
+        try:
+            _in_name(spec, dated, options)
+        except NothingLeft:
+            return OK
+        except Ended as end:
+            return end.code
+        return OK
+
+    return wait_until_free(code, options.if_running)
+
+
+def complete_job(spec: JobSpec, options: RunOptions) -> str:
+    """Run or resume a job until it is finished; returns its run directory.
+
+    A date in the output path is filled in, from one reading of the clock, unless the spec has a logical date; then the lease
+    of the base path is held, too. Raises UserError if the spec, an input or the directory is unusable, NothingLeft if no input
+    is new, AnotherDriver if another driver has a lease, and Ended if it was interrupted or too many samples failed.
+    """
+    dated = at_date(spec, datetime.now(UTC))
+    _in_name(spec, dated, options)
+    return dated.output.path
+
+
+def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> None:
+    stop = StopFlag()
+    if not has_date(spec.output.path):
+        return _run(dated, options, stop)
+    check_places(dated)
+    with base_lease(base_store(spec.place(spec.output.path)), stop.set):
+        _run(dated, options, stop, path=spec.output.path)
+
+
+def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> None:
+    """Run or resume a job whose output path is complete; raises LeaseHeld if another driver has the run directory.
+
+    `path` is the output path with the date, if it had one; then the caller holds the base path's lease. How the run ends is
+    reported to its log and to the receivers of `notify`.
+    """
+    store = open_store(spec.place(spec.output.path))
+    with report_outcome(spec, store, prints=options.prints) as outcome:
+        _work(spec, store, options, stop, outcome, path=path)
+
+
+def _work(
+    spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, outcome: RunOutcome, *, path: str | None
+) -> None:
+    new_inputs = new_files(spec, store, path)
+    if new_inputs is not None:
+        options.say(f"input.since: {new_inputs.text}")
+        if not new_inputs.files:
+            raise NothingLeft(f"nothing is new in {spec.input.shown}; no run is started")
+    with make_display(quiet=options.quiet) as display:
+        prepared = prepare(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
+    ready = ready_for(spec, prepared.plan)
+    if prepared.plan is not None and is_closed(store):
+        if store.exists(PRUNED):
+            return options.say(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
+        options.say(f"{store.url} is already finished")
+        if ready is not None:
+            measure_run(store, spec, ready, options)
+        return close(spec, store, prints=options.prints)
+    backend = backend_of(address=options.ray_address, local=options.local)
+    backend.check(spec)
+    probe(store)
+    try:
+        with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
+            display = LoggedDisplay(shown, outcome.log)
+            delete_strays(store)
+            with ExitStack() as stack:
+                # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
+                if prepared.plan is None and spec.input.dedupe is None:
+                    stack.enter_context(backend.opening(display, prepared))
+                plan = prepared.plan or plan_run(backend, prepared, store, display, epoch=lease.epoch, path=path)
+                run = Run(spec, options, prepared, store, plan, lease, stop, display, backend)
+                run.outcome = outcome
+                finish = decode(run)
+                if finish.how == "done" and ready is not None:
+                    _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
+    except NothingLeft:
+        why = "finished runs have all its ids as ok"
+        raise NothingLeft(f"nothing is new in {spec.input.shown}: {why}; no run is started") from None
+    except RayDidNotStart as error:
+        is_planned = load_plan(store) is not None
+        hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
+        raise StoreError(f"{error}; {hint}") from error
+    if finish.how != "done":
+        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
+    close(spec, store, prints=options.prints)
+
+
+def plan_run(
+    backend: Backend, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None
+) -> Plan:
+    """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
+    prepared = with_run_rows(prepared, store)
+    spec = prepared.spec
+    if spec.input.dedupe is None:
+        return make_plan(prepared, store, display, epoch=epoch, survey=backend.survey(prepared, display))
+    base = base_store(spec.place(base_path(spec, path)))
+    with sifting(base, finished_runs(base), display) as sift:
+        return make_plan(prepared, store, display, epoch=epoch, sift=sift)
+
+
+def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
+    """The spec's metrics, checked before anything is decoded; None if it has none."""
+    if not spec.metrics:
+        return None
+    fields = [f"metrics.{index}" for index in range(len(spec.metrics))]
+    kept = spec.kept if plan is None else kept_columns(plan)
+    return ready_metrics(spec.metrics, fields, spec, kept)
+
+
+def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions) -> None:
+    """Measure what a finished run lacks, under its lease.
+
+    Raises Ended if it is interrupted, AnotherDriver if another driver has the run.
+    """
+    if not units_to_measure(store, passes_of(store), ready):
+        return
+    backend = backend_of(address=options.ray_address, local=options.local)
+    stop = StopFlag()
+    try:
+        with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
+            delete_strays(store)
+            _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
+    except RayDidNotStart as error:
+        raise StoreError(f"{error}; run it again to resume") from error
+
+
+def _measure(
+    store: Store,
+    spec: JobSpec,
+    ready: Ready,
+    options: RunOptions,
+    *,
+    backend: Backend,
+    display: Display,
+    stop: StopFlag,
+) -> None:
+    passes = passes_of(store)
+    is_done = measure_units(
+        store,
+        spec,
+        passes,
+        ready,
+        backend=backend,
+        display=display,
+        stop=stop,
+        grace_s=options.grace_s,
+    )
+    if not is_done:
+        units = sum(part.plan.units for part in finished_passes(passes))
+        done = units - len(units_to_measure(store, passes, ready))
+        message = f"interrupted with {done:,} of {units:,} units measured; run it again to resume"
+        raise Ended(message, INTERRUPTED, by_signal=stop.by_signal)
+
+
+def measure(
+    place: Place,
+    words: Sequence[str],
+    options: RunOptions,
+    *,
+    allow_code_execution: bool = False,
+    reference: str | None = None,
+) -> int:
+    """Measure metrics, given as on the command line, on a finished run; returns the exit code."""
+    store = open_store(place)
+    fields = [f"--metric {word}" for word in words]
+    metrics = [parse_metric(word, allow_code_execution=allow_code_execution) for word in words]
+    passes = passes_of(store)
+    finished_passes(passes)
+    plan = passes[0].plan
+    spec = plan.spec.with_s3(place.s3)
+    ready = ready_metrics(metrics, fields, spec, kept_columns(plan), reference=reference)
+    try:
+        measure_run(store, spec, ready, options)
+    except KeyboardInterrupt:  # a signal before or after the units are measured; while they are, it only sets a flag
+        print("draftmill: interrupted; run it again to resume", file=sys.stderr)
+        return INTERRUPTED
+    print("\n".join([f"draftmill: metrics of {plan.spec.name}", *metric_lines(store, plan.rows)]))
+    return OK
+
+
+def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
+    """A metric from the command line: a name, a Python file, or a mapping in YAML. UserError if it is none."""
+    field = f"--metric {word}"
+    value: Any = word
+    if word.lstrip().startswith("{"):
+        try:
+            value = yaml.safe_load(word)
+        except yaml.YAMLError as error:
+            raise UserError(f"not a mapping in YAML: {' '.join(str(error).split())}", field=field) from None
+    try:
+        mapping = as_mapping(value, "metric")
+    except ValueError as error:
+        raise UserError(str(error).partition(": ")[2], field=field) from None
+    if allow_code_execution and isinstance(mapping, dict) and mapping.get("kind") == "pass_at_k":
+        mapping = {"allow_code_execution": True} | mapping
+    try:
+        [metric] = TypeAdapter(Metrics).validate_python([mapping], strict=True)
+    except ValidationError as error:
+        raise UserError(_first_problem(error), field=field) from None
+    assert isinstance(metric, MetricBase)
+    return metric
+
+
+def _first_problem(error: ValidationError) -> str:
+    item = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in item["loc"][2:])
+    if item["type"] == "extra_forbidden":
+        return f"unknown setting {key!r}"
+    if item["type"] == "missing":
+        return f"{key}: missing; for example " + _EXAMPLES.get(str(item["loc"][1]), key)
+    message = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
+    return f"{key}: {message}" if key else message
+
+
+_EXAMPLES = {
+    "judge": "'{kind: judge, model: builtin:ar-tiny}'",
+    "file": "my_metric.py",
+}
+
+
+def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -> int:
+    """Decode the failed samples of a finished run again, in a new pass; returns the exit code of the run as a whole.
+
+    Raises UserError if the run is not finished, or if `overrides` (KEY=VALUE), the model or the inputs make it another job,
+    and Ended as `complete_job` does.
+    """
+    store = open_store(place)
+    spec = spec_of(require_plan(store), place, overrides)
+    finished_passes(passes_of(store))
+    with make_display(quiet=options.quiet) as display:
+        prepared = prepare(spec, store, display)
+    backend = backend_of(address=options.ray_address, local=options.local)
+    backend.check(spec)
+    probe(store)
+    stop = StopFlag()
+    with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+        passes = passes_of(store)  # read again: under the lease, no other driver can start a pass
+        is_interrupted = passes[-1].manifest is None
+        plan = passes[-1].plan if is_interrupted else plan_pass(passes, display, epoch=lease.epoch)
+        if plan is None:
+            print(f"{store.url}: no failed samples")
+            judge(spec, passes)
+            return OK
+        inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
+        finish = decode(Run(inside, options, prepared, plan.store, plan, lease, stop, display, backend))
+    if finish.how != "done":
+        raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
+    ready = ready_for(spec, plan)
+    if ready is not None:
+        measure_run(store, spec, ready, options)
+    passes = passes_of(store)
+    print_table(inside, passes[-1])
+    print_metrics(store, passes)
+    judge(spec, passes)
+    return OK
+
+
+def spec_of(plan: Plan, place: Place, overrides: Sequence[str]) -> JobSpec:
+    """The spec with which the run was planned, with the run directory's current path and `overrides`.
+
+    The place's S3 options apply to the workers too.
+    """
+    spec = check_overridden(plan.spec.with_s3(place.s3).model_dump(mode="json"), overrides)
+    return spec.model_copy(update={"output": spec.output.model_copy(update={"path": place.url})})
+
+
+def plan_pass(passes: Sequence[Pass], display: Display, *, epoch: int) -> Plan | None:
+    """Plan a pass over the failed rows of the last one, in their order; None if there are none."""
+    if not count_failed(passes):
+        return None
+    first, last = passes[0].plan, passes[-1]
+    store = pass_store(first.store, last.number + 1)
+    unit_rows = None if first.spec.output.unit_rows == "auto" else first.spec.output.unit_rows
+    window = first.spec.batching.window
+    writer = PlanWriter(store, window=window, unit_rows=unit_rows, keep_order=True, epoch=epoch)
+    discard_parts(store, epoch)
+    for table in failed_rows(last):
+        writer.add(table)
+    writer.finish()
+    plan = create_plan(store, first.spec, first.results, first.files, writer, pass_=last.number + 1, keep=first.keep)
+    display.note(f"pass {plan.pass_}: {counted(plan.rows, 'failed sample')} in {counted(plan.units, 'unit')}")
+    return plan

@@ -1,0 +1,238 @@
+"""How a run ends: what is printed of it, its exit code, and what its log, `--log json` and the receivers of `notify` get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.cost import HOUR_S, purposes_of
+from draftmill.jobs.drive.events import JsonStream, Level, now_text, say_in_events
+from draftmill.jobs.drive.notify import TIMEOUT_S, StallWatcher, check_receivers, send
+from draftmill.jobs.drive.run_log import RunLog, read_sessions
+from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, most_failed, too_many_failed
+from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
+from draftmill.jobs.results.passes import Pass, count_failed, finished_passes, passes_of
+from draftmill.jobs.results.summary import error_rows, metric_lines, read_summary, table_lines
+from draftmill.jobs.schedule.events import Finish
+from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserError
+from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
+from draftmill.storage.secrets import presentable
+from draftmill.storage.stores.interface import Store
+
+INTERRUPTED_S = 3.0
+"""Most seconds that notices of an interruption may take: the machine may be about to go."""
+
+MESSAGES = {
+    OK: "finished",
+    TOO_MANY_FAILED: "more samples failed than `errors` allows",
+    INTERRUPTED: "interrupted; run it again to resume",
+}
+
+
+@dataclass(slots=True)
+class RunOutcome:
+    """A run that is being watched, and its log."""
+
+    spec: JobSpec
+    store: Store
+    log: RunLog = field(default_factory=RunLog)
+
+    def warn(self, message: str) -> None:
+        """Note on stderr and in the log that a notice was not taken."""
+        self.log.add("note", message, level="warning")
+        print(presentable(f"draftmill: {message}"), file=sys.stderr)
+
+    def stall_watcher(self) -> StallWatcher:
+        """The watcher that sends notices when the run makes no progress."""
+        return StallWatcher(self.spec.notify, self._stall_notice, self.warn)
+
+    def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
+        sums = totals.devices.sums
+        message = f"no progress for {still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
+        return {
+            **self._head(message, None),
+            "samples": {"planned": totals.rows, "done": totals.rows_done},
+            "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
+            "workers": totals.workers,
+            "tokens": totals.tokens,
+            "seconds_without_progress": round(still_s, 1),
+            "session_device_hours": round(sums.up_s / HOUR_S, 6),
+        }
+
+    def _head(self, message: str, code: int | None) -> dict[str, Any]:
+        return {
+            "run": self.spec.name,
+            "path": self.store.url,
+            "time": now_text(),
+            "exit_code": code,
+            "message": presentable(message),
+            "text": presentable(f"draftmill run {self.spec.name}: {message}"),
+        }
+
+    def report(self, code: int, message: str, *, is_error: bool = False) -> None:
+        """Log that the run has ended with this exit code, `is_error` if by an exception, and send the notices. Never raises."""
+        try:
+            self._report(code, message, is_error=is_error)
+        except Exception as error:  # noqa: BLE001 - reporting an end must not change it
+            with suppress(Exception):  # stderr itself may be closed
+                self.warn(f"the end of the run was not reported to all: {type(error).__name__}: {error}")
+
+    def _report(self, code: int, message: str, *, is_error: bool) -> None:
+        facts = payload(self.store) if self.log.is_attached else {}
+        event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
+        level: Level = "info" if code == OK else "warning" if code == INTERRUPTED else "error"
+        self.log.add("ended", message, level=level, exit_code=code, summary=facts)
+        if isinstance(sys.stderr, JsonStream):
+            sys.stderr.emit("ended", message, level=level, exit_code=code, path=self.store.url, summary=facts)
+        self.log.flush()
+        if self.log.is_attached or is_error:
+            timeout_s = INTERRUPTED_S if event == "interrupt" else TIMEOUT_S
+            notice = {**self._head(_with_figures(message, facts), code), **facts}
+            send(self.spec.notify, event, notice, self.warn, timeout_s=timeout_s)
+        self.log.flush()
+
+
+def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
+    """The message of a notice: how the run ended, with its samples, if they are known."""
+    if not facts:
+        return message
+    samples = facts["samples"]
+    failed = f", {samples['failed']:,} failed" if samples["failed"] else ""
+    return f"{message}; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}"
+
+
+@contextmanager
+def report_outcome(spec: JobSpec, store: Store, *, prints: bool = True) -> Iterator[RunOutcome]:
+    """Watch a run: the block finishes it, or raises; then the outcome is reported. `prints`: Ended and NothingLeft are printed.
+
+    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises
+    UserError before the block if a receiver of notices can't be used.
+    """
+    check_receivers(spec.notify)
+    say_in_events(run=spec.name)
+    outcome = RunOutcome(spec, store)
+    try:
+        yield outcome
+    except AnotherDriver as error:
+        outcome.log.add("ended", str(error), level="warning")
+        outcome.log.flush()
+        raise
+    except KeyboardInterrupt:
+        outcome.report(INTERRUPTED, MESSAGES[INTERRUPTED])
+        raise
+    except NothingLeft as nothing:
+        if prints:
+            print(nothing)
+        outcome.report(OK, MESSAGES[OK])
+        raise
+    except Ended as end:
+        if prints:
+            print(f"draftmill: {end}", file=sys.stderr)
+        outcome.report(end.code, MESSAGES[end.code])
+        raise
+    except Exception as error:
+        outcome.report(code_of(error), str(error), is_error=True)
+        raise
+    outcome.report(OK, MESSAGES[OK])
+
+
+def payload(store: Store) -> dict[str, Any]:
+    """What a run has done, finished or not, as JSON data; {} if it has no plan, or its directory can't be read."""
+    try:
+        plan = load_plan(store)
+        if plan is None:
+            return {}
+        manifest, sessions = read_manifest(store), read_sessions(store)
+        done = plan.units if manifest else len(done_units(store))
+    except (StoreError, UserError):
+        return {}
+    sums, tally = sessions.devices, sessions.committed
+    ok = manifest.total("ok") if manifest else tally.ok
+    failed = manifest.total("failed") if manifest else tally.failed
+    hours = {name: round(seconds / HOUR_S, 6) for name, seconds in purposes_of(sums).items()}
+    return {
+        "fingerprint": plan.fingerprint,
+        "pass": plan.pass_,
+        "finished": manifest is not None,
+        "units": {"planned": plan.units, "done": done},
+        "samples": {"planned": plan.rows, "ok": ok, "failed": failed},
+        "tokens": tally.new_tokens,
+        "prompt_tokens": tally.prompt_tokens,
+        "nfe": tally.nfe,
+        "drafts_proposed": tally.proposed,
+        "drafts_accepted": tally.accepted,
+        "decoding_s": round(sessions.wall_s, 3),
+        "device_hours": {"total": round(sums.up_s / HOUR_S, 6), **hours},
+        "lost_drivers": round(sums.unended),
+    }
+
+
+def close(spec: JobSpec, store: Store, *, prints: bool = True) -> None:
+    """Print the table of a finished run, if it `prints`; raises Ended if too many samples are still failed."""
+    passes = passes_of(store)
+    if prints:
+        print_table(spec, passes[0])
+        print_metrics(store, passes)
+    judge(spec, passes, prints=prints)
+
+
+def print_metrics(store: Store, passes: Sequence[Pass]) -> None:
+    """Print the means of a run's metrics, if any are measured."""
+    if lines := metric_lines(store, passes[0].plan.rows):
+        print("\n".join(["  metrics", *(f"  {line}" for line in lines)]))
+
+
+def print_table(spec: JobSpec, part: Pass) -> None:
+    """Print the sums of one finished pass."""
+    store, manifest = part.store, part.manifest
+    if manifest is None:
+        raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
+    results, sessions = read_summary(store, manifest), read_sessions(store)
+    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
+
+
+def judge(spec: JobSpec, passes: Sequence[Pass], *, prints: bool = True) -> None:
+    """Print how many samples are still failed after several passes, if it `prints`; raises Ended if they are too many."""
+    rows, failed, count = passes[0].plan.rows, count_failed(passes), len(finished_passes(passes))
+    if count > 1 and prints:
+        print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
+    if too_many_failed(failed, rows, spec.errors):
+        reasons = "; see the table above" if prints else "".join(f"\n  {line}" for line in _reasons(passes))
+        most = most_failed(rows, spec.errors)
+        raise Ended(
+            f"{failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}){reasons}", TOO_MANY_FAILED
+        )
+
+
+def _reasons(passes: Sequence[Pass]) -> Iterator[str]:
+    """Of each kind of error the first failed samples, with their reasons."""
+    last = finished_passes(passes)[-1]
+    assert last.manifest is not None
+    results = read_summary(last.store, last.manifest)
+    for label, text in error_rows(results)[1:]:
+        yield f"{label.strip()}: {text}" if label else text
+
+
+def raise_unfinished(store: Store, plan: Plan, finish: Finish, *, by_signal: bool) -> NoReturn:
+    """Raise the error that says how an unfinished run ended: Ended, or a StoreError."""
+    if finish.how == "full":
+        raise StoreFull(full_disk_text(finish))
+    if finish.how == "unusable":
+        raise UserError(finish.message)
+    if finish.how == "failed":
+        raise StoreError(f"{finish.message}; run it again to resume")
+    done = f"{len(done_units(store)):,} of {plan.units:,} units done"
+    if finish.how == "hopeless":
+        remedy = "raise errors.max_rate or errors.max_count to continue"
+        raise Ended(f"stopped with {done}: {finish.message}; {remedy}", TOO_MANY_FAILED)
+    raise Ended(f"interrupted with {done}; run it again to resume", INTERRUPTED, by_signal=by_signal)
+
+
+def full_disk_text(finish: Finish) -> str:
+    """What to do about a full disk."""
+    return f"{finish.message}; make room, then run it again to continue"

@@ -1,0 +1,229 @@
+"""`draftmill prune`: deletes the results of old runs of a recurring job, and keeps what proves that their inputs are done.
+
+Without --yes it only says what it would delete.
+
+Of a finished run stay `_plan.json` and `_SUCCESS`, by which `input.since` knows its inputs, `_ids.parquet`, by which
+`input.dedupe` knows its ids, `_manifest.json` with the hashes of what was there, and the sums of its sessions. An unfinished run
+proves nothing: it goes whole. `_pruned.json` is written before anything is deleted, so that no run without results is taken for a
+damaged one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+from draftmill.jobs.config.dates import format_date, read_date
+from draftmill.jobs.drive.driver import StopFlag
+from draftmill.jobs.drive.leases import base_lease, hold_lease
+from draftmill.jobs.exit_codes import INTERRUPTED, OK
+from draftmill.jobs.formatting import counted, size_text, table_lines
+from draftmill.jobs.results.passes import PRUNED, count_failed, passes_of
+from draftmill.jobs.results.runs import FoundRun, RunFacts, facts_of, runs_below
+from draftmill.jobs.run.known_ids import IDS, ok_ids
+from draftmill.storage.errors import UserError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.parquet import write_parquet
+from draftmill.storage.runs.commit import SUCCESS
+from draftmill.storage.runs.lease import LEASE, LeaseHeld
+from draftmill.storage.runs.unit_table import PLAN
+from draftmill.storage.stores.interface import AlreadyExists, Level, Place, Stat, Store, level_of
+from draftmill.storage.stores.store import open_store, remove_empty_folders
+
+FOLDERS = ("data/", "traces/", "metrics/", "passes/", "plan/", "input/", "attempts/", "log/")
+"""What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""
+
+SESSIONS = "-session.jsonl"
+"""The sums of a driver's session, a few hundred bytes each: they say what a run cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which runs stay: the `newest` ones, and those whose date is less than `age` ago."""
+
+    newest: int | None = None
+    age: timedelta | None = None
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        parts = [] if self.newest is None else [f"the {self.newest:,} newest"]
+        return " and ".join(parts + ([] if self.age is None else [f"those of the last {self.age.days:,} days"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A run, and why it stays; it goes if `stays` is None."""
+
+    run: FoundRun
+    facts: RunFacts
+    stays: str | None
+    objects: list[Stat] = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that would be deleted."""
+        return sum(stat.size for stat in self.objects)
+
+
+def candidates(base: Store, keep: Keep, now: datetime, *, unfinished: bool) -> list[Candidate]:
+    """Every run below the base path, oldest first, and whether it goes."""
+    runs = [(run, facts_of(run)) for run in runs_below(base) if run.name]
+    runs.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
+    free = [facts.name for _, facts in runs if not facts.is_pruned and not _obstacle(facts, unfinished=unfinished)]
+    newest = set(free[-keep.newest :] if keep.newest else ())
+    chosen = []
+    for run, facts in runs:
+        stays = _obstacle(facts, unfinished=unfinished) or _rule(facts, keep, newest, now)
+        objects = [] if stays else list(_objects(run.store, run.level, is_success=facts.is_success))
+        if facts.is_pruned and not objects:
+            stays = "its results were pruned before"
+        chosen.append(Candidate(run, facts, stays, objects))
+    return chosen
+
+
+def _obstacle(facts: RunFacts, *, unfinished: bool) -> str | None:
+    """Why a run must stay whatever its date is; None if it may go."""
+    if facts.driver is not None:
+        return f"driver {facts.driver} works on it"
+    if facts.state == "damaged":
+        return "it is damaged"
+    if facts.logical_date is None and facts.samples is not None:
+        return "it is not a run of a recurring job: it has no logical date"
+    if not facts.is_success and not unfinished:
+        return "it is not finished; --unfinished deletes such runs, too"
+    return None
+
+
+def _rule(facts: RunFacts, keep: Keep, newest: set[str], now: datetime) -> str | None:
+    """Why a run stays by the rule; None if it goes."""
+    if facts.is_pruned:  # what a prune that was killed has left
+        return None
+    if facts.name in newest:
+        return "one of the newest"
+    if keep.age is not None and facts.date is not None and now - read_date(facts.date) < keep.age:
+        return f"not older than {keep.age.days:,} days"
+    return None
+
+
+def _objects(store: Store, level: Level, *, is_success: bool) -> Iterator[Stat]:
+    for folder in FOLDERS:
+        for stat in store.list(folder):
+            if not (is_success and stat.name.startswith("attempts/") and stat.name.endswith(SESSIONS)):
+                yield stat
+    if not is_success:
+        own = {name: stat for name, stat in level.files.items() if name[0] == "_" and name not in {PLAN, LEASE}}
+        yield from (replace(stat, name=name) for name, stat in own.items())
+
+
+def prune_run(candidate: Candidate, on_lost: Callable[[str], None]) -> None:
+    """Delete what goes of a run, under its lease; may be called again after it was killed. LeaseHeld if a driver has started.
+
+    LeaseLost if this process was suspended over its lease: what is left may belong to a driver that has resumed the run.
+    """
+    store, is_success = candidate.run.store, candidate.facts.is_success
+    with hold_lease(store, on_lost) as lease:
+        if not is_success and store.exists(SUCCESS):
+            raise UserError(f"{store.url} has finished in the meantime; run the command again")
+        # Again: it was looked at without the lease.
+        objects = list(_objects(store, level_of(store), is_success=is_success))
+        if is_success:
+            _prove(candidate, objects)
+        for name in [stat.name for stat in objects] + ([] if is_success else [PLAN, LEASE]):
+            failpoint("prune.before_delete")
+            lease.check()
+            store.delete(name)
+    remove_empty_folders(store)
+
+
+def _prove(candidate: Candidate, objects: Sequence[Stat]) -> None:
+    """Keep the ids that are ok, then say that the results are gone."""
+    store = candidate.run.store
+    if store.exists(PRUNED):
+        return
+    with suppress(AlreadyExists):
+        store.create(IDS, write_parquet(ok_ids(store), {}))
+    failpoint("prune.before_mark")
+    facts = {
+        "pruned_at": format_date(datetime.now(UTC)),
+        "objects": len(objects),
+        "bytes": sum(stat.size for stat in objects),
+        "samples": candidate.facts.samples,
+        "failed": count_failed(passes_of(store)),
+    }
+    with suppress(AlreadyExists):
+        store.create(PRUNED, (json.dumps(facts) + "\n").encode())
+
+
+def prune(base: Place, keep: Keep, *, yes: bool = False, unfinished: bool = False) -> int:
+    """Show, and with `yes` delete, the runs that go; returns the exit code. UserError if `base` is no base path."""
+    store = open_store(base)
+    check_base(store)
+    if not yes:
+        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished)
+        print("\n".join([*lines_of(store, keep, runs), _summary(runs)]))
+        return OK
+    stop = StopFlag()
+    with base_lease(store, stop.set):
+        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished)
+        print("\n".join(lines_of(store, keep, runs, verb="pruned")), flush=True)
+        return delete(runs, stop)
+
+
+def check_base(store: Store) -> None:
+    """Raise UserError unless a recurring job has used this as its base path."""
+    if store.exists(PLAN):
+        raise UserError(
+            f"{store.url} is a run directory; allowed: the base path of a recurring job, the folder above the dates"
+        )
+    if not store.exists(LEASE):
+        raise UserError(
+            f"{store.url} is not the base path of a recurring job: there is no {LEASE}; allowed: the folder before the date in "
+            "output.path"
+        )
+
+
+def delete(runs: Sequence[Candidate], stop: StopFlag) -> int:
+    """Delete what goes; returns the exit code. A run that a driver has taken meanwhile stays."""
+    for candidate in runs:
+        if candidate.stays is not None:
+            continue
+        if stop.reason is not None:
+            print(f"draftmill: {stop.reason}; run it again to continue", file=sys.stderr)
+            return INTERRUPTED
+        try:
+            prune_run(candidate, stop.set)
+        except LeaseHeld as error:
+            print(f"draftmill: {candidate.facts.name} stays: {error}", file=sys.stderr)
+    return OK
+
+
+def lines_of(store: Store, keep: Keep, runs: Sequence[Candidate], *, verb: str = "would be pruned") -> list[str]:
+    """A line for each run: why it stays, or what goes."""
+    if not runs:
+        return [f"{store.url}: no runs"]
+    head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
+    rows = []
+    for candidate in runs:
+        whole = "" if candidate.facts.is_success else "; it is not finished, and goes whole"
+        going = f"{verb}: {counted(len(candidate.objects), 'file')}, {size_text(candidate.num_bytes)}{whole}"
+        rows.append([candidate.facts.name, going if candidate.stays is None else f"stays: {candidate.stays}"])
+    return [head, *table_lines(rows)]
+
+
+def _summary(runs: Sequence[Candidate]) -> str:
+    going = [candidate for candidate in runs if candidate.stays is None]
+    if not going:
+        return "nothing to delete"
+    files, size = (
+        sum(len(candidate.objects) for candidate in going),
+        size_text(sum(candidate.num_bytes for candidate in going)),
+    )
+    return (
+        f"nothing was deleted; --yes deletes {counted(files, 'file')}, {size}, of {counted(len(going), 'run')}, and keeps what "
+        "proves that their inputs are done"
+    )

@@ -1,0 +1,298 @@
+"""A session of a run: workers decode the units that are not done yet, and the manifest is written when all are.
+
+done set -> workers -> driver and scheduler -> units committed -> manifest
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import draftmill
+from draftmill.actors.job import Allocation
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.allocation import fitting_threads
+from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
+from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
+from draftmill.jobs.drive.leases import IfRunning
+from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.ray_session import is_connected
+from draftmill.jobs.drive.run_log import INTERRUPTED_S, LoggedDisplay, RunLog, logged_units, read_sessions
+from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.exit_codes import hopeless
+from draftmill.jobs.formatting import counted, size_text
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.prepare import Prepared, weight_bytes
+from draftmill.jobs.plan.worker_job import limits_of, make_job
+from draftmill.jobs.results.run_input import source_of
+from draftmill.jobs.run.outcome import RunOutcome
+from draftmill.jobs.schedule.events import Finish
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.units import UnitSizes
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.commit import done_units, read_unit, write_manifest
+from draftmill.storage.runs.lease import Lease, this_process
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, unit_name
+from draftmill.storage.stores.interface import Store, is_local
+from draftmill.storage.stores.parallel import parallel_map
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run a job; none of these options changes a result."""
+
+    ray_address: str | None = None
+    local: bool = False
+    quiet: bool = False
+    grace_s: float = 30.0
+    if_running: IfRunning = "fail"
+    prints: bool = True
+    """Print the table and how the run ends, as a command does; else all of it is in exceptions and in the results."""
+
+    def __post_init__(self) -> None:
+        if self.local and self.ray_address is not None:
+            raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
+
+    def say(self, text: str) -> None:
+        """Print a text, if this run prints."""
+        if self.prints:
+            print(text)
+
+
+@dataclass(slots=True)
+class Run:
+    """The data that the steps of one run share. `loads` says whether workers have to load the model first.
+
+    `outcome` reports how the run ends; None for the parts of a sweep or an evaluation.
+    """
+
+    spec: JobSpec
+    options: RunOptions
+    prepared: Prepared
+    store: Store
+    plan: Plan
+    lease: Lease
+    stop: StopFlag
+    display: Display
+    backend: Backend
+    loads: bool = True
+    outcome: RunOutcome | None = None
+
+
+def decode(run: Run) -> Finish:
+    """Decode the units that are not done yet, and write the manifest if that completes the plan."""
+    before = run.display
+    log = RunLog() if run.outcome is None else run.outcome.log
+    if run.outcome is None:
+        run.display = LoggedDisplay(before, log)
+    log.attach(run.store, run.lease.epoch, run.spec.name)
+    run.display.event(
+        "started",
+        units=run.plan.units,
+        samples=run.plan.rows,
+        path=run.store.url,
+        fingerprint=run.plan.fingerprint,
+        code_version=draftmill.__version__,
+        owner=this_process(),
+    )
+    try:
+        return _decode_units(run, log)
+    finally:
+        run.display = before
+        log.flush()
+
+
+def _decode_units(run: Run, log: RunLog) -> Finish:
+    done = done_units(run.store)
+    mask = getattr(run.plan.spec.task, "mask", None)
+    totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
+    totals.counts_open = getattr(mask, "kind", None) != "marker"
+    left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
+    totals.rows_before = run.plan.rows - left.rows
+    if done:
+        run.display.note(f"resuming: {len(done):,} of {run.plan.units:,} units are done")
+    committed = CommittedUnits()
+    finish = Finish("done")
+    if left and not run.plan.is_readable:
+        run.display.note("no row can be decoded: the model is not loaded, and the results say why")
+        run = replace(run, backend=ReadingBackend(run.prepared.info, run.prepared.tokenizer), loads=False)
+    if left:
+        with run.backend.opened(run.display), run.stop.on_signals():
+            finish, committed = _drive(run, left, totals, log)
+    if finish.how == "done":
+        _write_manifest(run, committed, done)
+    return finish
+
+
+def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Finish, CommittedUnits]:
+    allocation = allocate_workers(run, len(left))
+    for note in run.backend.lacking(run.spec, allocation):
+        run.display.note(note)
+    if run.loads:
+        size = size_text(weight_bytes(run.prepared.folder))
+        run.display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
+    job = make_job(run.spec, run.plan, inputs=run.prepared.inputs)
+    pool = run.backend.pool(job, allocation)
+    demand = run.backend.demand(run.spec)
+    limits = limits_of(run.spec)
+    if demand is not None:
+        limits = replace(limits, idle_s=IDLE_S)
+    files = FilesHere(run.store)
+    driver = Driver(
+        scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=run.plan.pass_),
+        pool=pool,
+        display=run.display,
+        totals=totals,
+        stop=run.stop,
+        grace_s=run.options.grace_s,
+        look=files.look,
+        hopeless=_hopelessness(run),
+        room=lambda: _room_for(run, pool, len(left)),
+        need=demand.need if demand else lambda units: None,
+        watchers=Watchers(_watchers_of(run), note=run.display.note),
+    )
+    is_over = False
+    try:
+        finish = driver.run()
+        if finish.how == "done":
+            files.wait()
+        is_over = finish.how in {"done", "hopeless"}
+    finally:
+        if demand is not None:
+            demand.close()
+        totals.stop()
+        if run.stop.reason is not None:
+            log.patience_s = min(log.patience_s, INTERRUPTED_S)
+        log.flush(totals)
+        driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
+        if is_over:
+            run.backend.retire(pool)
+        else:
+            pool.close()
+    return finish, driver.committed
+
+
+def _watchers_of(run: Run) -> list[Watcher]:
+    """What looks on while this run's units are decoded: notices, and metrics where there is a Ray to export them."""
+    watchers: list[Watcher] = []
+    if run.outcome is not None and run.spec.notify:
+        watchers.append(run.outcome.stall_watcher())
+    if not run.options.local and is_connected():
+        from draftmill.jobs.drive.metrics import MetricsWatcher
+
+        watchers.append(MetricsWatcher(run.spec.name, run.spec.decoder.kind))
+    return watchers
+
+
+def allocate_workers(run: Run, units: int) -> Allocation:
+    """The workers that fit now, with no more threads than the model can use."""
+    allocation = run.backend.allocate(run.spec, units=units)
+    size = run.prepared.info.num_parameters
+    return replace(allocation, kinds=tuple(fitting_threads(resources, size) for resources in allocation.kinds))
+
+
+def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
+    """How many workers fit now, which the pool needs to know; 0 if the cluster has lost too many resources for even one."""
+    try:
+        allocation = allocate_workers(run, units)
+    except UserError:
+        return 0
+    pool.resize(allocation)
+    return allocation.count
+
+
+def _hopelessness(run: Run) -> Callable[[int], bool]:
+    """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
+    try:
+        before = read_sessions(run.store).committed.failed
+    except StoreError:  # the log is best effort
+        before = 0
+    is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
+    return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.spec.errors)
+
+
+IDLE_S = 20.0
+"""Seconds after which a worker for which no unit is left ends, where an autoscaler can take its node away."""
+
+
+APPEARS_S = 10.0
+"""Seconds in which a file of another machine appears in a shared folder, at most."""
+
+
+class FilesHere:
+    """Looks for the first file of each worker, on a thread: a worker of another machine may write to a disk of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._looks: dict[str, threading.Thread] = {}
+        self._missing: list[str] = []
+
+    def look(self, worker: str, unit: CommittedUnit) -> None:
+        """Look for a unit's file, if it is the worker's first; StoreError if another one was not found."""
+        if is_local(self._store.url) and worker not in self._looks:
+            self._looks[worker] = threading.Thread(target=self._look, args=(unit.object,), name="look", daemon=True)
+            self._looks[worker].start()
+        self._check()
+
+    def wait(self) -> None:
+        """Wait for the last looks; StoreError if a file was not found."""
+        for thread in self._looks.values():
+            thread.join()
+        self._check()
+
+    def _check(self) -> None:
+        for name in self._missing:
+            raise StoreError(
+                f"a worker wrote {name}, but not here; on several machines, output.path must be a shared folder or s3://"
+            )
+
+    def _look(self, name: str) -> None:
+        until_s = time.monotonic() + APPEARS_S
+        while not self._is_here(name):
+            if time.monotonic() > until_s:
+                self._missing.append(name)
+                return
+            time.sleep(APPEARS_S / 50)
+
+    def _is_here(self, name: str) -> bool:
+        with suppress(StoreError):
+            return self._store.exists(name)
+        return False
+
+
+# ---- the manifest
+
+
+def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int]) -> None:
+    """Write the manifest: this session's units come from the receipts, earlier ones from the store.
+
+    A disk keeps no metadata: there the logs have the facts of files that are the same, and only other files are read.
+    """
+    units = committed.facts
+    if is_local(run.store.url):
+        for unit in logged_units(run.store) if earlier else ():
+            if unit.unit in earlier and unit.unit not in committed:
+                stat = run.store.stat(unit_name(unit.unit))
+                if stat is not None and (stat.etag, stat.size) == (unit.etag, unit.bytes):
+                    with suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged line
+                        committed.add(unit)
+    names = (unit_name(unit) for unit in earlier if unit not in committed)
+    for _, facts in parallel_map(run.store, names, lambda name: committed_facts(run, name), reads=True):
+        units.add(facts.result())
+    write_manifest(
+        run.store,
+        units,
+        fingerprint=run.plan.fingerprint,
+        units=run.plan.units,
+        rows=run.plan.rows,
+        lease=run.lease,
+        source=source_of(run.spec, run.plan.files, run.store) if run.plan.pass_ == 1 else None,
+    )
+
+
+def committed_facts(run: Run, name: str) -> CommittedUnit:
+    """The facts of a unit that an earlier session committed."""
+    return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})

@@ -1,0 +1,189 @@
+"""The cases of a sweep as jobs: checked, put into an order in which models stay loaded, and planned together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftmill.actors.loop.loading import fetch_drafter, network_keys
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.config.sweep_spec import CaseSpec
+from draftmill.jobs.drive.backend import Backend
+from draftmill.jobs.drive.driver import StopFlag
+from draftmill.jobs.drive.leases import hold_lease
+from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
+from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.plan.prepare import Loaders, Prepared, make_plan, prepare, remembering
+from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
+from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.results.measure import Ready, units_to_measure
+from draftmill.jobs.results.passes import passes_of
+from draftmill.jobs.run.job import ready_for
+from draftmill.storage.errors import UNUSABLE_ERRORS, UserError
+from draftmill.storage.runs.commit import is_closed
+from draftmill.storage.runs.lease import LeaseHeld
+from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import open_store
+
+SHOWN_NAMES = 5
+"""Cases with the same problem that are named; the others are counted."""
+
+
+@dataclass(slots=True)
+class SweepCase:
+    """A case that can run. `plan` is None until it is planned; `code` is its exit code, None while it has not ended.
+
+    `is_closed` says that it was decoded before this command started. `problem` is why it can't run after all. `metrics` are
+    those of its spec, checked; None if it has none.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    spec: JobSpec
+    store: Store
+    prepared: Prepared
+    plan: Plan | None
+    is_closed: bool
+    metrics: Ready | None = None
+    code: int | None = None
+    problem: str | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has units to decode, as far as is known."""
+        return not self.is_closed and self.code is None
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether all of its units are committed."""
+        return self.problem is None and (self.is_closed or self.code in {OK, TOO_MANY_FAILED})
+
+    def lacks_metrics(self) -> bool:
+        """Whether it is decoded and some of its units lack metrics."""
+        if self.metrics is None or not self.is_decoded:
+            return False
+        passes = passes_of(self.store)
+        return bool(units_to_measure(self.store, passes, self.metrics))
+
+    def fail(self, code: int, problem: object) -> None:
+        """Note that it can't run."""
+        self.code, self.problem = code, str(problem)
+
+    def network_keys(self) -> dict[str, Hashable]:
+        """What its networks depend on, by name: `model`, `drafter`, `heads`."""
+        drafter = fetch_drafter(self.spec.decoder, self.spec.s3.options())
+        return network_keys(self.prepared.folder, place_of(self.spec), self.spec.decoder, drafter)
+
+
+def check_cases(
+    cases: Sequence[CaseSpec], backend: Backend, display: Display
+) -> tuple[list[SweepCase], dict[str, str]]:
+    """The cases that can run, and what is wrong with the others, by name. Writes nothing and loads no model."""
+    usable: list[SweepCase] = []
+    problems: dict[str, str] = {}
+    loaders = remembering()
+    for case in cases:
+        try:
+            if case.spec is None:
+                assert case.error is not None
+                raise case.error
+            usable.append(_check_case(case, case.spec, backend, display, loaders))
+        except UNUSABLE_ERRORS as error:
+            problems[case.name] = str(error)
+    return usable, problems
+
+
+def _check_case(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
+    store = open_store(spec.place(spec.output.path))
+    if spec.input.run is not None:
+        raise UserError(
+            "a sweep reads files; `draftmill export` makes one of the run, for input.path", field="input.run"
+        )
+    prepared = prepare(spec, store, display, loaders=loaders)
+    finished = prepared.plan is not None and is_closed(store)
+    if not finished:
+        backend.check(spec)
+    metrics = ready_for(spec, prepared.plan)
+    return SweepCase(case.name, case.changes, spec, store, prepared, prepared.plan, finished, metrics)
+
+
+def in_order(cases: Sequence[SweepCase]) -> list[SweepCase]:
+    """The cases so that those with the same resources, model, drafter and heads follow each other; else in their order."""
+    keys = [_order_key(case) for case in cases]
+    first: dict[tuple[Hashable, ...], int] = {}
+    for number, key in enumerate(keys):
+        for depth in range(1, len(key) + 1):
+            first.setdefault(key[:depth], number)
+    ranks = [[first[key[:depth]] for depth in range(1, len(key) + 1)] for key in keys]
+    return [cases[number] for number in sorted(range(len(cases)), key=lambda number: (ranks[number], number))]
+
+
+def _order_key(case: SweepCase) -> tuple[Hashable, ...]:
+    networks = case.network_keys()
+    return (_resources(case), *(networks.get(name) for name in ("model", "drafter", "heads")))
+
+
+def _resources(case: SweepCase) -> Hashable:
+    return tuple(shape.resources for shape in case.spec.shapes)
+
+
+def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
+    """The networks that a worker loads for each of the cases, one after another in this order."""
+    loads: list[list[str]] = []
+    before: dict[str, Hashable] = {}
+    resources: Hashable = None
+    for case in cases:
+        needed, keys = _resources(case), case.network_keys()
+        loads.append([name for name in keys if needed != resources or before.get(name) != keys[name]])
+        before, resources = keys, needed
+    return loads
+
+
+def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -> None:
+    """Plan the cases that have no plan; cases with the same rows and canvases are planned once.
+
+    `cases` are all that can run: the plan of a finished one serves others too. A case that can't be planned fails, and so do
+    those that would share its plan.
+    """
+    for group in plan_groups([case.prepared for case in cases]):
+        members = [cases[number] for number in group]
+        donor = next((case.plan for case in members if case.plan is not None), None)
+        copies = 0
+        for case in (member for member in members if member.plan is None and member.is_ready):
+            copies += donor is not None
+            try:
+                case.plan = _plan_case(case, donor, backend, display)
+            except LeaseHeld as error:
+                case.fail(INTERRUPTED, error)
+            except UserError as error:
+                for other in members:
+                    if other.plan is None and other.is_ready:
+                        other.fail(UNUSABLE, error)
+                break
+            donor = donor or case.plan
+        if copies:
+            display.note(f"planned: {counted(copies, 'more case')} with the same rows: the plan was copied")
+
+
+def _plan_case(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
+    with hold_lease(case.store, StopFlag().set) as lease:
+        if donor is None or load_plan(case.store) is not None:
+            survey = backend.survey(case.prepared, display)
+            return make_plan(case.prepared, case.store, display, epoch=lease.epoch, survey=survey)
+        return copy_plan(case.prepared, donor, case.store, epoch=lease.epoch)
+
+
+def problem_lines(problems: Mapping[str, str]) -> list[str]:
+    """The problems, one paragraph each with the names of the cases that have it."""
+    names: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        names.setdefault(problem, []).append(name)
+    lines = []
+    for problem, named in names.items():
+        more = f" and {len(named) - SHOWN_NAMES:,} more" if len(named) > SHOWN_NAMES else ""
+        shown = ", ".join(named[:SHOWN_NAMES]) + more
+        lines += [f"  {shown}: {problem.splitlines()[0]}", *(f"    {line}" for line in problem.splitlines()[1:])]
+    return lines

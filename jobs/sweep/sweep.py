@@ -1,0 +1,382 @@
+"""`draftmill sweep`: runs or resumes the cases of a sweep file, one after another on the same workers. Idempotent.
+
+    sweep file -> cases, all checked -> Ray -> plans (shared) -> sweep.json -> each case: units, manifest, _SUCCESS -> table
+
+Every case is a run directory of its own under `cases/`, planned, decoded and closed by the code of `draftmill run`, under its own
+lease; the sweep as a whole has a lease too. Workers stay from case to case, with the networks that the next case needs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from draftmill.jobs.config.sweep_spec import CASES, RECORD, Sweep, changes_text, load_sweep
+from draftmill.jobs.drive.backend import Backend, backend_of
+from draftmill.jobs.drive.driver import TOO_MANY, StopFlag
+from draftmill.jobs.drive.leases import hold_lease
+from draftmill.jobs.drive.progress import Display, make_display
+from draftmill.jobs.drive.ray_session import RayDidNotStart
+from draftmill.jobs.drive.run_log import read_sessions
+from draftmill.jobs.drive.totals import ratio
+from draftmill.jobs.exit_codes import (
+    INTERRUPTED,
+    OK,
+    TOO_MANY_FAILED,
+    UNEXPECTED,
+    UNUSABLE,
+    code_of,
+    severest,
+    too_many_failed,
+)
+from draftmill.jobs.formatting import counted, rate_text, table_lines
+from draftmill.jobs.plan.shared_plan import plan_groups
+from draftmill.jobs.results.measure import measure_units
+from draftmill.jobs.results.passes import count_failed, passes_of
+from draftmill.jobs.results.summary import figure_text, metric_means, read_summary
+from draftmill.jobs.run.first_rows import SAMPLE_ROWS, take_sample
+from draftmill.jobs.run.outcome import full_disk_text
+from draftmill.jobs.run.session import Run, RunOptions, decode
+from draftmill.jobs.sweep.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.runs.commit import done_units, read_manifest
+from draftmill.storage.stores.interface import NotFound, Store
+from draftmill.storage.stores.store import delete_strays, open_store, probe
+
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class Stops:
+    """The stop flag of the case that runs now, and why the sweep as a whole must stop, if it must."""
+
+    current: StopFlag = field(default_factory=StopFlag)
+    reason: str | None = None
+
+    def lost(self, reason: str) -> None:
+        """The sweep's lease is lost: stop this case, and start no other."""
+        self.reason = reason
+        self.current.set(reason)
+
+
+def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: bool = False) -> int:
+    """Run or resume a sweep, or only show what it would do; returns the exit code.
+
+    Raises UserError if the sweep file can't be used, or none of its cases can run; then nothing has been written.
+    """
+    spec = load_sweep(path, overrides)
+    backend = backend_of(address=options.ray_address, local=options.local, keep=True)
+    with make_display(quiet=options.quiet) as display:
+        cases, problems = check_cases(spec.cases, backend, display)
+    say_problems(problems, len(spec.cases))
+    if any(case.spec.notify for case in cases):
+        print("draftmill: a sweep sends no notices: `notify` is not used", file=sys.stderr)
+    if dry_run:
+        for line in dry_run_lines(spec, cases):
+            print(line, flush=True)
+        return UNUSABLE if problems else OK
+    store = open_store(cases[0].spec.place(spec.path))
+    ready = [case for case in cases if case.is_ready]
+    if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, spec, cases):
+        run_cases(spec, cases, store, backend, options)
+    else:
+        print(f"{store.url} is already finished")
+    return report_end(spec, cases, problems)
+
+
+def say_problems(problems: dict[str, str], count: int) -> None:
+    """Print what is wrong with cases; UserError if that is all of the sweep's `count` cases."""
+    if not problems:
+        return
+    lines = "\n".join(problem_lines(problems))
+    if len(problems) == count:
+        raise UserError(f"no case of the sweep can run\n{lines}")
+    print(f"draftmill: {counted(len(problems), 'case')} of {count} can't run; the others do\n{lines}", file=sys.stderr)
+
+
+def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
+    """Plan and decode the cases that are not decoded yet, then measure what lacks metrics, under the sweep's lease."""
+    stops = Stops()
+    probe(store)
+    ready = in_order([case for case in cases if case.is_ready])
+    with hold_lease(store, stops.lost), make_display(quiet=options.quiet) as display:
+        delete_strays(store)
+        with backend.opening_for(display, [case.prepared for case in ready]) as refusals:
+            for case, error in zip(ready, refusals, strict=True):
+                if error is not None:
+                    case.fail(UNUSABLE, error)
+            plan_cases(cases, backend, display)
+            late = {case.name: case.problem for case in ready if case.problem is not None and case.code == UNUSABLE}
+            say_problems(late, len(cases))
+            write_record(store, spec, cases)
+            left, first = [case for case in ready if case.is_ready], len(cases) - len(ready) + 1
+            for number, (case, names) in enumerate(zip(left, loads_of(left), strict=True), start=first):
+                if stops.reason is not None:
+                    return
+                display.heading = f"case {number} of {len(cases)}, {case.name}: "
+                display.note(f"case {number} of {len(cases)}: {case.name} ({changes_text(case.changes)})")
+                loads = "model" in names or "drafter" in names
+                decode_case(case, options, stops, display, backend, loads=loads)
+            measure_cases(cases, options, stops, display, backend)
+
+
+def decode_case(
+    case: SweepCase,
+    options: RunOptions,
+    stops: Stops,
+    display: Display,
+    backend: Backend,
+    *,
+    loads: bool,
+) -> None:
+    """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
+    assert case.plan is not None
+    with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
+        failpoint("sweep.before_case")
+        run = Run(
+            case.spec,
+            options,
+            case.prepared,
+            case.store,
+            case.plan,
+            lease,
+            stop,
+            display,
+            backend,
+            loads=loads,
+        )
+        finish = decode(run)
+        match finish.how:
+            case "done":
+                case.code = judge_case(case)
+            case "hopeless":
+                case.fail(TOO_MANY_FAILED, f"{finish.message}; raise errors.max_rate or errors.max_count to continue")
+            case "full":
+                case.fail(INTERRUPTED, full_disk_text(finish))
+            case "unusable":
+                case.fail(UNUSABLE, finish.message)
+            case "failed":
+                case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
+            case _:
+                case.code = INTERRUPTED
+
+
+def measure_cases(
+    cases: Sequence[SweepCase], options: RunOptions, stops: Stops, display: Display, backend: Backend
+) -> None:
+    """Measure the metrics that decoded cases lack. It comes last, since the workers that decode must end first."""
+    lacking = [case for case in cases if case.lacks_metrics()]
+    if not lacking:
+        return
+    backend.end_spare()
+    with backend.opened(display):
+        for number, case in enumerate(lacking, start=1):
+            if stops.reason is not None:
+                case.code = INTERRUPTED
+                continue
+            display.heading = f"metrics of case {number} of {len(lacking)}, {case.name}: "
+            display.note(f"metrics of case {number} of {len(lacking)}: {case.name}")
+            measure_case(case, options, stops, display, backend)
+        backend.end_spare()
+
+
+def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Display, backend: Backend) -> None:
+    """Measure one case; a problem of this case alone does not end the sweep."""
+    assert case.metrics is not None
+    with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set):
+        is_done = measure_units(
+            case.store,
+            case.spec,
+            passes_of(case.store),
+            case.metrics,
+            backend=backend,
+            display=display,
+            stop=stop,
+            grace_s=options.grace_s,
+        )
+        if not is_done:
+            case.code = INTERRUPTED
+
+
+@contextmanager
+def blame_case(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag]:
+    """A stop flag for the work on one case. Errors in the block fail this case alone; a signal in it stops the sweep."""
+    stop = stops.current = StopFlag()
+    try:
+        yield stop
+    except RayDidNotStart:
+        raise
+    except (UserError, StoreError) as error:
+        case.fail(code_of(error), error)
+    if case.problem is not None:
+        display.note(f"case {case.name}: {case.problem}")
+    if stop.reason not in {None, TOO_MANY}:
+        stops.reason = stops.reason or stop.reason
+
+
+def judge_case(case: SweepCase) -> int:
+    """The exit code of a finished case: 3 if too many of its samples are still failed, else 0."""
+    passes = passes_of(case.store)
+    hopeless = too_many_failed(count_failed(passes), passes[0].plan.rows, case.spec.errors)
+    return TOO_MANY_FAILED if hopeless else OK
+
+
+def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> int:
+    """Print how the sweep ended; returns its exit code."""
+    for case in cases:
+        if case.is_closed and case.code is None:
+            case.code = judge_case(case)
+    codes = [UNUSABLE] * bool(problems) + [INTERRUPTED if case.code is None else case.code for case in cases]
+    code = severest(codes)
+    finished = [case for case in cases if case.problem is None and case.code in {OK, TOO_MANY_FAILED}]
+    for line in sweep_lines(spec, cases, problems):
+        print(line)
+    for case in cases:
+        if case.problem is not None:
+            print(f"draftmill: {case.name}: {case.problem}", file=sys.stderr)
+    if code == INTERRUPTED:
+        print(
+            f"draftmill: interrupted with {len(finished)} of {len(spec.cases)} cases finished; run it again to resume",
+            file=sys.stderr,
+        )
+    return code
+
+
+# ---- sweep.json
+
+
+def record_of(spec: Sweep, cases: Iterable[SweepCase]) -> bytes:
+    """The content of sweep.json: one line per case that can run, in the order of the sweep file."""
+    listed = [
+        json.dumps({"name": case.name, "path": f"{CASES}/{case.name}", "changes": case.changes}) for case in cases
+    ]
+    head = json.dumps({"format": FORMAT, "name": spec.name})
+    return (head[:-1] + ', "cases": [\n ' + ",\n ".join(listed) + "\n]}\n").encode()
+
+
+def is_recorded(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> bool:
+    """Whether sweep.json has the cases of the sweep file."""
+    try:
+        return store.get(RECORD) == record_of(spec, cases)
+    except NotFound:
+        return False
+
+
+def write_record(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> None:
+    """Write sweep.json, unless it is up to date. Skips cases that can't run: a refused spec is not kept."""
+    usable = [case for case in cases if case.plan is not None]
+    if not is_recorded(store, spec, usable):
+        failpoint("sweep.before_record")
+        store.put(RECORD, record_of(spec, usable))
+
+
+# ---- the table at the end
+
+COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
+
+
+def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
+    """The table, in the order of the sweep file, and the command that compares the finished cases."""
+    by_name = {case.name: case for case in cases}
+    means = {case.name: {} if case.metrics is None else metric_means(case.store) for case in cases}
+    metrics = list(dict.fromkeys(name for case_means in means.values() for name in case_means))
+    rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in spec.cases]
+    for row in rows:
+        if means.get(row[0]) and len(row) == len(COLUMNS):
+            row += [figure_text(means[row[0]].get(name)) for name in metrics]
+    finished = [case for case in cases if read_manifest(case.store) is not None]
+    lines = [
+        f"draftmill: {spec.name}, {counted(len(spec.cases), 'case')}",
+        *table_lines([[*COLUMNS, *metrics], *rows], right=True),
+    ]
+    if len(finished) > 1:
+        endpoint = finished[0].spec.s3.endpoint
+        more = "" if endpoint is None else f" --s3-endpoint {shlex.quote(endpoint)}"
+        lines.append(f"compare them: draftmill compare {shlex.quote(spec.path)}{more}")
+    return lines
+
+
+def _row(case: SweepCase) -> list[str]:
+    manifest = read_manifest(case.store)
+    if manifest is None:
+        return [case.name, _progress(case)]
+    tally = read_summary(case.store, manifest)
+    sessions = read_sessions(case.store)
+    rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
+    return [
+        case.name,
+        f"{tally.rows:,}",
+        rate_text(rate) if rate else "-",
+        f"{tally.nfe / tally.new_tokens:.3f}" if tally.new_tokens else "-",
+        f"{tally.accepted / tally.proposed:.1%}" if tally.proposed else "-",
+        f"{count_failed(passes_of(case.store)):,}",
+    ]
+
+
+def _progress(case: SweepCase) -> str:
+    if case.plan is None:
+        return "not planned"
+    done = len(done_units(case.store))
+    return f"{done:,} of {case.plan.units:,} units"
+
+
+# ---- --dry-run: figures from plans, from all rows, or estimated from the first rows. It writes nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is left of a case: samples and tokens to generate or score. `counted` if no figure is an estimate."""
+
+    samples: float
+    tokens: float
+    counted: bool
+
+
+def dry_run_lines(spec: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
+    """The report, line by line, as it becomes known."""
+    ready = in_order([case for case in cases if case.is_ready])
+    loads = loads_of(ready)
+    models = counted(sum("model" in names for names in loads), "model load")
+    yield f"sweep     {spec.name}: {counted(len(spec.cases), 'case')}, {models} on each worker"
+    yield f"output    {spec.path}"
+    for case in cases:
+        state = ", finished already" if case.is_closed else ", planned already" if case.plan is not None else ""
+        yield f"  {case.name}: {changes_text(case.changes)}{state}"
+    if lacking := [case.name for case in cases if case.lacks_metrics()]:
+        yield f"metrics   left to measure, without decoding, in {counted(len(lacking), 'case')}: {', '.join(lacking)}"
+    if not ready:
+        yield "nothing is left to decode"
+        return
+    works = work_of(ready)
+    rows = [["case", "loads", "samples", "new tokens"]]
+    for case, names in zip(ready, loads, strict=True):
+        work = works[case.name]
+        about = "" if work.counted else "~"
+        rows.append([case.name, ", ".join(names) or "-", f"{about}{work.samples:,.0f}", f"{about}{work.tokens:,.0f}"])
+    yield from table_lines(rows, right=True)
+    if not all(work.counted for work in works.values()):
+        yield f"~ is estimated from the first {SAMPLE_ROWS} rows"
+    yield "new tokens: for completions the most that may be generated"
+
+
+def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
+    """What is left of each case, by name; the rows of cases that would share a plan are read once."""
+    works: dict[str, Work] = {}
+    for group in plan_groups([case.prepared for case in cases]):
+        members = [cases[number] for number in group]
+        sample = None
+        for case in members:
+            if case.plan is None:
+                sample = sample or take_sample(case.prepared)
+                works[case.name] = Work(sample.total, sample.new_tokens, sample.exact)
+            else:
+                done = done_units(case.store)
+                left = sum(size.rows for size in case.plan.sizes() if size.unit not in done)
+                tokens = case.plan.holes * ratio(left, case.plan.rows)
+                works[case.name] = Work(left, tokens, left == case.plan.rows)
+    return works

@@ -1,1 +1,0 @@
-"""Watching a run from outside: metrics, logs, notifications, and what it costs."""

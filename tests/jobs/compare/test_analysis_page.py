@@ -1,0 +1,202 @@
+"""The queries of docs/analysis.md, run as they are on two small runs: each answers its question as a plain loop does."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from draftmill.jobs.cli import main
+from draftmill.jobs.compare.report import at_least, read_statistics
+from draftmill.jobs.compare.runs import open_run
+from draftmill.storage.runs.commit import read_manifest
+from draftmill.storage.runs.metric_files import read_metrics
+from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import open_store
+from tests.conftest import ROOT
+from tests.jobs.compare.made_runs import write_metrics
+from tests.runs.jobs_of_tests import VOCABULARY, write_spec
+
+PAGE = (ROOT / "docs" / "analysis.md").read_text()
+SQL = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
+OPENING, *PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """runs/a and runs/b: 30 rows with a label, two of which fail, by two decoders, and metrics of both."""
+    place = tmp_path_factory.mktemp("analysis")
+    rng = random.Random(0)
+    with (place / "rows.jsonl").open("w") as file:
+        for number in range(30):
+            ids = [rng.randrange(6, VOCABULARY) for _ in range(rng.randint(6, 30))]
+            tokens: list[Any] = [None if rng.random() < 0.5 else token for token in ids]
+            tokens = [VOCABULARY + 7, None] if number in (3, 8) else [None, *tokens]
+            file.write(json.dumps({"id": f"row-{number}", "tokens": tokens, "level": f"level {number % 3}"}) + "\n")
+    for name, decoder in {"a": {"kind": "any_subset"}, "b": {"kind": "assd", "k": 3}}.items():
+        columns = {"path": str(place / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}, "keep": ["level"]}
+        spec = write_spec(place, rows=place / "rows.jsonl", out=f"{name}", input=columns, decoder=decoder)
+        settings = ["--set", f"output.path={place / 'runs' / name}", "--set", "errors.max_rate=0.5"]
+        assert main(["run", str(spec), "--local", "--quiet", *settings]) == 0
+        manifest = read_manifest(open_store(str(place / "runs" / name)))
+        assert manifest is not None
+        values = {
+            "exact_match": [float(rng.random() > 0.5) for _ in range(30)],
+            "rougeL": [rng.random() for _ in range(30)],
+        }
+        write_metrics(place / "runs" / name, values, units=len(manifest.units))
+    return place
+
+
+def rows(folder: Path, run: str) -> list[dict[str, Any]]:
+    """The rows of a run with their metrics."""
+    import pyarrow.parquet as pq
+
+    tables = [pq.read_table(path) for path in sorted((folder / "runs" / run / "data").glob("*.parquet"))]
+    measured = read_metrics(open_store(str(folder / "runs" / run)))
+    assert measured is not None
+    by_id = {entry["id"]: entry for entry in measured.to_pylist()}
+    found: list[dict[str, Any]] = pa.concat_tables(tables, promote_options="default").to_pylist()
+    return [row | {name: by_id[row["id"]][name] for name in ("exact_match", "rougeL")} for row in found]
+
+
+def good(folder: Path, run: str) -> list[dict[str, Any]]:
+    return [row for row in rows(folder, run) if row["status"] == "ok"]
+
+
+def sql(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    monkeypatch.chdir(folder)
+    relation: Any = duckdb.sql(SQL[number])
+    found: list[dict[str, Any]] = relation.to_arrow_table().to_pylist()
+    return found
+
+
+def python(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(compile(PYTHON[number], f"query {number}", "exec"), names)
+    return names
+
+
+def test_the_page_has_five_queries_of_each_kind() -> None:
+    assert len(SQL) == len(PYTHON) == 5
+
+
+@pytest.mark.slow
+def test_the_first_lines_open_a_run_in_four_ways(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    names: dict[str, Any] = {}
+    exec(OPENING, names)
+    ids = sorted(row["id"] for row in rows(folder, "a"))
+    for found in (names["by_datasets"], names["by_pandas"], names["by_polars"]):
+        assert sorted(found["id"]) == ids
+    assert sorted(row[0] for row in names["by_duckdb"].fetchall()) == ids
+
+
+def test_acceptance_by_decoder_and_length(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = good(folder, "a") + good(folder, "b")
+    found = sql(folder, 0, monkeypatch)
+    groups = {(row["decoder"], row["new_tokens"] // 10 * 10) for row in every}
+    assert [(row["decoder"], row["from_tokens"]) for row in found] == sorted(groups)
+    for row in found:
+        mine = [
+            one
+            for one in every
+            if (one["decoder"], one["new_tokens"] // 10 * 10) == (row["decoder"], row["from_tokens"])
+        ]
+        sums = {name: sum(one[name] for one in mine) for name in ("accepted", "proposed", "nfe", "new_tokens")}
+        assert row["samples"] == len(mine)
+        assert row["acceptance"] == (pytest.approx(sums["accepted"] / sums["proposed"]) if sums["proposed"] else None)
+        assert row["nfe_per_token"] == pytest.approx(sums["nfe"] / sums["new_tokens"])
+
+
+def test_slowest_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = good(folder, "a")
+    expected = sorted(every, key=lambda row: -row["total_s"])[:10]
+    found = sql(folder, 1, monkeypatch)
+    assert [row["total_s"] for row in found] == [row["total_s"] for row in expected]
+    total = sum(row["device_s"] for row in every)
+    shares = {row["id"]: row["device_s"] / total for row in every}
+    assert all(row["share_of_device"] == pytest.approx(shares[row["id"]]) for row in found)
+
+
+def test_errors_by_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = sql(folder, 2, monkeypatch)
+    bad = [row for row in rows(folder, "a") if row["status"] == "failed"]
+    assert found["samples"] == len(bad) == 2 and found["error_kind"] == bad[0]["error_kind"]
+    assert found["first_id"] == "row-3" and found["its_error"] == next(
+        row["error"] for row in bad if row["id"] == "row-3"
+    )
+
+
+def test_two_runs_sample_by_sample(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (found,) = sql(folder, 3, monkeypatch)
+    after = {row["id"]: row for row in good(folder, "b")}
+    pairs = [(row, after[row["id"]]) for row in good(folder, "a")]
+    assert found["pairs"] == len(pairs) == 28 and found["equal_texts"] == 1.0
+    assert found["only_a_matches"] == sum(a["exact_match"] > b["exact_match"] for a, b in pairs)
+    assert found["only_b_matches"] == sum(a["exact_match"] < b["exact_match"] for a, b in pairs)
+    assert main(["compare", "runs/a", "runs/b", "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["comparisons"]
+    assert said["ratios"]["nfe"]["ratio"]["value"] == pytest.approx(found["nfe_ratio"])
+    assert said["metrics"]["exact_match"]["only_baseline"] == found["only_a_matches"]
+
+
+def test_tokens_per_second_over_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = sql(folder, 4, monkeypatch)
+    assert sum(row["tokens"] for row in found) == sum(row["new_tokens"] for row in good(folder, "a"))
+    assert sum(row["samples"] for row in found) == 28 and {row["workers"] for row in found} == {1}
+
+
+def test_a_metric_by_a_kept_label(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = python(folder, 0, monkeypatch)["by_level"]
+    assert list(found.index) == ["level 0", "level 1", "level 2"]
+    for level, row in found.iterrows():
+        values = [one["rougeL"] for one in good(folder, "a") if one["keep"]["level"] == level]
+        assert row["count"] == len(values) and row["mean"] == pytest.approx(np.mean(values))
+        assert row["sem"] == pytest.approx(np.std(values, ddof=1) / len(values) ** 0.5)
+
+
+def test_pass_at_k(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = python(folder, 1, monkeypatch)
+    measured = [row["exact_match"] for row in rows(folder, "a")]
+    assert found["pass_at_k"] == pytest.approx(np.mean(measured)) and len(found["rows"]) == 30
+    # n = 10, c = 3: pass@1 = 0.3, pass@5 = 0.91667, by the same lines on another table
+    scores = pa.table({"id": ["x"] * 10, "sample": range(10), "exact_match": [1.0] * 3 + [0.0] * 7}).to_pandas()
+    for k, expected in ((1, 0.3), (5, 0.91667)):
+        lines = PYTHON[1].replace("k = 1", f"k = {k}")
+        lines = re.sub(r"scores = .*", "scores = given", lines, count=1)
+        names: dict[str, Any] = {"given": scores}
+        exec(lines, names)
+        assert names["pass_at_k"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_acceptance_by_position(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = python(folder, 2, monkeypatch)["by_position"]
+    assert found["a"].tolist() == [1.0, 0.0, 0.0]
+    expected = at_least(read_statistics(open_run(Place(str(folder / "runs" / "b")))).accept_hist)
+    assert found["b"].tolist() == pytest.approx(expected.tolist())
+
+
+def test_where_the_time_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = python(folder, 3, monkeypatch)["times"]
+    waits = [row["wait_s"] for row in good(folder, "b")]
+    assert found.loc["assd", ("wait_s", 0.95)] == pytest.approx(np.quantile(waits, 0.95))
+    assert sorted(found.index) == ["any_subset", "assd"]
+
+
+def test_samples_in_a_slot_at_each_moment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    active = python(folder, 4, monkeypatch)["active"]
+    assert active.iloc[-1] == 0 and 1 <= active.max() <= 28

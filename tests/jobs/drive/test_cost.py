@@ -1,0 +1,113 @@
+"""Device time: every second of a worker has one purpose, also of workers that die, and resumed sessions add up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from draftmill.jobs.drive.cost import DeviceSums, DeviceTime, device_time_rows, hours_text, purposes_of
+from draftmill.jobs.drive.run_log import RunLog, read_sessions
+from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.results.status import device_time_lines
+from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import open_store
+
+
+class Hand:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def log_in(store: Store, epoch: int = 1, *, clock: Callable[[], float] = time.monotonic) -> RunLog:
+    """The log of a driver of this run directory."""
+    log = RunLog(clock=clock)
+    log.attach(store, epoch, "job")
+    return log
+
+
+def worked(clock: Hand) -> DeviceTime:
+    """Two workers: w0 loads 10 s, decodes 30 of its 50 s, 20 of them for committed units; w1 dies 8 s after its only report."""
+    devices = DeviceTime(clock)
+    devices.up("w0", load_s=10.0)
+    devices.up("w1", load_s=5.0)
+    clock.now_s += 12.0
+    devices.heard("w1", 12.0)
+    clock.now_s += 8.0
+    devices.end_worker("w1", lost=True)
+    clock.now_s += 30.0
+    devices.heard("w0", 30.0)
+    devices.add_unit(20.0)
+    devices.stop()
+    return devices
+
+
+def test_every_second_of_a_worker_has_one_purpose() -> None:
+    sums = worked(Hand()).sums
+    assert sums.up_s == (10 + 50) + (5 + 20)
+    assert purposes_of(sums) == {"decoding": 20, "loading": 15, "idle": 20, "wasted": (30 - 20) + 12 + 8}
+    assert sum(purposes_of(sums).values()) == sums.up_s
+
+
+def test_what_is_in_progress_is_not_called_wasted() -> None:
+    sums = worked(Hand()).sums
+    purposes = purposes_of(sums, open_s=sums.open_s)
+    assert purposes["wasted"] == sums.lost_s == 8 and sums.open_s == 22
+    assert sum(purposes.values()) + sums.open_s == sums.up_s
+
+
+def test_hours_are_printed_with_three_digits() -> None:
+    assert [hours_text(seconds) for seconds in (0.0, 0.0011, 0.31, 85.0, 3599.0, 5400.0, 3.6e7)] == [
+        "0 s", "0.00 s", "0.31 s", "85 s", "3,599 s", "1.5 h", "10,000 h",
+    ]  # fmt: skip
+
+
+def test_sessions_add_up_without_records_that_are_torn() -> None:
+    store = open_store("memory://sessions-add-up")
+    for epoch in (1, 2):
+        totals = Totals(units=1, rows=1, devices=worked(Hand()))
+        totals.worker_up()
+        log_in(store, epoch).flush(totals)
+    store.put("attempts/epoch-0003-session.jsonl", b'{"wall_s": 1.0, "torn')
+    assert read_sessions(store).devices.up_s == pytest.approx(2 * 85)
+
+
+def test_what_a_lost_driver_did_last_is_missing_and_said_to_be() -> None:
+    store, hand = open_store("memory://sessions-cut"), Hand()
+    for epoch in (1, 2):
+        totals = Totals(units=1, rows=1, devices=worked(hand), clock=hand)
+        log = log_in(store, epoch, clock=hand)
+        log.show(totals)
+        assert store.stat(f"attempts/epoch-{epoch:04d}-session.jsonl") is None
+        totals.worker_up()
+        log.show(totals)  # a session is known from its first worker on, however soon its driver is lost
+        assert read_sessions(store).devices.unended == epoch
+        if epoch == 2:
+            totals.stop()
+            log.flush(totals)
+    sums = read_sessions(store).devices
+    assert sums.unended == 1 and sums.up_s == pytest.approx(2 * 85)
+    assert [text.partition("  ")[0] for _, text in device_time_rows(sums)] == ["at least 170 s"]
+    (running,) = device_time_lines([store], is_running=True)
+    assert running.split()[2] == "170", "what still runs is no loss"
+    whole = device_time_rows(worked(hand).sums)
+    assert [text.partition("  ")[0] for _, text in whole] == ["85 s"]
+
+
+def test_a_worker_that_ended_twice_or_never_came_up_counts_once_or_not() -> None:
+    clock = Hand()
+    devices = DeviceTime(clock)
+    devices.end_worker("never", lost=True)
+    devices.up("w0")
+    clock.now_s += 1.0
+    devices.end_worker("w0")
+    clock.now_s += 9.0
+    devices.end_worker("w0", lost=True)
+    devices.stop()
+    assert devices.sums == DeviceSums(up_s=1.0)

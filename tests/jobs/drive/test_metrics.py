@@ -1,0 +1,171 @@
+"""A session's metrics: each is reported, per receipt or second, with few labels, and a failing exporter ends no run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from draftmill.actors.messages import Effort, Failure, Receipt, Tally, TurnReport
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.drive.cost import DeviceTime
+from draftmill.jobs.drive.driver import Watchers
+from draftmill.jobs.drive.metrics import METRICS, Metric, MetricsWatcher
+from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.schedule.events import Assign, Tick, WorkerUp
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.units import UnitSize
+from tests.jobs.drive.test_cost import Hand
+
+
+class Exporter:
+    """Stands for Ray's metrics: the last value of each series, and how often it was told."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, tuple[str, ...]], float] = {}
+        self.calls: Counter[str] = Counter()
+        self.observed: list[float] = []
+
+    def make(self, metric: Metric) -> Any:
+        exporter, declared = self, {"run", "decoder", *metric.labels}
+
+        class Series:
+            def told(self, tags: dict[str, str]) -> tuple[str, tuple[str, ...]]:
+                assert set(tags) == declared and all(isinstance(value, str) for value in tags.values())
+                exporter.calls[metric.name] += 1
+                return metric.name, tuple(tags[name] for name in metric.labels)
+
+            def inc(self, value: float, tags: dict[str, str]) -> None:
+                assert metric.kind == "counter" and value > 0  # Ray refuses others
+                key = self.told(tags)
+                exporter.values[key] = exporter.values.get(key, 0) + value
+
+            def set(self, value: float, tags: dict[str, str]) -> None:
+                assert metric.kind == "gauge"
+                exporter.values[self.told(tags)] = value
+
+            def observe(self, value: float, tags: dict[str, str]) -> None:
+                assert metric.kind == "histogram"
+                self.told(tags)
+                exporter.observed.append(value)
+
+        return Series()
+
+
+def receipt(unit: int) -> Receipt:
+    tally = Tally(
+        rows=4,
+        ok=3,
+        failed=1,
+        prompt_tokens=7,
+        new_tokens=20,
+        nfe=8,
+        nfe_draft=5,
+        iterations=4,
+        proposed=12,
+        accepted=9,
+    )
+    return Receipt(unit, unit, "w0", "n", None, tally, {"too_long": 1}, spent_s=2.0, commit_s=0.25)
+
+
+def turn(*, steps: int) -> TurnReport:
+    engine = EngineStats(steps=steps, slot_steps=8 * steps, active_slot_steps=6 * steps, committed=3 * steps)
+    return TurnReport((), Effort(engine, 1.0, 0.0), Tally())
+
+
+def at_work(clock: Hand) -> tuple[Scheduler, Totals]:
+    """Four units, one of them held by the only worker."""
+    scheduler = Scheduler([UnitSize(unit, 4, 10) for unit in range(4)], workers=1)
+    scheduler.on(Tick(0.0))
+    commands = scheduler.on(WorkerUp("w0"))
+    assert [type(command) for command in commands] == [Assign]
+    totals = Totals(units=4, rows=16, clock=clock, devices=DeviceTime(clock))
+    totals.worker_up()
+    totals.devices.up("w0", load_s=5.0)
+    return scheduler, totals
+
+
+def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
+    clock, exporter = Hand(), Exporter()
+    scheduler, totals = at_work(clock)
+    watcher = MetricsWatcher("job", "assd", make=exporter.make, clock=clock)
+    watcher.reported("w0", turn(steps=10))
+    watcher.committed(receipt(0))
+    totals.add_receipt(receipt(0))
+    watcher.committed(receipt(1))
+    totals.add_receipt(receipt(1))
+    watcher.failed(Failure(9, 2, "w0", "INFRA", "store", "store", "no"))
+    clock.now_s += 5.0
+    watcher.look(totals, scheduler)
+    values = exporter.values
+    assert {metric.name for metric in METRICS} - {name for name, _ in values} == {
+        "draftmill_commit_seconds",
+        "draftmill_worker_deaths",
+    }
+    assert exporter.observed == [0.25, 0.25]
+    assert {labels[0]: value for (name, labels), value in values.items() if name == "draftmill_samples"} == {
+        "ok": 6,
+        "failed": 2,
+    }
+    assert {labels[0]: value for (name, labels), value in values.items() if name == "draftmill_units"} == {
+        "done": 0,
+        "held": 1,
+        "resting": 0,
+        "suspected": 0,
+        "waiting": 3,
+    }
+    expected = {
+        "running": 1, "samples_planned": 16, "samples_done": 8, "tokens": 40, "prompt_tokens": 14, "decoded_tokens": 30,
+        "nfe": 16, "nfe_draft": 10, "drafts_proposed": 24, "drafts_accepted": 18, "slots": 8, "slots_used": 6,
+        "seconds_without_progress": 5, "device_seconds": 10,
+    }  # fmt: skip
+    assert {name: values[f"draftmill_{name}", ()] for name in expected} == expected
+    assert values["draftmill_errors", ("too_long",)] == 2 and values["draftmill_unit_failures", ("store",)] == 1
+    assert values["draftmill_workers", ("up",)] == 1 and values["draftmill_workers", ("loading",)] == 0
+    watcher.died("w0")
+    totals.worker_ended(died=True)
+    totals.stop()
+    watcher.over(totals, scheduler)
+    assert values["draftmill_worker_deaths", ()] == 1 and values["draftmill_running", ()] == 0
+    assert values["draftmill_workers", ("up",)] == values["draftmill_slots", ()] == 0
+    assert values["draftmill_device_seconds", ()] == 10, "what was told is not told again"
+
+
+def test_metrics_are_reported_once_a_second_however_often_workers_report() -> None:
+    clock, exporter = Hand(), Exporter()
+    scheduler, totals = at_work(clock)
+    watcher = MetricsWatcher("job", "assd", make=exporter.make, clock=clock)
+    for _ in range(40):  # ten seconds
+        clock.now_s += 0.25
+        for _ in range(20):
+            watcher.reported("w0", turn(steps=1))
+        watcher.look(totals, scheduler)
+    assert max(exporter.calls.values()) <= 5 * 10  # the units have five states, everything else is one series
+    assert exporter.calls["draftmill_decoded_tokens"] == 10
+    assert exporter.values["draftmill_decoded_tokens", ()] > 3 * 20 * 36
+
+
+def test_a_worker_that_no_longer_reports_uses_no_slots() -> None:
+    clock, exporter = Hand(), Exporter()
+    scheduler, totals = at_work(clock)
+    watcher = MetricsWatcher("job", "assd", make=exporter.make, clock=clock)
+    watcher.reported("w0", turn(steps=1))
+    watcher.look(totals, scheduler)
+    assert exporter.values["draftmill_slots_used", ()] == 6
+    clock.now_s += 11.0
+    watcher.look(totals, scheduler)
+    assert exporter.values["draftmill_slots_used", ()] == 0 and exporter.values["draftmill_slots", ()] == 8
+
+
+def test_an_exporter_that_fails_is_told_nothing_more_and_says_so_once() -> None:
+    def broken(metric: Metric) -> Any:
+        raise RuntimeError("no exporter")
+
+    clock, notes = Hand(), list[str]()
+    scheduler, totals = at_work(clock)
+    watchers = Watchers([MetricsWatcher("job", "assd", make=broken, clock=clock)], note=notes.append)
+    for _ in range(3):
+        watchers.each(lambda watcher: watcher.reported("w0", turn(steps=1)))
+        watchers.each(lambda watcher: watcher.look(totals, scheduler))
+        clock.now_s += 1.0
+    watchers.each(lambda watcher: watcher.over(totals, scheduler))
+    assert notes == ["metrics end here, the run goes on: RuntimeError: no exporter"]

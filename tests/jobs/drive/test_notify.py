@@ -1,0 +1,215 @@
+"""Notices: what receivers get, and that a slow, failing or absent one changes nothing and learns no more than it should."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftmill.jobs.config.notify_settings import NotifySettings
+from draftmill.jobs.config.spec import check_spec, load_spec
+from draftmill.jobs.config.yaml_file import parse
+from draftmill.jobs.drive import notify
+from draftmill.jobs.drive.notify import StallWatcher, check_receivers, send, text_of
+from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.units import UnitSize
+from draftmill.storage.errors import UserError
+from tests.jobs.drive.test_cost import Hand
+
+SECRET = "xoxb-9f3a1c7e5d2b"
+
+
+def receiver(**keys: Any) -> NotifySettings:
+    """A receiver as a spec has it."""
+    return NotifySettings.model_validate(keys, strict=True)
+
+
+def spec_with(notify: Any) -> dict[str, Any]:
+    return {
+        "task": {"kind": "complete"},
+        "input": {"path": "rows.jsonl"},
+        "model": {"path": "builtin:ar-tiny"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": "run"},
+        "notify": notify,
+    }
+
+
+def program(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+# ---- commands
+
+
+def test_a_command_reads_the_notice_from_its_input(tmp_path: Path) -> None:
+    out, told = tmp_path / "got.json", list[str]()
+    one = receiver(command=program(tmp_path, f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"))
+    send([one], "finish", {"run": "job", "samples": {"ok": 3}}, told.append)
+    assert json.loads(out.read_text()) == {"event": "finish", "run": "job", "samples": {"ok": 3}} and not told
+
+
+def test_a_receiver_hears_only_of_the_events_that_it_wants(tmp_path: Path) -> None:
+    out, told = tmp_path / "got", list[str]()
+    one = receiver(command=program(tmp_path, f"open({str(out)!r}, 'a').write('x')"), on=["failure"])
+    for event in ("finish", "failure", "stall", "interrupt"):
+        send([one], event, {}, told.append)
+    assert out.read_text() == "x" and not told
+
+
+def test_a_command_that_fails_is_told_with_its_last_line_and_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK_TOKEN", SECRET)
+    told = list[str]()
+    one = receiver(command=program(tmp_path, f"import sys; sys.exit('first\\nno: {SECRET}')"))
+    send([one], "finish", {}, told.append)
+    (message,) = told
+    assert message.startswith("notify: command ") and message.endswith(": exit code 1: no: [hidden]")
+
+
+def test_messages_name_a_command_by_its_words() -> None:
+    assert text_of(receiver(command=["sh", "-c", "exit 1"])) == "command sh -c 'exit 1'"
+    long = text_of(receiver(command=["sh", "-c", "x" * 100]))
+    assert len(long) < 80 and long.endswith("xx...")
+
+
+@pytest.mark.slow
+def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    pids, told = tmp_path / "pids", list[str]()
+    text = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open({str(pids)!r}, "w") as file:
+    file.write(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(600)
+"""
+    send([receiver(command=program(tmp_path, text))], "finish", {}, told.append, timeout_s=5.0)
+    assert len(told) == 1 and told[0].endswith("killed after 5 s")
+    for pid in map(int, pids.read_text().split()):
+        until_s = time.monotonic() + 10
+        while runs(pid) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert not runs(pid)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- what a spec may say
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        ({}, "command"),
+        ({"webhook": "https://host/x"}, "webhook"),
+        ({"command": ["curl", "-H", "Authorization: Bearer abcdefgh12"]}, "the command has the driver's environment"),
+        ({"command": ["curl", "https://u:pw123456@host"]}, "the command has the driver's environment"),
+        ({"command": ["x"], "on": ["end"]}, "finish"),
+        ({"command": []}, "command"),
+    ],
+)
+def test_a_spec_holds_no_credentials_and_nothing_that_makes_no_sense(one: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_spec(spec_with([one]))
+    assert "notify" in str(error.value) and said in str(error.value)
+    assert "pw123456" not in str(error.value)
+
+
+def test_one_receiver_needs_no_list_and_a_command_may_name_variables() -> None:
+    one = {"command": ["sh", "-c", 'curl -H "Authorization: Bearer $TOKEN" -d @- https://host/x']}
+    assert check_spec(spec_with(one)).notify == check_spec(spec_with([one])).notify
+    assert check_spec(spec_with(one)).notify[0].on == ("finish", "failure", "stall")
+
+
+def test_the_specs_of_the_docs_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """YAML 1.1 reads the key `on` as true."""
+    docs = (Path(__file__).parents[3] / "docs" / "watching.md").read_text()
+    (section,) = re.findall(r"```yaml\n(notify:.*?)```", docs, re.DOTALL)
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(spec_with([]) | {"notify": None}).replace("notify: null", section))
+    receivers = load_spec(path).notify
+    assert len(receivers) == 2 and receivers[0].on == ("failure", "stall")
+    for word in ("yes: 1", "No: 1", "<<: {off: 1}"):
+        assert all(isinstance(key, str) for key in parse(word, "here"))
+    assert parse("{true: yes}", "here") == {True: True}
+
+
+def test_one_word_needs_no_list() -> None:
+    one = receiver(command="page-me", on="stall")
+    assert (one.command, one.on) == (("page-me",), ("stall",))
+
+
+def test_notices_are_no_part_of_what_decides_results() -> None:
+    plain = {**spec_with([])}
+    assert check_spec(plain).results_key() == check_spec(spec_with({"command": ["x"]})).results_key()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["no-such-command-here"], "'no-such-command-here' is not a command here"),
+        ("sh -c true", "'sh -c true' is not a command here; write its words as a list"),
+    ],
+)
+def test_a_command_that_is_not_there_is_refused_at_once(command: Any, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_receivers([receiver(command=["sh"]), receiver(command=command)])
+    assert str(error.value) == f"notify.1.command: {said}"
+
+
+# ---- a run that stands still
+
+
+class Sent:
+    """Collects what would be sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.notices: list[dict[str, Any]] = []
+        self.arrived = threading.Semaphore(0)
+        monkeypatch.setattr(notify, "send", self.send)
+
+    def send(self, receivers: list[NotifySettings], event: str, notice: dict[str, Any], tell: Any) -> None:
+        self.notices.append({"event": event, "to": len(receivers), **notice})
+        self.arrived.release()
+
+
+def test_a_stall_is_sent_once_until_there_is_progress_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, sent = Hand(), Sent(monkeypatch)
+    totals = Totals(units=2, rows=8, clock=clock)
+    scheduler = Scheduler([UnitSize(0, 4, 4)], workers=1)
+    receivers = [receiver(command=["sh"]), receiver(command=["sh"])]
+    watcher = StallWatcher(receivers, lambda totals, still_s: {"still_s": still_s}, print, clock=clock)
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(int(seconds)):
+            clock.now_s += 1.0
+            watcher.look(totals, scheduler)
+
+    pass_time(notify.STALL_S - 1)
+    assert not sent.notices
+    pass_time(70)
+    assert sent.arrived.acquire(timeout=10)
+    assert sent.notices == [{"event": "stall", "to": 2, "still_s": notify.STALL_S}]
+    totals.units_done = 1
+    pass_time(notify.STALL_S + 2)
+    assert sent.arrived.acquire(timeout=10) and len(sent.notices) == 2
+    clock.now_s += 3600.0  # the driver itself was suspended
+    watcher.look(totals, scheduler)
+    assert len(sent.notices) == 2

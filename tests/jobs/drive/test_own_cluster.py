@@ -1,0 +1,35 @@
+"""A submitted job finds the cluster that runs it among its ancestors, whatever RAY_ADDRESS says."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+from draftmill.jobs.drive.ray_session import address_among
+
+RAYLET = [
+    "/somewhere/ray/core/src/ray/raylet/raylet",
+    "--raylet_socket_name=/tmp/socket",
+    "--gcs-address=10.0.0.5:6379",
+]
+SUPERVISOR = ["ray::JobSupervisor", ""]
+
+
+def test_the_nearest_raylet_names_the_head():
+    farther = ["raylet", "--gcs-address=10.0.0.9:6379"]
+    assert address_among([["sh", "-c", "draftmill"], SUPERVISOR, RAYLET, farther]) == "10.0.0.5:6379"
+
+
+def test_without_a_raylet_or_its_address_there_is_none():
+    assert address_among([SUPERVISOR, [], ["bash", "--gcs-address=10.0.0.9:6379"]]) is None
+    assert address_among([RAYLET[:2]]) is None
+
+
+def test_it_is_found_over_real_processes():
+    inner = "from draftmill.jobs.drive.ray_session import own_address; print(own_address())"
+    outer = "import subprocess, sys; subprocess.run(['sh', '-c', sys.argv[1]], check=True)"
+    # The first word of a command line is what the caller says it is.
+    argv = ["raylet", "-c", outer, shlex.join([sys.executable, "-c", inner]), "--gcs-address=10.0.0.5:6379"]
+    said = subprocess.run(argv, executable=sys.executable, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "10.0.0.5:6379"

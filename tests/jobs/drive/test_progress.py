@@ -1,0 +1,198 @@
+"""What a user sees while a job runs: counted numbers, on the right kind of stream, as often as promised."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.drive.progress import (
+    FiguresOnly,
+    LineDisplay,
+    LiveLine,
+    Silence,
+    make_display,
+    progress_line,
+)
+from draftmill.jobs.drive.run_log import session_record
+from draftmill.jobs.drive.totals import Totals, efficiency
+from draftmill.jobs.formatting import duration, rate_text, size_text
+from draftmill.jobs.results.status import status
+from draftmill.storage.runs.lease import acquire
+from draftmill.storage.stores.store import open_store
+from tests.jobs.compare.made_runs import row, write_run
+
+
+def totals_after(seconds: float) -> Totals:
+    """Two workers since time 0; 25 of 100 samples were done before, 25 are decoded now."""
+    clock = iter([0.0] + [seconds] * 20)
+    totals = Totals(units=4, rows=100, units_before=1, rows_before=25, clock=lambda: next(clock))
+    totals.worker_up()
+    totals.worker_up()
+    decoded = Tally(rows=25, ok=24, failed=1, new_tokens=500, nfe=300)
+    totals.add_report(TurnReport((), Effort(), decoded))
+    totals.waiting["w0"] = 25
+    return totals
+
+
+def test_the_line_holds_samples_rate_nfe_errors_workers_and_the_time_to_go():
+    line = progress_line(totals_after(10.0))
+    assert line == "50/100 samples (50%)  50 tokens/s  0.600 NFE/token  1 errors  2 workers  ETA 0:20"
+
+
+def test_before_anything_is_decoded_nothing_is_made_up():
+    line = progress_line(Totals(units=1, rows=10))
+    assert line == "0/10 samples (0%)  0 tokens/s  - NFE/token  0 errors  0 workers  ETA -"
+
+
+def test_tokens_count_while_their_samples_still_go_on():
+    totals = totals_after(10.0)
+    totals.add_report(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
+    assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
+
+
+def test_tokens_of_tried_lengths_do_not_count() -> None:
+    totals = totals_after(10.0)
+    totals.counts_open = False
+    totals.add_report(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
+    assert totals.tokens == 500 and " 50 tokens/s " in progress_line(totals)
+
+
+def test_status_knows_what_has_ended_inside_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(str(write_run(tmp_path / "run", [row(number) for number in range(40)])))
+    for name in ("_SUCCESS", "_manifest.json", "data/unit-00000001.parquet"):
+        store.delete(name)
+    totals = Totals(units=2, rows=40, clock=lambda: 10.0, started_s=0.0, units_held=1)
+    totals.waiting = {"w0": 15}
+    totals.committed = Tally(rows=20, ok=20, new_tokens=80)
+    totals.decoded = Tally(rows=35, ok=35, new_tokens=140)
+    store.put("attempts/epoch-0001-session.jsonl", json.dumps(session_record(totals)).encode())
+    acquire(store, "elsewhere:boot:1", 60.0)
+    status(store.place)
+    said = capsys.readouterr().out
+    assert "samples  35 of 40 done" in said and "rate     3.5 samples/s, 14 tokens/s" in said
+
+
+def test_a_slow_rate_has_a_decimal():
+    assert [rate_text(rate) for rate in (0.0, 0.04, 0.34, 9.94, 9.96, 12.3, 4321.0)] == [
+        "0", "0.0", "0.3", "9.9", "10", "12", "4,321",
+    ]  # fmt: skip
+
+
+def test_workers_that_are_not_up_yet_load_the_model():
+    totals = Totals(units=1, rows=10)
+    for loading, text in ((1, "1 worker loads the model"), (3, "3 workers load the model")):
+        totals.loading = loading
+        assert text in progress_line(totals)
+    totals.worker_up()
+    assert "1 worker " in progress_line(totals)
+
+
+def test_what_takes_long_before_the_first_token_has_a_line_with_sizes():
+    now = iter([0.0, 3.0, 6.0, 9.0])
+    stream = io.StringIO()
+    lines = LineDisplay(stream, clock=lambda: next(now))
+    for done in (10**9, 2 * 10**9, 3 * 10**9):
+        lines.step("hashing the model", done, 15 * 10**9)
+    assert stream.getvalue() == "hashing the model: 2.0 GB of 15.0 GB\n"
+    assert [size_text(size) for size in (0, 999, 1234, 15_000_000)] == ["0 bytes", "999 bytes", "1.2 kB", "15.0 MB"]
+
+
+def test_samples_decoded_twice_never_make_more_than_there_are():
+    totals = totals_after(10.0)
+    totals.waiting["w1"] = 90
+    assert totals.rows_done == 100
+
+
+def test_samples_of_a_unit_that_could_not_be_stored_are_not_done():
+    totals = totals_after(10.0)
+    totals.waiting["w0"] = 0  # the unit has failed, and its samples will be decoded again
+    assert totals.rows_done == 25 and progress_line(totals).startswith("25/100 samples (25%)")
+    totals.add_receipt(Receipt(0, 0, "w0", "n", None, Tally(rows=30, ok=30)))
+    assert totals.rows_done == 55
+
+
+def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty_and_notes_at_once():
+    now = [0.0]
+    stream = io.StringIO()
+    lines = LineDisplay(stream, clock=lambda: now[0])
+    shown = []
+    for second in range(400):
+        now[0], totals = float(second), Totals(units=1, rows=10)
+        totals.started_s = 200.0 if second >= 200 else None
+        before = len(stream.getvalue())
+        lines.show(totals)
+        shown += [second] if len(stream.getvalue()) > before else []
+    loading = [*range(5, 60, 5), 85, 115, 145, 175]
+    assert shown == [*loading, *range(200, 260, 5), 285, 315, 345, 375]
+    lines.note("worker w0 died")
+    assert stream.getvalue().splitlines()[-1] == "worker w0 died"
+
+
+def test_the_display_suits_the_stream():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert isinstance(make_display(quiet=True, stream=Terminal()), Silence)
+    assert isinstance(make_display(quiet=False, stream=io.StringIO()), LineDisplay)
+    terminal = Terminal()
+    display = make_display(quiet=False, stream=terminal)
+    assert isinstance(display, LiveLine)
+    with display:
+        display.show(totals_after(10.0))
+        display.note("resuming")
+        display.step("hashing the model", 3, 12)
+    assert "resuming" in terminal.getvalue()
+
+
+def test_figures_only_leaves_out_notes_but_neither_progress_nor_warnings():
+    stream, now = io.StringIO(), [0.0]
+    with FiguresOnly(LineDisplay(stream, clock=lambda: now[0])) as display:
+        display.note("planning")
+        display.event("started", "begins")
+        display.event("worker_died", "worker w0 died", level="warning")
+        now[0] = 5.0
+        display.show(Totals(units=1, rows=2))
+    warning, progress = stream.getvalue().splitlines()
+    assert warning == "worker w0 died" and progress.startswith("0/2 samples (0%)")
+
+
+def test_a_receipt_counts_its_samples():
+    totals = Totals(units=1, rows=3)
+    totals.add_receipt(Receipt(0, 0, "w0", "n", None, Tally(rows=3, ok=1, failed=2), {"too_long": 2}))
+    assert (totals.units_done, totals.committed.failed) == (1, 2)
+
+
+def test_efficiency_leaves_out_what_was_not_counted():
+    engine = EngineStats(steps=4, forward_s=3.0, active_slot_steps=6, slot_steps=8, useful_rows=9, computed_rows=10)
+    figures = efficiency(Effort(engine, wall_s=4.0, tail_s=1.0))
+    assert figures == {"token_padding_eff": 0.9, "lane_eff": 0.75, "engine_eff": 0.75, "tail_frac": 0.25}
+    shared = EngineStats(prompt_rows=8, prompt_rows_shared=6)
+    assert efficiency(Effort(shared)) == {"prompts_shared": 0.75}
+
+
+def test_durations_are_short():
+    assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
+
+
+class Writes(io.StringIO):
+    """A stream that keeps each write apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.parts.append(text)
+        return len(text)
+
+
+def test_a_note_is_one_write_so_that_threads_do_not_mix_their_lines() -> None:
+    stream = Writes()
+    LineDisplay(stream).note("starting Ray")
+    assert stream.parts == ["starting Ray\n"]

@@ -1,0 +1,75 @@
+"""Texts become the ids that lm_eval's own models make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from draftmill.jobs.eval.requests import Encoder, Scored
+from tests.actors.rows.test_prompts import beginning
+from tests.actors.tokenizers_for_tests import model_info
+
+BEGIN, END = 1, 2
+
+
+def encoder(tokenizer: Any = None, most: int = 64) -> Encoder:
+    return Encoder(tokenizer or beginning(), replace(model_info(max_length=most), kind="causal"))
+
+
+def test_a_context_follows_the_tokenizers_begin_token_unless_it_spells_it() -> None:
+    plain = tuple(beginning().encode("def f"))
+    assert encoder().context("def f") == encoder().context("<s>def f") == (BEGIN, *plain)
+    assert encoder().context("def f</s>") == (BEGIN, *plain, END)
+    assert encoder().context("") == (BEGIN,)
+
+
+def test_a_pair_is_cut_where_lm_eval_cuts_it() -> None:
+    """TemplateLM's own code over the same tokenizer."""
+    from lm_eval.api.model import TemplateLM
+
+    class Theirs(TemplateLM):  # type: ignore[misc]
+        eot_token_id = END
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            return [*(() if add_special_tokens is False else (BEGIN,)), *beginning().parse(string)]
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
+            raise NotImplementedError
+
+        loglikelihood_rolling = generate_until = _loglikelihood_tokens
+
+    for context, continuation in (("a b", " c"), ("a b ", "c"), ("a\n  ", "c d"), ("re", "turn x"), ("x", "\n")):
+        before, after = Theirs()._encode_pair(context, continuation)
+        assert encoder().pair(context, continuation) == Scored(tuple(before), tuple(after))
+
+
+def test_without_a_context_the_prefix_token_comes_first() -> None:
+    ids = tuple(beginning().encode("abc"))
+    assert encoder().pair("", "abc") == Scored((BEGIN,), ids)
+    assert encoder().pair("", "<s>abc") == Scored((BEGIN,), ids)
+    spaced = tuple(beginning().encode("  abc"))
+    assert encoder().pair("  ", "abc") == Scored((BEGIN,), spaced)
+    filling = Encoder(beginning(), model_info())
+    assert filling.pair("", "abc") == Scored((), ids)
+    assert filling.context("abc") == (BEGIN, *ids)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 20, 64])
+def test_windows_are_lm_evals_of_one_token_less(length: int) -> None:
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    text = "0123456789" * 7
+    ids = beginning().encode(text[:length])
+    assert len(ids) == length
+    windows = get_rolling_token_windows(token_list=ids, prefix_token=BEGIN, max_seq_len=8 - 1, context_len=1)
+    theirs = [Scored(tuple(before), tuple(after)) for before, after in map(make_disjoint_window, windows)]
+    ours = list(encoder(most=8).windows(text[:length]))
+    assert ours == theirs
+    assert [token for one in ours for token in one.scored] == ids
+    assert all(len(one.context) + len(one.scored) == 8 for one in ours[1:])
+
+
+def test_an_empty_text_has_no_window() -> None:
+    assert list(encoder().windows("")) == []

@@ -1,0 +1,85 @@
+"""lm-evaluation-harness's options on our command line: read as it reads them, or refused with what to use instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftmill.jobs.cli import main, parser
+from draftmill.jobs.eval.options import REFUSED, EvalOptions, documents, parse_settings, seeds
+from draftmill.storage.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["temperature=0.8,top_p=0.95"], ["a=1", "b=true"], ['stop=["x, y"],n=3'], ["name=gpt2"], ['{"a": {"b": [1]}}']],
+)
+def test_settings_are_read_as_lm_eval_reads_them(given: list[str]) -> None:
+    import argparse
+
+    from lm_eval._cli.utils import MergeDictAction
+
+    theirs = argparse.ArgumentParser()
+    theirs.add_argument("--x", nargs="+", action=MergeDictAction)
+    assert parse_settings(given, "--x") == theirs.parse_args(["--x", *given]).x
+
+
+def test_settings_of_another_form_are_refused() -> None:
+    for bad in (["temperature"], ["=3"], ["{a: 1"]):
+        with pytest.raises(UserError, match="--gen_kwargs: "):
+            parse_settings(bad, "--gen_kwargs")
+
+
+def test_documents_come_as_json_or_in_a_file(tmp_path: Path) -> None:
+    assert documents(None) is None
+    assert documents('{"a": [3, 0]}') == {"a": [3, 0]}
+    (tmp_path / "chosen.json").write_text('{"b": [1]}')
+    assert documents(str(tmp_path / "chosen.json")) == {"b": [1]}
+    for bad in ('{"a": [-1]}', '{"a": [1, 1]}', '{"a": []}', '{"a": "x"}', "{", "no/such/file"):
+        with pytest.raises(UserError, match="--samples: "):
+            documents(bad)
+
+
+def test_seeds_are_one_number_or_four() -> None:
+    assert seeds("42") == (42, 42, 42, 42)
+    assert seeds("0,None,8,52") == (0, None, 8, 52) and seeds("1,2,3") == (1, 2, 3, 1234)
+    for bad in ("a", "1,2", "1,2,3,4,5", ""):
+        with pytest.raises(UserError, match="--seed: "):
+            seeds(bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"limit": 2.0, "samples": {"a": [0]}}, "--samples"),
+        ({"fewshot_as_multiturn": True}, "--fewshot_as_multiturn"),
+        ({"limit": 0.0}, "--limit"),
+        ({"num_fewshot": -1}, "--num_fewshot"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError, match=f"^{field}: "):
+        EvalOptions(("a",), **options)
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_that_do_not_apply_are_refused_with_the_reason(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "job.yaml", "--tasks", "a", option, "8"])
+    assert caught.value.code == 2 and f"{option}: {REFUSED[option]}" in capsys.readouterr().err
+
+
+def test_lm_evals_own_options_are_all_known_or_refused() -> None:
+    from lm_eval._cli.run import Run
+
+    theirs = Run(__import__("argparse").ArgumentParser().add_subparsers())._parser
+    known = {option for action in theirs._actions for option in action.option_strings if option.startswith("--")}
+    ours = parser()._subparsers._group_actions[0].choices["eval"]  # type: ignore[union-attr, index]
+    assert known - set(ours._option_string_actions) == {"--show_config", "--verbosity", "--wandb_config_args"}
+
+
+def test_a_template_has_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "job.yaml", "--tasks", "a", "--apply_chat_template", "mine"]) == 2
+    assert "--apply_chat_template: 'mine' is not allowed; allowed: true, false" in capsys.readouterr().err

@@ -1,0 +1,138 @@
+"""The spec of an evaluation: a job spec without rows and task; what the tasks decide is refused with its path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftmill.actors.task import Complete, Score
+from draftmill.jobs.eval.requests import Generation
+from draftmill.jobs.eval.runs import Rows, name_of
+from draftmill.jobs.eval.spec import EvalSpec, read_eval_spec
+from draftmill.storage.errors import UserError
+
+PLAIN: dict[str, Any] = {
+    "model": {"path": "m"},
+    "decoder": {"kind": "speculative", "k": 4},
+    "sampling": {"top_p": 0.9, "acceptance": "rejection"},
+    "workers": {"count": 3},
+    "output": {"path": "runs/e"},
+}
+
+
+def read(folder: Path, *overrides: str, **sections: Any) -> EvalSpec:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(PLAIN | sections))
+    return read_eval_spec(path, overrides)
+
+
+def test_a_spec_makes_a_job_for_each_kind_of_request(tmp_path: Path) -> None:
+    spec = read(tmp_path, "seed=5")
+    job = spec.completing(Generation(32, ("\n",), 0.5, None, 0.8), "r.jsonl", "runs/e/runs/a")
+    assert isinstance(job.task, Complete)
+    assert (job.task.kind, job.task.max_new_tokens, job.task.stop) == ("complete", 32, ("\n",))
+    assert (job.sampling.temperature, job.sampling.top_p, job.sampling.acceptance) == (0.5, 0.8, "rejection")
+    assert (job.seed, job.decoder.kind, job.workers.count, job.input.truncate) == (5, "speculative", 3, "left")
+    assert (job.input.path, job.output.path) == ("r.jsonl", "runs/e/runs/a")
+    scoring = spec.scoring("r.jsonl")
+    assert (scoring.task.kind, scoring.decoder.kind) == ("score", "autoregressive")
+    assert (scoring.input.columns.tokens, scoring.input.columns.reference) == ("tokens", "reference")
+
+
+def test_a_task_section_may_hold_settings_that_all_tasks_share(tmp_path: Path) -> None:
+    spec = read(tmp_path, task={"kind": "complete", "max_new_tokens": 64, "ignore_eos": True})
+    job = spec.completing(Generation(16, (), 0.0), "r.jsonl")
+    assert isinstance(job.task, Complete)
+    assert spec.max_new_tokens == 64 and job.task.ignore_eos and job.task.max_new_tokens == 16
+
+
+def test_a_tasks_own_constraint_comes_before_the_specs(tmp_path: Path) -> None:
+    spec = read(tmp_path, task={"kind": "complete", "constraint": {"regex": "[a-z]+"}})
+    for own, expected in ((None, "regex"), ('{"choice":["yes","no"]}', "choice")):
+        job = spec.completing(Generation(16, (), 0.0, constraint=own), "r.jsonl")
+        assert isinstance(job.task, Complete) and job.task.constraint is not None
+        assert job.task.constraint.kind == expected
+
+
+def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_path: Path) -> None:
+    estimate = {"kind": "score", "estimate": {"samples": 16}}
+    spec = read(tmp_path, decoder={"kind": "ssd", "draft_length": 2}, sampling={}, task=estimate)
+    scoring = spec.scoring("r")
+    assert isinstance(scoring.task, Score) and scoring.task.estimate is not None and scoring.task.estimate.samples == 16
+    assert (scoring.decoder.kind, scoring.input.truncate) == ("stepwise", "left")
+    assert spec.completing(Generation(8, (), 0.0), "r").decoder.kind == "ssd"
+    blocks = read(tmp_path, decoder={"kind": "s2d2", "block_size": 1}, sampling={}).scoring("r").decoder
+    assert (blocks.kind, getattr(blocks, "block_size", None)) == ("block_diffusion", 1)
+    filling = read(tmp_path, decoder={"kind": "parallel"}, sampling={}).scoring("r")
+    assert filling.decoder.kind == "any_subset"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"prompt": {"system": "x"}}, "prompt: the tasks have prompts of their own"),
+        ({"chat": {"template_kwargs": {"tools": []}}}, "chat.template_kwargs: 'tools' is not allowed"),
+        ({"chat": {"template": "x"}}, "chat.template: unknown key"),
+        ({"input": {"path": "a.jsonl"}}, "input: the tasks give the rows; remove the section"),
+        ({"task": {"kind": "infill", "mask": {"kind": "marker"}}}, "task: evaluation has tasks of its own"),
+        ({"task": {"kind": "complete", "stop": ["a"]}}, "task.stop: the tasks decide this; remove the key"),
+        ({"task": {"kind": "score", "chat": True}}, "task.chat: the tasks decide this; remove the key"),
+        ({"task": {"kind": "complete", "max_new": 3}}, "task.max_new: unknown key"),
+        (
+            {"task": {"kind": "score", "estimate": {"samples": 8}}},
+            "task.estimate: the decoder 'autoregressive' gives exact",
+        ),
+        ({"decoder": {"kind": "quick"}}, "decoder.kind: "),
+        ({"decoder": None}, "decoder: "),
+        ({"output": None}, "output: "),
+        (
+            {"output": {"path": "runs/{date:%Y-%m-%d}"}},
+            "output.path: 'runs/{date:%Y-%m-%d}' has a date, which only `draftmill run` fills in",
+        ),
+        ({"sampling": {"n": 4}}, "sampling.n: a task's own `repeats` say how many samples it takes"),
+    ],
+)
+def test_a_spec_that_can_not_be_used_is_refused_with_the_path(
+    sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, **sections)
+    assert str(caught.value).startswith(message), str(caught.value)
+
+
+def test_an_override_of_the_decoders_kind_that_leaves_its_settings_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"decoder\.k"):
+        read(tmp_path, "decoder.kind=jacobi")
+
+
+def test_arguments_of_the_chat_template_are_for_the_prompts_and_not_in_the_jobs(tmp_path: Path) -> None:
+    spec = read(tmp_path, chat={"template_kwargs": {"enable_thinking": False}})
+    assert spec.chat.template_kwargs == {"enable_thinking": False}
+    assert spec.any_job().chat.template_kwargs == {}
+
+
+def test_a_jobs_name_depends_on_what_decides_its_results_alone(tmp_path: Path) -> None:
+    def name(spec: EvalSpec, lines: bytes = b"rows", **how: Any) -> str:
+        return name_of(spec.completing(replace(Generation(8, (), 0.0), **how), "r"), lines)
+
+    spec = read(tmp_path)
+    assert name(spec) == name(read(tmp_path, "workers.count=1", "batching.max_rows=3", "model.device=cpu", "name=b"))
+    others = [
+        name(read(tmp_path, override))
+        for override in ("seed=1", "decoder.k=3", "model.path=n", "model.dtype=bfloat16", "sampling.acceptance=coupled")
+    ]
+    others += [name(spec, b"other"), name(spec, stop=("a",)), name(spec, temperature=1.0)]
+    assert len({name(spec), *others}) == 1 + len(others)
+
+
+def test_equal_requests_share_a_row_only_where_their_answers_must_be_equal() -> None:
+    rows = Rows()
+    assert rows.add("a:0:0:0", {"tokens": (1, 2)}, same=(1, 2)) == "a:0:0:0"
+    assert rows.add("a:0:0:1", {"tokens": (1, 2)}, same=(1, 2)) == "a:0:0:0"
+    assert rows.add("a:0:0:1", {"tokens": (1, 2)}) == "a:0:0:1"
+    assert rows.add("a:0:0:1", {"tokens": (3,)}) == "a:0:0:1:2"  # a task that numbers two requests alike
+    assert len(rows) == 3 and rows.lines().splitlines()[0] == b'{"id":"a:0:0:0","tokens":[1,2]}'

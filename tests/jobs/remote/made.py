@@ -1,0 +1,80 @@
+"""Manifests for tests: a small spec, and what `draftmill manifest` makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftmill.jobs.cli import main
+from draftmill.jobs.remote.manifest import MAKERS
+from draftmill.jobs.remote.manifest_job import read_job
+from draftmill.jobs.remote.manifest_options import Options
+
+KUBERAY = ("rayjob", "raycluster")
+
+SPEC: dict[str, Any] = {
+    "name": "nightly",
+    "task": {"kind": "complete", "max_new_tokens": 8},
+    "input": {"path": "builtin:python-stdlib", "chunk_chars": 200, "limit": 12},
+    "model": {"path": "builtin:ar-tiny"},
+    "decoder": {"kind": "autoregressive"},
+    "workers": {"count": 2, "cpus": 1},
+    "output": {"path": "s3://bucket/nightly"},
+}
+
+RICH: dict[str, dict[str, Any]] = {
+    "rayjob": {
+        "nodes": 2, "max_nodes": 5, "gpus_per_node": 4, "memory_per_node": "64Gi", "image": "registry.example:5000/a/b:1",
+        "namespace": "batch", "service_account": "draftmill", "volume": ("results:/data",), "retries": 0, "time_limit": "6h",
+        "auth": "disabled", "shared_path": ("/models",),
+    },
+    "raycluster": {"nodes": 3, "max_nodes": 9, "gpus_per_node": 1},
+    "cronjob": {"schedule": "@hourly", "time_zone": "Asia/Kolkata", "ray_cluster": "big", "shared_path": ("/data it's",)},
+    "slurm": {
+        "nodes": 2, "gpus_per_node": 4, "account": "lab", "partition": "gpu,big", "time_limit": "90m", "retries": 9,
+        "directory": "/shared/it's a 100% \"test\"", "program": "/shared/my env/bin/draftmill", "secret": "/shared/s3 keys.env",
+        "schedule": "30 2 * * *", "shared_path": ("/tmp",),
+    },
+    "cron": {"schedule": "5 4 * * SUN", "user": "batch", "secret": "/etc/a b.env", "head_address": "10.0.0.1:6379"},
+}  # fmt: skip
+"""Many options at once, for each kind."""
+
+
+def write_spec(folder: Path, *, name: str = "job.yaml", **changes: Any) -> str:
+    """A spec file with other values for some sections; returns its path."""
+    path = folder / name
+    path.write_text(yaml.safe_dump(SPEC | changes, sort_keys=False, allow_unicode=True))
+    return str(path)
+
+
+def text_of(spec: str, kind: str, overrides: Sequence[str] = (), **options: Any) -> str:
+    return MAKERS[kind](read_job(spec, overrides, Options(kind, **options)))
+
+
+def data_of(spec: str, kind: str, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """The manifest of a kind that is YAML."""
+    return dict(yaml.safe_load(text_of(spec, kind, overrides, **options)))
+
+
+def printed(capsys: Any, *words: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of `draftmill manifest`."""
+    code = main(["manifest", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def cluster_spec(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The spec of the Ray cluster in a RayJob or RayCluster."""
+    spec = manifest["spec"]
+    return dict(spec.get("rayClusterSpec", spec))
+
+
+def templates(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pod templates of a Kubernetes manifest."""
+    if manifest["kind"] == "CronJob":
+        return [manifest["spec"]["jobTemplate"]["spec"]["template"]]
+    cluster = cluster_spec(manifest)
+    return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]

@@ -1,0 +1,125 @@
+"""The batch script on a real Slurm with two virtual nodes: Ray over both, a real job, requeues that resume, and cancelling."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from draftmill.jobs.cli import main
+from tests.jobs.remote.made import write_spec
+from tests.jobs.remote.slurm_here import Slurm, missing, slurm_here, wait_until
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(2000),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
+]
+
+DRAFTMILL = str(Path(sys.executable).parent / "draftmill")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_here(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def batch_script(folder: Path, rows: int, **options: str) -> tuple[str, Path]:
+    """A job of one worker on each of two nodes, in a folder with an awkward name; returns the script and the run directory."""
+    place = folder / 'a "100%" $HOME folder'
+    place.mkdir()
+    spec = write_spec(
+        place,
+        input={"path": "builtin:python-stdlib", "chunk_chars": 200, "limit": rows},
+        task={"kind": "complete", "max_new_tokens": 32, "ignore_eos": True},
+        model={"path": "builtin:ar-tiny", "device": "cpu"},
+        workers={"count": 2, "gpus": 2.0, "cpus": 1},
+        output={"path": "runs/one", "unit_rows": 8},
+    )
+    given = {
+        "nodes": "2",
+        "shared-path": "/tmp",
+        "memory-per-node": "1Gi",
+        "directory": str(place),
+        "program": DRAFTMILL,
+    }
+    words = [word for name, value in (given | options).items() for word in (f"--{name}", value)]
+    script = place / "job.sh"
+    assert main(["manifest", spec, "--for", "slurm", "--out", str(script), *words]) == 0
+    return str(script), place / "runs" / "one"
+
+
+def units(run: Path) -> dict[str, tuple[int, bytes]]:
+    """The committed units: when they were written, and their bytes."""
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(run.glob("data/unit-*.parquet"))}
+
+
+def log_of(slurm: Slurm, job: str) -> str:
+    """What the job has written, for the messages of failed checks."""
+    return "\n".join(path.read_text() for path in slurm.folder.parent.rglob(f"nightly-{job}.log"))
+
+
+def workers_of(run: Path) -> set[str]:
+    return {str(worker) for path in run.glob("data/*.parquet") for worker in pq.read_table(path)["worker"].to_pylist()}
+
+
+def test_a_job_runs_on_ray_over_both_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    script, run = batch_script(tmp_path, rows=64)
+    job = slurm.submit(script)
+    wait_until(lambda: slurm.state(job) in {"COMPLETED", "FAILED"}, 800, "the job did not end")
+    assert slurm.exit_code(job) == 0, log_of(slurm, job)
+    assert (run / "_SUCCESS").exists(), log_of(slurm, job)
+    assert len(workers_of(run)) == 2
+    assert main(["verify", str(run)]) == 0
+    assert processes_of(job) == []
+
+
+def processes_of(job: str) -> list[str]:
+    """Processes of a job's Ray that still run."""
+    mark = f"/tmp/ray-{job}-".encode()
+    return [
+        path.parent.name
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.exists() and mark in read(path) and b"slurm" not in read(path)
+    ]
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_job_that_nears_its_limit_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path) -> None:
+    script, run = batch_script(tmp_path, rows=400)
+    job = slurm.submit(script)
+    wait_until(lambda: len(units(run)) >= 4, 800, "no units")
+    slurm.call("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the limit: --signal=B:USR1@120
+    wait_until(lambda: slurm.state(job) == "PENDING", 120, f"not requeued: {log_of(slurm, job)}")
+    before = units(run)
+    assert not (run / "_SUCCESS").exists()
+    slurm.start_now(job)
+    wait_until(lambda: slurm.state(job) in {"COMPLETED", "FAILED"}, 800, "the job did not end")
+    assert slurm.exit_code(job) == 0, log_of(slurm, job)
+    after = units(run)
+    assert len(before) < len(after) == 50
+    assert {name: after[name] for name in before} == before
+    assert main(["verify", str(run)]) == 0
+    assert "requeued, restart 1 of 3" in log_of(slurm, job)
+
+
+def test_a_cancelled_job_stays_cancelled_and_what_it_committed_stays(slurm: Slurm, tmp_path: Path) -> None:
+    script, run = batch_script(tmp_path, rows=400)
+    job = slurm.submit(script)
+    wait_until(lambda: len(units(run)) >= 2, 800, "no units")
+    before = units(run)
+    slurm.call("scancel", job)
+    wait_until(lambda: slurm.call("squeue", "-h", "-j", job) == "", 120, "still there")
+    assert slurm.state(job) == "CANCELLED"
+    after = units(run)
+    assert {name: after[name] for name in before} == before

@@ -1,0 +1,191 @@
+"""Submitting, following and stopping against a fake cluster: one job a run directory, safe to repeat, its own exit code."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from draftmill.jobs.cli import main
+from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.remote import submit as submit_module
+from draftmill.jobs.remote.cluster import RUN, Unreachable, stem_of
+from draftmill.jobs.remote.request import Request
+from draftmill.jobs.remote.submit import Follower, LogTail, end_of, follow, jobs_of, start, stop_jobs
+from draftmill.storage.errors import UserError
+from tests.jobs.remote.fake_cluster import FakeCluster, FakeJob
+
+REQUEST = Request("command", {})
+
+
+def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:
+    data: dict[str, Any] = {
+        "name": name,
+        "task": {"kind": "complete"},
+        "input": {"path": "rows.jsonl"},
+        "model": {"path": "builtin:ar-tiny"},
+        "decoder": {"kind": "speculative"},
+        "output": {"path": path},
+    }
+    return check_spec(data)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit_module, "POLL_S", 0.001)
+
+
+def test_a_run_has_names_of_its_own_that_grow_by_one():
+    cluster = FakeCluster()
+    first = start(cluster, spec(), REQUEST)
+    assert first.startswith("draftmill-my-job-")
+    assert first.endswith("-1")
+    cluster.known[first].end("FAILED", 1)
+    assert start(cluster, spec(), REQUEST) == f"{first[:-1]}2"
+    other = start(cluster, spec("s3://bucket/other"), REQUEST)
+    assert other.endswith("-1")
+    assert len({name.rpartition("-")[0] for name in (first, other)}) == 2
+    assert stem_of("a", "s3://b/r", "http://one") != stem_of("a", "s3://b/r", "http://two")
+
+
+def test_the_same_submission_follows_the_job_that_runs_and_says_if_its_settings_differ(
+    capsys: pytest.CaptureFixture[str],
+):
+    cluster = FakeCluster()
+    name = start(cluster, spec(), REQUEST)
+    capsys.readouterr()
+    assert start(cluster, spec(), REQUEST) == name
+    assert "runs already for this run directory\n" in capsys.readouterr().err
+    assert start(cluster, spec(name="renamed"), replace(REQUEST, entrypoint="other")) == name
+    assert "submitted with other settings" in capsys.readouterr().err
+    assert len(cluster.known) == 1
+
+
+def test_of_two_submissions_at_the_same_moment_one_starts_the_job_and_both_follow_it():
+    cluster = FakeCluster()
+    name = f"{stem_of('My job!', 's3://bucket/run')}-1"
+    cluster.late = [FakeJob(name, metadata={RUN: "s3://bucket/run"})]
+    assert start(cluster, spec(), REQUEST) == name
+    assert cluster.known[name].entrypoint == "", "it is the other one's job"
+
+
+def test_a_dated_run_gets_its_date_when_it_is_submitted_and_a_job_for_each_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    cluster = FakeCluster()
+    monkeypatch.setattr(submit_module, "RayJobs", lambda *_: cluster)
+    data = spec("s3://bucket/daily/{date:%Y-%m-%d}").model_dump(mode="json") | {"input": {"path": "s3://bucket/rows"}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
+    for date in ("2026-11-21", "2026-11-22", "2026-11-22"):
+        options = ["--code", "installed", "--no-wait", "--logical-date", date, "--if-running", "skip"]
+        assert main(["submit", str(tmp_path / "job.yaml"), "--address", "head", *options]) == 0
+    first, second = cluster.jobs()
+    assert [first.metadata[RUN], second.metadata[RUN]] == [
+        "s3://bucket/daily/2026-11-21",
+        "s3://bucket/daily/2026-11-22",
+    ]
+    assert "logical_date: '2026-11-21T00:00:00Z'" in first.entrypoint
+    assert "--if-running skip" in first.entrypoint
+    capsys.readouterr()
+
+
+def test_a_cluster_that_has_just_started_is_asked_again():
+    cluster = FakeCluster()
+    cluster.unready = 3
+    assert start(cluster, spec(), REQUEST) in cluster.known
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "expected", "words"),
+    [
+        ("SUCCEEDED", 0, None, 0, ""),
+        ("FAILED", 1, None, 1, ""),
+        ("FAILED", 2, None, 2, ""),
+        ("FAILED", 3, None, 3, ""),
+        ("FAILED", 4, None, 4, ""),
+        ("FAILED", 137, None, 1, "ended with exit code 137"),
+        ("FAILED", -9, None, 1, "ended with signal 9"),
+        ("FAILED", None, "Failed to set up runtime environment.\nlong\nno such image", 1, "environment. no such image"),
+        ("STOPPED", None, None, 4, "was stopped"),
+    ],
+)
+def test_the_exit_code_is_the_drivers_own(status, code, message, expected, words):
+    end = end_of(SimpleNamespace(status=status, driver_exit_code=code, message=message))
+    assert end.code == expected
+    assert words in end.message
+
+
+def test_a_log_is_shown_once_however_often_its_connection_breaks():
+    job = FakeJob("j")
+    cluster, shown = FakeCluster(job), list[str]()
+
+    def script(asked: int) -> None:
+        job.log = "".join(f"line {number}\n" for number in range(min(asked, 50)))
+        if asked >= 60 and cluster.tails > 2:
+            job.end("SUCCEEDED", 0)
+
+    cluster.script = script
+    assert Follower(cluster, "j", shown.append, wait=lambda s: time.sleep(0)).follow().code == 0
+    assert "".join(shown) == job.log
+
+
+def test_a_long_log_is_not_read_again_at_every_turn_of_a_connection_that_breaks():
+    job, now, shown = FakeJob("j", log="x" * 5_000_000), [0.0], list[str]()
+    cluster = FakeCluster(job)
+    cluster.script = lambda asked: job.end("SUCCEEDED", 0) if asked > 100 else None
+
+    def wait(s: float) -> None:
+        now[0] += 1.0
+        for thread in threading.enumerate():
+            if isinstance(thread, LogTail):
+                thread.join()
+
+    assert Follower(cluster, "j", shown.append, clock=lambda: now[0], wait=wait).follow().code == 0
+    assert "".join(shown) == job.log
+    assert cluster.tails == 20  # one in 5 s: a million characters a second
+
+
+def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up():
+    job, now = FakeJob("j"), [0.0]
+    cluster = FakeCluster(job)
+    cluster.deaf = 20
+    cluster.script = lambda asked: job.end("SUCCEEDED", 0) if asked > 20 else None
+
+    def wait(s: float) -> None:
+        now[0] += 1.0
+
+    follower = Follower(cluster, "j", lambda text: None, clock=lambda: now[0], wait=wait)
+    assert follower.follow().code == 0
+    cluster.deaf = 10**6
+    with pytest.raises(Unreachable):
+        follower.follow()
+    assert 60 < now[0] < 90
+
+
+def test_an_interrupt_ends_the_following_and_not_the_job(capsys: pytest.CaptureFixture[str]):
+    def interrupted(asked: int) -> None:
+        raise KeyboardInterrupt
+
+    cluster = FakeCluster(FakeJob("draftmill-x-1"))
+    cluster.script = interrupted
+    assert follow(cluster, "draftmill-x-1") == 4
+    assert "draftmill stop draftmill-x-1 --address http://head:8265" in capsys.readouterr().err
+    assert cluster.known["draftmill-x-1"].status == "RUNNING"
+
+
+def test_a_job_is_stopped_by_its_name_or_its_run_directory(capsys: pytest.CaptureFixture[str]):
+    jobs = [FakeJob("a-1", metadata={RUN: "/runs/a"}, status="FAILED"), FakeJob("a-2", metadata={RUN: "/runs/a"})]
+    cluster = FakeCluster(*jobs, FakeJob("b-1", metadata={RUN: "/runs/b"}))
+    assert stop_jobs(cluster, jobs_of(cluster, "runs/a", "/runs/a"), wait=True)
+    assert [cluster.known[name].status for name in ("a-1", "a-2", "b-1")] == ["FAILED", "STOPPED", "RUNNING"]
+    assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), wait=True)
+    assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), wait=True)
+    assert capsys.readouterr().err.endswith("draftmill: nothing to stop: b-1 has ended (STOPPED)\n")
+    with pytest.raises(UserError, match="TARGET: 'c' is no job"):
+        jobs_of(cluster, "c", "/runs/c")

@@ -1,0 +1,264 @@
+"""Every kind of manifest is accepted by what reads it, and a planted mistake in each is found."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftmill.jobs.cli import parser
+from draftmill.jobs.config.spec import load_spec
+from draftmill.jobs.remote.manifest_options import KINDS
+from tests.jobs.remote.made import KUBERAY, RICH, SPEC, data_of, printed, templates, text_of, write_spec
+from tests.jobs.remote.validators import (
+    kuberay_problems,
+    kubernetes_problems,
+    shell_problems,
+)
+
+
+def problems(kind: str, text: str) -> list[str]:
+    """What the reader of a kind says of it."""
+    if kind in KUBERAY:
+        return kuberay_problems(yaml.safe_load(text)) + pod_problems(yaml.safe_load(text))
+    if kind == "cronjob":
+        return kubernetes_problems(yaml.safe_load(text))
+    if kind == "cron":
+        return shell_problems(f"#!/bin/bash\n# shellcheck disable=SC1091\n{command_of(text)}\n")
+    return shell_problems(text)
+
+
+def pod_problems(manifest: dict[str, Any]) -> list[str]:
+    """KubeRay's schema knows pods, but not which names and quantities Kubernetes allows: its own schema of pods does a part."""
+    found = []
+    for template in templates(manifest):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"} | template.get("metadata", {})}
+        found += kubernetes_problems(pod | {"spec": template["spec"]})
+    return found
+
+
+def command_of(crontab: str) -> str:
+    """The command of the only entry."""
+    (entry,) = [line for line in crontab.splitlines() if re.match(r"[0-9*]", line)]
+    return entry.split(" ", 5)[5]
+
+
+DATED = {"path": "s3://bucket/nightly/{date:%Y-%m-%d}"}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("rich", [False, True], ids=["defaults", "many options"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manifest_is_accepted_by_what_reads_it(kind: str, rich: bool, tmp_path: Path) -> None:
+    options = RICH[kind] if rich else {}
+    text = text_of(write_spec(tmp_path, output=DATED if rich else SPEC["output"]), kind, **options)
+    if kind == "cron" and rich:  # the sixth field of a crontab of the system is the user
+        text = text.replace(" batch cd ", " cd ")
+    assert problems(kind, text) == []
+
+
+MISTAKES: dict[str, list[tuple[str, str, str]]] = {
+    "rayjob": [
+        ("backoffLimit", "backofLimit", "backofLimit"),
+        ("activeDeadlineSeconds: 86400", 'activeDeadlineSeconds: "86400"', "integer"),
+        ("replicas: 2", "replicas: two", "integer"),
+        ("          containers:\n            - name: ray-head", "          containers:\n            - title: ray-head", "name"),
+        ("mode: token", "mode: password", "password"),
+    ],
+    "raycluster": [("groupName: decode", "group: decode", "groupName")],
+    "cronjob": [
+        ("concurrencyPolicy", "concurencyPolicy", "concurencyPolicy"),
+        ("startingDeadlineSeconds: 3600", 'startingDeadlineSeconds: "3600"', "integer"),
+        ("key: auth_token", "keys: auth_token", "key"),
+    ],
+    "slurm": [
+        ('cd "', "cd $", "SC"),
+        ('"${nodes[@]:1}"', "${nodes[@]:1}", "SC2068"),
+        ("esac", "", "SC"),
+    ],
+    "cron": [("2>&1", "2>&1 && echo $done", "SC2154")],
+}  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "said"),
+    [(kind, *mistake) for kind, mistakes in MISTAKES.items() for mistake in mistakes],
+)
+def test_a_planted_mistake_is_found(kind: str, right: str, wrong: str, said: str, tmp_path: Path) -> None:
+    text = text_of(write_spec(tmp_path), kind, directory="/a b" if kind == "slurm" else None)
+    text = text.replace("cd '/a b'", 'cd "/a b"')
+    assert right in text
+    assert said in "\n".join(problems(kind, text.replace(right, wrong, 1)))
+
+
+def test_every_kind_has_a_planted_mistake() -> None:
+    assert MISTAKES.keys() == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", ["rayjob", "cronjob"])
+def test_the_spec_arrives_in_the_pod_as_it_was_written(kind: str, tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    Path(spec).write_text("# why this job is there\n" + Path(spec).read_text())
+    annotations = templates(data_of(spec, kind))[0]["metadata"]["annotations"]
+    assert annotations["draftmill-spec.yaml"] == Path(spec).read_text()
+
+
+def test_a_spec_without_name_keeps_the_name_of_its_file_and_overrides_are_applied(tmp_path: Path) -> None:
+    path = tmp_path / "evening run.yaml"
+    path.write_text(
+        "{task: {kind: complete}, input: {path: 'builtin:python-stdlib', chunk_chars: 99}, model: {path: 'builtin:ar-tiny'}, "
+        "decoder: {kind: jacobi}, output: {path: 's3://b/c'}}"
+    )
+    overrides = ["sampling.temperature=1e-3", 'output.path=s3://b/it\'s 100% "new"']
+    manifest = data_of(str(path), "rayjob", overrides)
+    assert manifest["metadata"]["name"] == "evening-run"
+    sent = tmp_path / "sent.yaml"
+    sent.write_text(templates(manifest)[0]["metadata"]["annotations"]["draftmill-spec.yaml"])
+    assert load_spec(sent) == load_spec(path, overrides)
+
+
+def test_the_entry_point_has_no_word_that_needs_quotes(tmp_path: Path) -> None:
+    """KubeRay passes it through two shells, so that no quoting would survive."""
+    for output in (SPEC["output"], DATED):
+        manifest = data_of(write_spec(tmp_path, output=output), "rayjob")["spec"]
+        assert re.fullmatch(r"[A-Za-z0-9/. -]+", manifest["entrypoint"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_authentication_is_explicit_everywhere(kind: str, tmp_path: Path) -> None:
+    assert "RAY_AUTH_MODE" in text_of(write_spec(tmp_path), kind)
+    disabled = text_of(write_spec(tmp_path), kind, auth="disabled")
+    assert "disabled" in disabled
+    assert not re.search(r"RAY_AUTH_MODE\W+(value: )?token", disabled)
+
+
+@pytest.mark.parametrize("kind", ["rayjob", "raycluster", "cronjob"])
+def test_pods_have_time_to_end_and_no_root(kind: str, tmp_path: Path) -> None:
+    for template in templates(data_of(write_spec(tmp_path), kind)):
+        spec = template["spec"]
+        (container,) = spec["containers"]
+        environment = {one["name"]: one.get("value") for one in container["env"]}
+        grace, patience = int(environment["DRAFTMILL_GRACE_SECONDS"]), int(environment["RAY_JOB_STOP_WAIT_TIME_S"])
+        assert 30 <= grace < patience < spec["terminationGracePeriodSeconds"] <= 60
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+
+
+def test_secrets_are_references(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    for kind in KUBERAY:
+        for template in templates(data_of(spec, kind)):
+            assert template["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "draftmill-s3"}}]
+    with_account = templates(data_of(spec, "rayjob", service_account="reader"))[0]["spec"]
+    assert with_account["serviceAccountName"] == "reader"
+    assert "envFrom" not in with_account["containers"][0]
+    environment = templates(data_of(spec, "cronjob"))[0]["spec"]["containers"][0]["env"]
+    token = next(one for one in environment if one["name"] == "RAY_AUTH_TOKEN")
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "draftmill", "key": "auth_token"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "nodes", "resources"),
+    [
+        ({"count": 3, "cpus": 2}, {}, 3, {"cpu": "2", "memory": "8Gi"}),
+        ({"count": 5, "gpus": 0.5}, {"gpus_per_node": 1}, 3, {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"}),
+        ({"count": 5, "gpus": 2.0}, {"gpus_per_node": 8}, 2, {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "8"}),
+        ({"count": 6, "gpus": 1.0, "cpus": 3}, {"nodes": 2}, 2, {"cpu": "9", "memory": "8Gi", "nvidia.com/gpu": "3"}),
+        ({}, {"nodes": 4, "gpus_per_node": 2}, 4, {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "2"}),
+        ({}, {}, 1, {"cpu": "1", "memory": "8Gi"}),
+        ({"count": 9, "cpus": 2}, {"cpus_per_node": 5}, 5, {"cpu": "5", "memory": "8Gi"}),
+    ],
+)
+def test_nodes_have_room_for_the_workers_of_the_spec(
+    workers: dict[str, Any], options: dict[str, Any], nodes: int, resources: dict[str, str], tmp_path: Path
+) -> None:
+    spec = write_spec(tmp_path, workers=workers)
+    (group,) = data_of(spec, "raycluster", **options)["spec"]["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (nodes, nodes, nodes)
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == resources
+
+
+def test_an_autoscaled_group_has_both_limits(tmp_path: Path) -> None:
+    cluster = data_of(write_spec(tmp_path), "raycluster", max_nodes=8)["spec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert cluster["enableInTreeAutoscaling"]
+    assert (group["minReplicas"], group["maxReplicas"]) == (2, 8)
+
+
+MINUTE = int(datetime(2026, 7, 9, 3, tzinfo=UTC).timestamp()) // 60
+
+
+@pytest.mark.parametrize(("name", "date"), [(f"nightly-{MINUTE}", "2026-07-09T03:00:00Z"), ("nightly-now", None)])
+def test_a_scheduled_run_has_the_date_of_its_schedule(name: str, date: str | None, tmp_path: Path) -> None:
+    manifest = data_of(write_spec(tmp_path, output=DATED), "cronjob", **RICH["cronjob"])
+    script = templates(manifest)[0]["metadata"]["annotations"]["draftmill-run.sh"]
+    assert shell_problems(script) == []
+    words = run_script(script, {"JOB_NAME": name}, tmp_path)
+    assert words[1:3] == ["submit", "/etc/draftmill/spec.yaml"]
+    assert words[words.index("--if-running") + 1] == "skip"
+    assert (words[words.index("--logical-date") + 1] if "--logical-date" in words else None) == date
+    assert words[words.index("--shared") + 1] == "/data it's"
+
+
+def test_a_job_without_dates_has_no_script_and_no_logical_date(tmp_path: Path) -> None:
+    """`draftmill run` refuses --logical-date where the output path has no date."""
+    text = text_of(write_spec(tmp_path), "cronjob")
+    assert "run.sh" not in text and "--logical-date" not in text and "--if-running" in text
+
+
+def test_a_single_run_has_the_date_of_its_start_or_a_given_one(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, output=DATED)
+    entry = data_of(spec, "rayjob", logical_date="2026-07-09")["spec"]["entrypoint"]
+    assert entry.endswith("--if-running skip --logical-date 2026-07-09T00:00:00Z")
+    assert data_of(spec, "rayjob")["spec"]["entrypoint"].endswith("--if-running skip")
+
+
+def run_script(script: str, environment: dict[str, str], folder: Path) -> list[str]:
+    """The command that a script ends with, as a program in the place of draftmill sees it."""
+    fake = folder / "bin" / "draftmill"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/bash\nprintf "%s\\0" "$0" "$@"\n')
+    fake.chmod(0o755)
+    path = f"{fake.parent}:/usr/bin:/bin"
+    done = subprocess.run(
+        ["bash"], input=script, env={"PATH": path} | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split("\0")[:-1]
+
+
+def test_a_manifest_is_written_to_a_file_and_replaced_only_if_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, out = write_spec(tmp_path), str(tmp_path / "job.sbatch")
+    assert printed(capsys, spec, "--for", "slurm", "--out", out)[0] == 0
+    assert Path(out).read_text() == printed(capsys, spec, "--for", "slurm")[1]
+    code, _, said = printed(capsys, spec, "--for", "slurm", "--out", out)
+    assert code == 2 and "--out" in said and "--overwrite" in said
+    assert printed(capsys, spec, "--for", "slurm", "--out", out, "--overwrite")[0] == 0
+    assert printed(capsys, spec, "--for", "rayjob", "--out", f"{tmp_path}/new/")[0] == 0
+    assert (tmp_path / "new" / "nightly.yaml").exists()
+
+
+@pytest.mark.parametrize("output", [SPEC["output"], DATED], ids=["one directory", "dated"])
+@pytest.mark.parametrize("kind", ["rayjob", "cronjob", "slurm", "cron"])
+def test_the_program_knows_the_command_that_a_manifest_runs(kind: str, output: dict[str, str], tmp_path: Path) -> None:
+    text = text_of(write_spec(tmp_path, output=output), kind, ["seed=3"])
+    if kind == "cronjob" and output == SPEC["output"]:
+        words = templates(yaml.safe_load(text))[0]["spec"]["containers"][0]["command"]
+    else:
+        (line,) = re.findall(r"^.*(draftmill (?:run|submit) /.*?)(?: >> .*| &|\")?$", text, re.MULTILINE)
+        for variable in ('"${date[@]}', '"$(cat "$stamp")"'):
+            line = line.replace(variable, "--logical-date 2026-07-09" if "date" in variable else "2026-07-09")
+        words = shlex.split(line)
+    arguments = parser().parse_args(words[1:])
+    assert arguments.if_running == "skip"
+    assert 30 < arguments.grace_seconds <= 45 or kind.startswith("ray")
+    assert kind not in {"slurm", "cron"} or arguments.set == ["seed=3"]
+    assert (arguments.logical_date is not None) == (output == DATED and kind in {"cronjob", "slurm"})

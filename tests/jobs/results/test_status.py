@@ -1,0 +1,76 @@
+"""What `draftmill status` says of the driver and of the run."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftmill.actors.messages import Effort
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.cli import main
+from draftmill.jobs.drive.run_log import Sessions
+from draftmill.jobs.results import status
+from draftmill.jobs.results.status import state_of, status_lines
+from draftmill.storage.runs.lease import acquire, driver_of, this_process
+from draftmill.storage.stores.store import MemoryStore, open_store
+
+
+def test_a_driver_that_was_killed_is_not_said_to_run():
+    store = MemoryStore(secrets.token_hex(8))
+    alive = acquire(store, this_process(), 60)
+    assert driver_of(store) == this_process() and "running, driver" in state_of(store, driver_of(store))
+    alive.release()
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    acquire(store, f"{this_process().rpartition(':')[0]}:{process.pid}", 60)
+    assert driver_of(store) is None and state_of(store, driver_of(store)).startswith("not running")
+
+
+def test_what_the_workers_compute_with_is_shown(monkeypatch):
+    started = Counter({"NVIDIA H100, bfloat16; kernels on; graphs off: DRAFTMILL_GRAPHS is 0": 2})
+    monkeypatch.setattr(status, "read_sessions", lambda _: Sessions(started_on=started))
+    plan: Any = SimpleNamespace(rows=4, units=1, sizes=lambda: iter(()))
+    lines = list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
+    assert "  workers  2 started on NVIDIA H100, bfloat16; kernels on; graphs off: DRAFTMILL_GRAPHS is 0" in lines
+
+
+@pytest.mark.parametrize(
+    ("shared", "line"), [(6, "  prompts  75.0% of their rows taken over from other samples, not computed"), (0, None)]
+)
+def test_the_share_of_prompt_rows_that_were_taken_over_is_shown_where_there_is_any(monkeypatch, shared, line):
+    effort = Effort(EngineStats(prompt_rows=8, prompt_rows_shared=shared))
+    monkeypatch.setattr(status, "read_sessions", lambda _: Sessions(effort=effort))
+    plan: Any = SimpleNamespace(rows=4, units=1, sizes=lambda: iter(()))
+    lines = list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
+    assert [one for one in lines if "prompts" in one] == ([line] if line else [])
+
+
+def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(tmp_path / "run")
+    lease = acquire(open_store(place), this_process(), 60.0)
+    (tmp_path / "run" / "plan").mkdir()
+    assert main(["status", place]) == 0 == main(["logs", place, "--json"])
+    printed = capsys.readouterr()
+    planned = f"{place} is being planned, driver {this_process()}\n"
+    assert (printed.out, printed.err) == (planned, f"draftmill: {planned}")
+    monkeypatch.setattr(
+        "draftmill.jobs.results.status.time.sleep", lambda s: lease.release()
+    )  # the driver ends while it is followed
+    assert main(["logs", place, "--follow"]) == 0
+    interrupted = f"{place} was interrupted while it was planned: run it again\n"
+    assert capsys.readouterr().err == f"draftmill: {planned}draftmill: {interrupted}"
+    assert main(["status", place]) == 0
+    assert capsys.readouterr().out == interrupted
+    assert main(["verify", place]) == 2
+    assert capsys.readouterr().err == f"draftmill: {interrupted}"
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err

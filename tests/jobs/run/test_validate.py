@@ -1,0 +1,187 @@
+"""The dry run says what a job would do, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from draftmill.actors.checkpoints.models import BUILTIN
+from draftmill.actors.planning.surveying import table_of
+from draftmill.actors.rows.canvas import Canvas, Size
+from draftmill.actors.task import Complete
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.base import HOLE
+from draftmill.jobs.config.spec import check_spec
+from draftmill.jobs.plan.prepare import length_note
+from draftmill.jobs.run.first_rows import LoadedModel, RowCanvas, estimate_rows
+from draftmill.jobs.run.validate import canvas_lines, model_lines, prompt_text, quantized_lines, validate
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.inputs import list_inputs
+from tests.actors.tokenizers_for_tests import byte_level
+
+
+def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "batch.jsonl"
+    bodies = [{"prompt": "x"} | ({"best_of": 2} if number % 4 == 0 else {}) for number in range(20)]
+    url = "/v1/completions"
+    lines = [{"custom_id": f"r{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    spec = {
+        "name": "dry",
+        "task": {"kind": "complete", "max_new_tokens": 2},
+        "input": {"path": str(file)},
+        "model": {"path": "builtin:ar-micro"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    assert validate(check_spec(spec)) == 0
+    said = capsys.readouterr().out
+    assert said.count("  unsupported  r") == 3 and "  unsupported  r0: best_of: '2' is not supported" in said
+    assert "and 2 more of status failed and error_kind unsupported" in said
+    assert "5 failed samples: more than `errors` allows (1); the run will end with exit code 3" in said
+    assert validate(check_spec(spec | {"errors": {"max_rate": 0.5}})) == 0
+    assert "exit code 3" not in capsys.readouterr().out
+
+
+def test_a_dry_run_shows_small_weights_and_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    spec = {
+        "task": {"kind": "complete", "max_new_tokens": 2},
+        "input": {"path": str(tmp_path / "rows.jsonl")},
+        "model": {"path": "builtin:ar-micro", "weights": "int8", "device": "cpu"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    assert validate(check_spec(spec)) == 0
+    said = capsys.readouterr().out
+    numbers = int(re.findall(r"([\d,]+) parameters", said)[0].replace(",", ""))
+    amount, unit = re.findall(r"CPU, float32, weights int8, ([\d.]+) ([kM])B, torch", said)[0]
+    assert numbers < float(amount) * {"k": 1e3, "M": 1e6}[unit] < 2 * numbers
+    assert "exact     true" in said
+
+
+def test_a_dry_run_says_what_a_quantized_checkpoint_takes_once_it_is_unpacked(tmp_path: Path) -> None:
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(700_000))
+    prepared: Any = SimpleNamespace(folder=tmp_path, info=SimpleNamespace(num_parameters=1_000_000))
+    assert list(quantized_lines(prepared)) == [
+        "weights   quantized to 4 bits, 700.0 kB; unpacked when they are loaded: 4.0 MB in float32, 2.0 MB in bfloat16"
+    ]
+    (tmp_path / "config.json").write_text("{}")
+    assert list(quantized_lines(prepared)) == []
+
+
+def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"id": "bad"}, *({"id": f"r{number}", "text": f"x = <mask:{number + 1}>;\n"} for number in range(20))]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    spec = check_spec(
+        {
+            "name": "dry",
+            "task": {"kind": "infill", "mask": {"kind": "marker"}},
+            "input": {"path": str(file)},
+            "model": {"path": "builtin:asarm-tiny"},
+            "decoder": {"kind": "assd"},
+            "output": {"path": str(tmp_path / "run")},
+        }
+    )
+    assert validate(spec) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "dry: infill, mask marker, decoder assd",
+        "3,090,944 parameters, up to 512 tokens",
+        "canvas    r0:",
+        "1 to generate in 1 holes",
+        "  | x = [1];",
+        "samples   21; read 21 of them",
+        "fail    1 of those read: missing_column 1",
+        "10.0 a sample, 210 to generate",
+        "units     1 of at most 32 samples",
+        "useful in batches",
+        "device    CPU, float32, torch ",
+        "memory",
+        "room    ",
+        "GiB free on cpu: ",
+        "samples of 512 tokens at once",
+    ):
+        assert part in said, f"{part!r} is not in\n{said}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_shows_holes_as_their_lengths() -> None:
+    a, b = byte_level().encode("a")[0], byte_level().encode("b")[0]
+    canvas = Canvas(np.asarray([HOLE, a, HOLE, HOLE, b], dtype=np.int32), ((0, 1), (2, 4)))
+    assert prompt_text(canvas, byte_level()) == "[1]a[2]b"
+
+
+def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("twelve chars\n" * 1000)
+    inputs = list_inputs(str(tmp_path / "a.txt"))
+    sample = table_of(
+        0, rows=range(101), offsets=[13 * n for n in range(101)], ids=["x"] * 101, sizes=[Size(1, 1)] * 101
+    )
+    assert estimate_rows(inputs, sample) == 1000
+    pq.write_table(pa.table({"text": ["a"] * 77}), tmp_path / "b.parquet")
+    assert estimate_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
+
+
+def test_prompts_that_will_be_cut_are_counted() -> None:
+    prepared: Any = SimpleNamespace(tokenizer=None, spec=SimpleNamespace(task=Complete(kind="complete")))
+    tokens = np.asarray([7, 7, 7, HOLE], np.int32)
+    rows = [RowCanvas("r", 0, Canvas(tokens, ((3, 4),), truncated=cut)) for cut in (0, 7, 9)]
+    lines = list(canvas_lines(prepared, rows))
+    assert lines[-1] == "  cut     2 of the first 3 prompts do not fit: 16 of their tokens"
+    assert not any("cut" in line for line in canvas_lines(prepared, rows[:1]))
+
+
+def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    text = {"text": "[[int]] of [[x:3-8]], [[a:word:2]]"}
+    spec = {
+        "task": {
+            "kind": "infill",
+            "mask": {"kind": "marker", "marker": "[[...]]", "length": 4},
+            "constraint": {"int": {"regex": "[0-9]+"}, "word": {"regex": "[a-z ]+"}},
+        },
+        "input": {"path": str(file)},
+        "model": {"path": "builtin:asarm-tiny"},
+        "decoder": {"kind": "any_subset"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    file.write_text(json.dumps(text))
+    assert validate(check_spec(spec)) == 0
+    assert "\n  holes   4 tokens int, 3-8 tokens, 2 tokens word\n" in capsys.readouterr().out
+    file.write_text(json.dumps({"text": "[[age]]"}))
+    with pytest.raises(UserError, match="no marker of any row names one of them"):
+        validate(check_spec(spec))
+
+
+def test_half_precision_is_compared_with_float32_on_this_cpu() -> None:
+    device = {"name": "CPU", "dtype": "bfloat16", "torch": "2.13.0"}
+    lines = list(model_lines(LoadedModel(True, 2**30, "CPU memory", device=device | {"times_float32": 5.2})))
+    assert lines[0] == "device    CPU, bfloat16, torch 2.13.0"
+    assert "bfloat16 products take 5.2 times as long as float32's on this CPU" in lines[1]
+    plain = LoadedModel(True, 2**30, "CPU memory", device=device)
+    assert not any("  dtype" in line for line in model_lines(plain))
+    fast = LoadedModel(True, 2**30, "CPU memory", device=device | {"dtype": "float32", "bfloat16_times": 0.6})
+    assert "float32 is exact; bfloat16 products take 0.6 of its time" in list(model_lines(fast))[1]
+
+
+def test_a_completion_longer_than_its_model_is_noted() -> None:
+    info = inspect_model(BUILTIN / "ar-tiny")
+    assert length_note(Complete(kind="complete", max_new_tokens=511), info) is None
+    expected = "task.max_new_tokens is 4,000, but the model takes 512 tokens with the prompt: texts end there"
+    assert length_note(Complete(kind="complete", max_new_tokens=4000), info) == expected
