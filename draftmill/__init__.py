@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from draftmill.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from draftmill.jobs.api import Error as Error
     from draftmill.jobs.api import RunResults as RunResults
     from draftmill.jobs.api import generate as generate
     from draftmill.jobs.api import open_run as open_run
     from draftmill.jobs.api import run as run
-
-__version__ = "0.1.0"
 
 _LIBRARY = ("Error", "RunResults", "generate", "open_run", "run")
 

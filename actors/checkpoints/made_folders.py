@@ -21,14 +21,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import draftmill
 from draftmill.storage.errors import UserError
 from draftmill.storage.json_text import parse_json
+from draftmill.version import ROOT
 
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
-
-_ROOT = Path(draftmill.__file__).parents[1]
 
 
 def cache_folder() -> Path:
@@ -81,7 +79,7 @@ def run_maker(module: str, arguments: Sequence[str], *, field: str, what: str) -
     Prints `what` it does on standard error, since a large model takes minutes.
     """
     print(f"{what}, once; the result is kept in {cache_folder()}", file=sys.stderr, flush=True)
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         capture_output=True,

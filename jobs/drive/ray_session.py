@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
-import draftmill
 from draftmill.actors.ray.ray_inside import (
     ACCELERATORS,
     GRPC_CHANNEL,
@@ -38,9 +36,7 @@ from draftmill.actors.ray.ray_inside import (
 )
 from draftmill.jobs.drive.allocation import NodeRoom
 from draftmill.storage.errors import StoreError, UserError
-
-ROOT = Path(draftmill.__file__).parents[1]
-"""The folder that holds our package: the checkout, or the environment's site-packages."""
+from draftmill.version import ROOT
 
 CONNECT_S = 5.0
 

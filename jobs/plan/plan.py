@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-import draftmill
 from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, survey_pieces
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.prompts import FIELD as TEMPLATE
@@ -55,6 +54,7 @@ from draftmill.storage.json_text import parse_json, shaped
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA, PlannedRow, PlanTable, parts_of
 from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store
+from draftmill.version import __version__
 
 MOST_THREADS = 16
 """Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
@@ -259,7 +259,7 @@ def store_plan(
     content = {
         **FORMATS,
         "fingerprint": digest(results),
-        "code_version": draftmill.__version__,
+        "code_version": __version__,
         "pass": pass_,
         "totals": totals,
         "results": results,

@@ -22,9 +22,9 @@ import yaml
 from draftmill.jobs.config.paths import is_inside, places_of
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.config.yaml_file import read_mapping
-from draftmill.jobs.drive.ray_session import ROOT
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import is_secret_variable
+from draftmill.version import ROOT
 
 MARGIN_S = 15.0
 """Seconds between the driver's grace period and its end by force."""

@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 
-import draftmill
 from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.paths import absolute
 from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden, load_spec, with_logical_date
@@ -53,6 +52,7 @@ from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
 from draftmill.storage.stores.interface import Place, Store, is_local
 from draftmill.storage.stores.store import open_store
+from draftmill.version import __version__
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 POLL_S = 1.0
@@ -223,7 +223,7 @@ def start(client: RayJobs, spec: JobSpec, request: Request) -> str:
     stem = stem_of(spec.name, run, spec.s3.endpoint)
     settings = {key: value for key, value in request.environment.items() if key not in SHIPPED}
     digest = digest_of(request.entrypoint, str(settings))
-    metadata = {RUN: run, SPEC: digest, "draftmill": draftmill.__version__}
+    metadata = {RUN: run, SPEC: digest, "draftmill": __version__}
     while True:
         jobs = client.jobs()
         running = [job for _, job in submissions(stem, jobs) if not is_over(job)]

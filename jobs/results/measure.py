@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import draftmill
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import Allocation, ModelPlace
 from draftmill.actors.measuring.measure import MeasureJob, UnitToMeasure
@@ -39,6 +38,7 @@ from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet, measured_units, metric_sets, record_set
 from draftmill.storage.stores.interface import Store
+from draftmill.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ def _job_of(store: Store, plan: Plan, ready: Ready, units: Mapping[int, UnitToMe
     return MeasureJob(
         store=store.place.at(absolute(store.url)),
         fingerprint=plan.fingerprint,
-        code_version=draftmill.__version__,
+        code_version=__version__,
         metrics=ready.metrics,
         units=units,
         row_s=row_s,

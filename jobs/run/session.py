@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import draftmill
 from draftmill.actors.job import Allocation
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import fitting_threads
@@ -38,6 +37,7 @@ from draftmill.storage.runs.lease import Lease, this_process
 from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, unit_name
 from draftmill.storage.stores.interface import Store, is_local
 from draftmill.storage.stores.parallel import parallel_map
+from draftmill.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def decode(run: Run) -> Finish:
         samples=run.plan.rows,
         path=run.store.url,
         fingerprint=run.plan.fingerprint,
-        code_version=draftmill.__version__,
+        code_version=__version__,
         owner=this_process(),
     )
     try:

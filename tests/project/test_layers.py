@@ -152,6 +152,7 @@ def test_wheel_holds_one_package_with_the_five_folders(wheel_names: set[str]) ->
         "__init__.py",
         "constraints.txt",
         "py.typed",
+        "version.py",
     }
     assert {f"draftmill/{folder}/__init__.py" for folder in FOLDERS} <= wheel_names
 

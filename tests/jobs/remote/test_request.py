@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from draftmill.jobs.config.spec import check_spec
-from draftmill.jobs.drive.ray_session import ROOT
 from draftmill.jobs.remote.request import (
     EXCLUDES,
     SubmitOptions,
     request_of,
 )
 from draftmill.storage.errors import UserError
+from draftmill.version import ROOT
 
 
 def spec(**changes: Any) -> dict[str, Any]:
