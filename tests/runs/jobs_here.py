@@ -14,8 +14,7 @@ from tests.runs.local_pool import BackendHere
 
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, `draftmill run` and `rerun` decode in this process."""
-    for module in ("draftmill.jobs.run.job", "draftmill.jobs.run.job"):
-        monkeypatch.setattr(f"{module}.backend_of", lambda **_: BackendHere())
+    monkeypatch.setattr("draftmill.jobs.run.job.backend_of", lambda **_: BackendHere())
 
 
 def run(spec: dict[str, Any], file: Path, command: str = "run") -> int:

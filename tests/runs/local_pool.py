@@ -17,8 +17,6 @@ from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend, WorkerPool
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.run import job as jobs_run
-from draftmill.jobs.run import job as running
 
 Build = Callable[..., UnitRunner]
 
@@ -51,8 +49,5 @@ class BackendHere(LocalBackend):
 def without_ray(*, workers: int = 1, build: Build = build_runner) -> Iterator[None]:
     """For the time of the block jobs run without Ray, on so many CPUs."""
     backend = partial(BackendHere, workers, build)
-    with (
-        patch.object(running, "backend_of", lambda **_: backend()),
-        patch.object(jobs_run, "backend_of", lambda **_: backend()),
-    ):
+    with patch("draftmill.jobs.run.job.backend_of", lambda **_: backend()):
         yield
