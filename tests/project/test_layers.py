@@ -20,7 +20,7 @@ PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
     *ROOT.glob("*/README.md"),
-    ROOT / "benchmarks" / "RESULTS.md",
+    *(ROOT / "benchmarks").glob("*.md"),
 ]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONTRACTS = {contract["name"] for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
