@@ -40,7 +40,7 @@ from draftmill.jobs.spec.worker_shape import WorkerShape
 
 PAGES: Final = tuple(Path(__file__).resolve().parent / name for name in ("specs.md", "metrics.md", "watching.md"))
 REGION: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)
-HEAD: Final = "| key | values | default | meaning |\n|---|---|---|---|\n"
+HEAD: Final = "| key | values (default) | meaning |\n|---|---|---|\n"
 
 
 def keys(model: type[BaseModel]) -> str:
@@ -57,7 +57,7 @@ def decoder(kind: str) -> str:
         shared = [name for name in own if own[name] == known.get(name)]
         if len(shared) > 2:
             rest = "".join(line for name, line in own.items() if name not in shared)
-            return HEAD + row(", ".join(shared), "", "", f"as in {other}") + rest
+            return HEAD + row(", ".join(shared), "", f"as in {other}") + rest
     return HEAD + "".join(own.values())
 
 
@@ -65,7 +65,7 @@ def rows(model: type[BaseModel]) -> dict[str, str]:
     """The row of each key that has a description."""
     shapes = model.model_json_schema()["properties"]
     return {
-        name: row(name, allowed(shapes[name], default(field)), default(field), field.description)
+        name: row(name, values(shapes[name], default(field)), field.description)
         for name, field in model.model_fields.items()
         if field.description is not None
     }
@@ -89,6 +89,12 @@ def tasks() -> str:
     return head + "".join(
         row(kind_of(one), summary(one), ", ".join(decoders_for(kind_of(one)))) for one in (Infill, Complete, Score)
     )
+
+
+def values(shape: Mapping[str, Any], preset: str) -> str:
+    """The values of a key, with its default in brackets unless that is null or empty."""
+    shown = {"required": ", required", "null": "", "[]": "", "{}": ""}.get(preset, f" ({preset})")
+    return allowed(shape, preset) + shown
 
 
 def settings(model: type[BaseModel]) -> Iterator[str]:
