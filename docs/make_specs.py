@@ -150,7 +150,7 @@ def allowed(shape: Mapping[str, Any], unset: str = "") -> str:
         return ", ".join(map(str, shape.get("enum", [shape.get("const")])))
     if shape["type"] == "array":
         return f"list: {allowed(shape['items'])}" if "items" in shape else "list"
-    words = {"boolean": "true, false", "string": "text", "object": "mapping"}
+    words = {"string": "text", "object": "mapping"}
     return " ".join([words.get(shape["type"], shape["type"]), *limits(shape)])
 
 
@@ -160,7 +160,7 @@ def limits(shape: Mapping[str, Any]) -> Sequence[str]:
     if least == -(2**63):
         return ["of 64 bits"]
     if least is not None and most is not None:
-        return [f"{least:g} to {int(most)}"]
+        return [f"{least:g}..{int(most)}"]
     signs = ((">=", least), (">", above), ("<=", most))
     bounds = [f"{sign} {bound:g}" for sign, bound in signs if bound is not None]
     return [", ".join(bounds)] if bounds else []
