@@ -145,7 +145,9 @@ def allowed(shape: Mapping[str, Any], unset: str = "") -> str:
         return "section"
     if "anyOf" in shape:
         kinds = dict.fromkeys(allowed(one) for one in shape["anyOf"])
-        return ", ".join(kind for kind in kinds if (kind, unset) != ("null", "null"))
+        shown = [kind for kind in kinds if kind.removeprefix("list: ") == kind or kind[6:] not in kinds]
+        many = ["or a list of them"] if len(shown) < len(kinds) else []
+        return ", ".join(kind for kind in shown + many if (kind, unset) != ("null", "null"))
     if "enum" in shape or "const" in shape:
         return ", ".join(map(str, shape.get("enum", [shape.get("const")])))
     if shape["type"] == "array":
