@@ -60,8 +60,7 @@ class Hysteresis(Settings):
 
 
 class Bandit(Settings):
-    """Learn within each sample what pays (UCB), for each bin of span, progress and entropy. `beta` weighs the bonus of rare
-    actions; `entropy_of`: the mean over the span, or over all masks of the block."""
+    """Learn within each sample what pays (UCB), by span, progress and entropy (of the span, or of all masks of the block)."""
 
     kind: Literal["bandit"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
