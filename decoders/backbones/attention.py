@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.invariance import EXACT_DTYPES, ShapeRules, weigh_values
+from draftmill.decoders.backbones.packed import can_pack
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.kernels.find import Attend
 from draftmill.decoders.kernels.seen import Seen
@@ -37,6 +38,8 @@ _MOST_COPIED: Final = 1 << 22
 _READ: Final = 3
 _COPY: Final = 8
 _CALL: Final = 1 << 17
+# Fewer query rows of a key head than these leave half precision to torch's fused attention.
+_MANY_ROWS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +295,10 @@ def attend_grouped(
     count, rows = num_slots * key_heads, num_rows * group
     grouped = (num_slots, num_rows, key_heads, group, width)
     device, dtype = query_BTHd.device, query_BTHd.dtype
-    is_exact = device.type == "cpu" and dtype in EXACT_DTYPES
-    if is_exact or not scores.is_plain:
+    is_half = dtype not in EXACT_DTYPES
+    # oneDNN multiplies bfloat16 much faster than fused attention does, and rounds the products: values may be, scores may not.
+    by_onednn = is_half and rows >= _MANY_ROWS and can_pack(dtype, device)
+    if by_onednn or not scores.is_plain or (device.type == "cpu" and not is_half):
         wide = torch.promote_types(dtype, torch.float32)
         query_CRd = (query_BTHd.to(wide) * scores.scaling).reshape(grouped).transpose(1, 2).reshape(count, rows, width)
         # Rows that are too few are repeated, and what the others give is cut off.
@@ -308,7 +313,8 @@ def attend_grouped(
             score_CRW.view(all_rows).add_(bias_BTW[:, None, None, :, None])
         weight_CRW, by_head = score_CRW.softmax(-1), (num_slots, key_heads, times * num_rows, group, num_columns)
         left = scores.left(score_CRW.view(by_head), weight_CRW.view(by_head))
-        mixed_CRd = weigh_values(weight_CRW, value_BKWd.to(wide).flatten(0, 1), rules.sum_columns)
+        number, most_columns = (dtype, num_columns) if by_onednn else (wide, rules.sum_columns)
+        mixed_CRd = weigh_values(weight_CRW.to(number), value_BKWd.to(number).flatten(0, 1), most_columns)
         if left is not None:
             mixed_CRd = mixed_CRd * left.reshape(count, times * rows, 1)
         mixed = mixed_CRd[:, :rows].to(dtype)

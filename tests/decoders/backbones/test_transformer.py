@@ -17,7 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from draftmill.decoders.backbones import attention, transformer
 from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
+from draftmill.decoders.backbones.invariance import INEXACT_RULES
 from draftmill.decoders.backbones.network import Norm
+from draftmill.decoders.backbones.packed import can_pack
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.self_test import check_masking
 from tests.decoders.backbones.causal_models import (
@@ -230,6 +232,26 @@ def test_a_row_has_the_same_bits_in_any_tile(tmp_path, monkeypatch, limits):
     parts = decode_with_rejections(backbone, texts, prompts=prompts)
     assert backbone.exact and max(numbers) > 2, "nothing was cut"
     assert all(torch.equal(parts[slot], whole[slot]) for slot in texts)
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no products of bfloat16 by oneDNN")
+def test_many_rows_of_bfloat16_attend_as_precisely_as_few():
+    normal = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(*shape, generator=normal).bfloat16() for shape in ((2, 40, 6, 32), *[(2, 3, 300, 32)] * 2)
+    )
+    bias = torch.where(torch.rand(2, 40, 300, generator=normal) < 0.3, 0.0, -torch.inf).bfloat16()
+    scores = attention.Scores(3 * 32**-0.5)
+    of = {"scores": scores, "rules": INEXACT_RULES}
+    exact = attention.attend_grouped(query.double(), key.double(), value.double(), bias.double(), **of)
+    errors = []
+    for lines in (40, 8):  # by oneDNN, by fused attention
+        parts = [
+            attention.attend_grouped(query[:, first : first + lines], key, value, bias[:, first : first + lines], **of)
+            for first in range(0, 40, lines)
+        ]
+        errors.append((torch.cat(parts, 1).double() - exact).norm() / exact.norm())
+    assert errors[1] < 0.003 and errors[0] < 1.5 * errors[1], "scores were rounded"
 
 
 def test_a_sample_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(tmp_path):
