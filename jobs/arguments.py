@@ -178,15 +178,10 @@ DRIVER = (
 )
 """Options of every command that starts workers."""
 
-S3 = (
-    option("--s3-endpoint", "URL", "endpoint of an S3 service other than Amazon's"),
-    option("--s3-region", "REGION"),
-    choice("--s3-addressing", ["auto", "path", "virtual"]),
-    choice("--s3-checksums", ["auto", "when_required", "when_supported"]),
-)
-"""How the bucket is reached, for commands without a spec."""
+S3_ENDPOINT = option("--s3-endpoint", "URL", "endpoint of an S3 service other than Amazon's")
+"""For commands without a spec; region and credentials are those of boto3's environment."""
 
-RUN_DIR = (option("run_dir", "RUN_DIR", "a folder or s3://bucket/prefix"), *S3)
+RUN_DIR = (option("run_dir", "RUN_DIR", "a folder or s3://bucket/prefix"), S3_ENDPOINT)
 BASELINE = option(
     "--baseline",
     "CASE",
@@ -225,8 +220,7 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
 
 
 def _place(arguments: argparse.Namespace, url: str) -> Place:
-    options = arguments.s3_endpoint, arguments.s3_region, arguments.s3_addressing, arguments.s3_checksums
-    return Place(url, S3Options(*options))
+    return Place(url, S3Options(arguments.s3_endpoint))
 
 
 # ---- a job
@@ -306,7 +300,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     LOGICAL_DATE,
     _address("none: a driver of this machine"),
     option("--wait-seconds", "S", "how long to wait for the end (60); 0 returns at once", type=_seconds, default=60.0),
-    *S3,
+    S3_ENDPOINT,
 )
 def _stop(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.remote.submit import stop
@@ -417,7 +411,7 @@ def _export(arguments: argparse.Namespace) -> int:
         option("--json", help="all figures as JSON", dest="form", action="store_const", const="json", default="text"),
         option("--markdown", help="Markdown tables", dest="form", action="store_const", const="markdown"),
     ),
-    *S3,
+    S3_ENDPOINT,
 )
 def _compare(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.compare.compare import compare
@@ -584,7 +578,7 @@ def _truth(text: str, name: str, why: str = "") -> bool:
     "list the runs below a folder, with their state",
     option("folder", "DIR", "a folder or s3://bucket/prefix"),
     flag("--json", "all facts as JSON", dest="as_json"),
-    *S3,
+    S3_ENDPOINT,
 )
 def _list(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.results.status import list_runs
@@ -607,7 +601,7 @@ def _list(arguments: argparse.Namespace) -> int:
     ),
     flag("--unfinished", "delete unfinished runs, too; they prove nothing"),
     flag("--yes", "delete; without it nothing is deleted"),
-    *S3,
+    S3_ENDPOINT,
     writes=True,
 )
 def _prune(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ from draftmill.storage.stores.interface import (
     Stat,
 )
 
+CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 TOKEN = "write-token"
 ATTEMPTS = 8
 MAX_WAIT_S = 10.0
@@ -188,8 +190,9 @@ class S3Store:
 
     @property
     def with_checksums(self) -> bool:
-        """Whether writes carry SHA-256 checksums."""
-        return self.place.s3.checksums != "when_required"
+        """Whether writes carry SHA-256 checksums; `auto` follows boto3's variable."""
+        given = self.place.s3.checksums
+        return (os.environ.get(CHECKSUMS, "").lower() if given == "auto" else given) != "when_required"
 
     def where(self, name: str) -> str:
         """The object's URL, for messages."""
