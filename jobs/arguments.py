@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from draftmill.jobs.eval.options import REFUSED, SEEDS, EvalOptions, documents, parse_settings, seeds
+from draftmill.jobs.eval.options import HINT, SEEDS, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import Place, S3Options
 
@@ -46,12 +46,13 @@ def command(
     resumes: bool = False,
     follows: bool = False,
     writes: bool = False,
+    hint: str = "",
     **settings: Any,
 ) -> Callable[[Action], Action]:
     """Make a function the work of a command with these options; `settings` are those of its parser.
 
     `resumes`: the same command continues the work after an interruption. `follows`: it shows such work elsewhere. `writes`: a
-    signal interrupts it in order, as it does commands that resume.
+    signal interrupts it in order, as it does commands that resume. `hint`: printed after unknown options.
     """
 
     def register(run: Action) -> Action:
@@ -68,7 +69,7 @@ def command(
                 option(parser)
             grace = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
             work = interruptibly if resumes or writes else run
-            parser.set_defaults(command=work, resumes=resumes, follows=follows, grace_seconds=grace)
+            parser.set_defaults(command=work, resumes=resumes, follows=follows, hint=hint, grace_seconds=grace)
 
         COMMANDS.append(add)
         return run
@@ -505,17 +506,6 @@ def _measure(arguments: argparse.Namespace) -> int:
 # ---- eval
 
 
-class _Refused(argparse.Action):
-    """An option that is known and not supported, with the reason."""
-
-    def __init__(self, *, reason: str, **rest: Any) -> None:
-        super().__init__(**rest)
-        self._reason = reason
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(f"{self.option_strings[0]}: {self._reason}")
-
-
 @command(
     "eval",
     "run lm-evaluation-harness's tasks with a spec's model and decoder, or resume that",
@@ -536,11 +526,8 @@ class _Refused(argparse.Action):
     flag("--log_samples", "has no effect: samples are always written"),
     flag("--write_out", "print the first prompts"),
     option("--metadata", "KEY=VALUE", "for tasks that need some", nargs="+", default=[]),
-    *(
-        option(name, help=argparse.SUPPRESS, nargs="*", action=_Refused, reason=reason)
-        for name, reason in REFUSED.items()
-    ),
     resumes=True,
+    hint=HINT,
     allow_abbrev=False,
 )
 def _eval(arguments: argparse.Namespace) -> int:
