@@ -606,7 +606,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 @command(
     "manifest",
-    "write a file that runs the job on Kubernetes, Slurm or cron",
+    "print a file that runs the job on Kubernetes, Slurm or cron",
     *SPEC,
     option(
         "--for",
@@ -615,52 +615,26 @@ def _prune(arguments: argparse.Namespace) -> int:
         required=True,
         choices=("rayjob", "raycluster", "cronjob", "slurm", "cron"),
     ),
-    option("--out", "FILE", "write to a file, or to a folder; default: print"),
-    flag("--overwrite", "replace an existing file"),
-    option("--name", help="name of the job there; default: from the spec's name"),
-    option("--logical-date", "DATE", "rayjob with a date in output.path; default: when it starts (UTC)"),
-    option("--schedule", "CRON", "'minute hour day month weekday'; default: '0 3 * * *'"),
-    option("--time-zone", "ZONE", "cronjob: for example Europe/Berlin"),
-    option("--time-limit", "TIME", "of one run, like 12h; default: 24h"),
-    option("--retries", "N", "starts after a run that did not finish; default: 3", type=_whole(0)),
-    option("--auth", "MODE", "RAY_AUTH_MODE: token (the default) or disabled"),
+    option("--schedule", "CRON", "cronjob, slurm, cron: 'minute hour day month weekday'; default: '0 3 * * *'"),
     option("--secret", "NAME", "credentials by reference: a Kubernetes Secret; elsewhere a file of KEY=VALUE lines"),
-    group(
-        "nodes (rayjob, raycluster, slurm; default: from the spec's workers)",
-        option("--nodes", "N", "nodes with workers", type=_whole(0)),
-        option("--max-nodes", "N", "let the autoscaler add nodes; not slurm", type=_whole(0)),
-        option("--cpus-per-node", "N", type=_whole(0)),
-        option("--gpus-per-node", "N", type=_whole(0)),
-        option("--memory-per-node", "SIZE", "default: 8Gi"),
-    ),
+    option("--nodes", "N", "rayjob, raycluster, slurm: nodes for the spec's workers", type=_whole(1)),
+    repeatable("--shared-path", "FOLDER", "a folder that all nodes see, so that specs may use it; not cron"),
     group(
         "Kubernetes (rayjob, raycluster, cronjob)",
         option("--image", help="image of draftmill; default: draftmill:0.1.0"),
-        option("--namespace", "NAME"),
         option("--service-account", "NAME", "with the right to S3, so that no Secret is needed"),
-        repeatable("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere"),
-        option("--ray-cluster", "NAME", "cronjob: the RayCluster that runs the job"),
+        repeatable("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere; not cronjob"),
+        option("--ray-cluster", "NAME", "cronjob: the RayCluster that runs the job; default: draftmill"),
     ),
-    group(
-        "machines",
-        repeatable("--shared-path", "FOLDER", "a folder that all nodes see, so that specs may use it"),
-        option("--head-address", "ADDR", "cronjob, cron: a Ray cluster's address"),
-        option("--account", help="slurm"),
-        option("--partition", help="slurm"),
-        option("--user", help="cron: write an entry for /etc/cron.d"),
-        option("--program", "PATH", "slurm, cron: draftmill's path; default: this one"),
-        option("--directory", "PATH", "slurm, cron: working directory; default: this one"),
-    ),
-    description="Prints a file that runs the job elsewhere or on a schedule. Each option says to which kinds it applies.",
+    description="Prints a file that runs the job elsewhere or on a schedule. What has no option is a line of the file.",
 )
 def _manifest(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.remote.manifest import manifest
-    from draftmill.jobs.remote.manifest_options import Options
+    from draftmill.jobs.remote.manifest_job import Options
 
     given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    options = Options(**given)
-    return manifest(arguments.spec, arguments.set, options, arguments.out, overwrite=arguments.overwrite)
+    return manifest(arguments.spec, arguments.set, Options(**given))
 
 
 @command(
