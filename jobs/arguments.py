@@ -586,7 +586,6 @@ def _list(arguments: argparse.Namespace) -> int:
         required=True,
         type=_runs_or_age,
     ),
-    flag("--unfinished", "delete unfinished runs, too; they prove nothing"),
     flag("--yes", "delete; without it nothing is deleted"),
     S3_ENDPOINT,
     writes=True,
@@ -597,8 +596,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     counts = [value for value in arguments.keep if isinstance(value, int)]
     ages = [value for value in arguments.keep if isinstance(value, timedelta)]
     keep = Keep(max(counts, default=None), max(ages, default=None))
-    yes, unfinished = arguments.yes, arguments.unfinished
-    return prune(_place(arguments, arguments.base), keep, yes=yes, unfinished=unfinished)
+    return prune(_place(arguments, arguments.base), keep, yes=arguments.yes)
 
 
 # ---- other places to run

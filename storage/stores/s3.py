@@ -46,7 +46,6 @@ from draftmill.storage.stores.interface import (
     Stat,
 )
 
-CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 TOKEN = "write-token"
 ATTEMPTS = 8
 MAX_WAIT_S = 10.0
@@ -191,8 +190,8 @@ class S3Store:
     @property
     def with_checksums(self) -> bool:
         """Whether writes carry SHA-256 checksums; `auto` follows boto3's variable."""
-        given = self.place.s3.checksums
-        return (os.environ.get(CHECKSUMS, "").lower() if given == "auto" else given) != "when_required"
+        theirs = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "").lower()
+        return (theirs if self.place.s3.checksums == "auto" else self.place.s3.checksums) != "when_required"
 
     def where(self, name: str) -> str:
         """The object's URL, for messages."""
