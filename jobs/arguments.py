@@ -463,7 +463,7 @@ def _show(arguments: argparse.Namespace) -> int:
     "sweep",
     "run several variants of a job on the same workers, or resume them; idempotent",
     option("sweep", "SWEEP.yaml"),
-    flag("--dry-run", "show the cases, what a worker loads, samples and tokens; write nothing"),
+    flag("--dry-run", "show the cases in order and what a worker loads for each; write nothing"),
     SET,
     *DRIVER,
     resumes=True,
