@@ -39,6 +39,7 @@ from draftmill.jobs.drive.totals import exactness
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.fingerprint import flat
+from draftmill.jobs.results.export import open_whole
 from draftmill.jobs.results.passes import latest_rows
 from draftmill.jobs.results.summary import machine_rows, sample_rows, sums_of
 from draftmill.storage.errors import UserError, printable
@@ -84,12 +85,8 @@ def write_page(out: str, page: Callable[[], str], *, field: str = "--out", overw
             if MADE_BY.encode() not in file.read(1000):
                 raise UserError(f"{out!r} exists and is not a page of draftmill; --overwrite replaces it", field=field)
     content = page().encode()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with open_whole(Place(out), field=field, overwrite=True) as file:
+        file.write(content)
     return len(content)
 
 
