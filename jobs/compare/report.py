@@ -616,15 +616,14 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     yield "name", spec.name
     yield "fingerprint", plan.fingerprint
     yield "task", _settings(spec.task.model_dump(mode="json"))
-    weights = (model.get("checkpoint") or "unknown")[:12]
-    yield "model", f"{spec.model.path} ({model.get('family', 'unknown family')}, weights {weights})"
+    yield "model", f"{spec.model.path} ({model['family']}, weights {model['checkpoint'][:12]})"
     yield "decoder", _settings(spec.decoder.model_dump(mode="json"))
     yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling.model_dump(mode='json'))}"
     files = ", ".join(f"{file.name} ({file.size or 0:,} bytes)" for file in plan.files[:5])
     more = f" and {len(plan.files) - 5:,} more" if len(plan.files) > 5 else ""
     yield "inputs", f"{files}{more}"
     yield "rows and passes", f"{plan.rows:,} samples in {plan.units:,} units, passes: {len(case.run.passes)}"
-    yield "draftmill", f"version {plan.code_version}, result schema {results.get('schema_version', 'unknown')}"
+    yield "draftmill", f"version {plan.code_version}, result schema {results['schema_version']}"
     yield "workers", f"{case.workers:,} with results"
     for text, count in case.sessions.started_on.items():
         yield "started", f"{count:,} on {text}"
