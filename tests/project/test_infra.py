@@ -13,13 +13,10 @@ import venv
 from pathlib import Path
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import draftmill
 from draftmill.jobs.cli import main
-from draftmill.jobs.remote.manifest import DEFAULT_IMAGE
 from tests.jobs.remote.validators import docker_problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,15 +45,6 @@ def test_the_manifest_is_what_the_command_writes(
     assert main(["manifest", *EXAMPLE]) == 0
     assert capsys.readouterr().out == (ROOT / "infra" / "kuberay-rayjob.yaml").read_text()
     assert shlex.join(["draftmill", "manifest", *EXAMPLE]) in (ROOT / "infra" / "README.md").read_text()
-
-
-def test_the_manifest_has_the_image_that_the_page_builds_and_the_pinned_ray() -> None:
-    cluster = yaml.safe_load((ROOT / "infra" / "kuberay-rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    images = {container["image"] for group in groups for container in group["template"]["spec"]["containers"]}
-    assert images == {DEFAULT_IMAGE} == {f"draftmill:{draftmill.__version__}"}
-    assert cluster["rayVersion"] == PINS["ray"]
-    assert f"-t {DEFAULT_IMAGE} ." in (ROOT / "infra" / "Dockerfile").read_text()
 
 
 def test_the_pins_are_those_that_torchs_cuda_build_requires() -> None:
@@ -102,18 +90,6 @@ def test_hadolint_finds_a_planted_mistake(dockerfile: Path, right: str, wrong: s
     assert rule in "\n".join(docker_problems(tmp_path / "Dockerfile"))
 
 
-def test_the_two_images_differ_in_torch_alone() -> None:
-    """In comments, the index of torch, the compiler that Triton starts kernels with, and what the container toolkit reads."""
-    kept = [
-        [line for line in path.read_text().splitlines() if not re.match(r"#|ARG TORCH_INDEX=|ENV ", line)]
-        for path in DOCKERFILES
-    ]
-    (plain,) = (lines for path, lines in zip(DOCKERFILES, kept, strict=True) if "cuda" not in path.name)
-    (cuda,) = (lines for path, lines in zip(DOCKERFILES, kept, strict=True) if "cuda" in path.name)
-    installs = "apt-get install --yes --no-install-recommends"
-    assert plain == [line.replace(f"{installs} gcc libc6-dev ", f"{installs} ") for line in cuda] != cuda
-
-
 @BOTH
 def test_dockerfile_copies_what_exists_and_is_let_through(dockerfile: Path) -> None:
     """Every source of a COPY exists and is named in .dockerignore, which excludes all else."""
@@ -125,17 +101,6 @@ def test_dockerfile_copies_what_exists_and_is_let_through(dockerfile: Path) -> N
     for source in sources:
         assert (ROOT / source).exists(), source
         assert f"!{source}" in ignore
-
-
-@BOTH
-def test_dockerfile_runs_the_program_without_root_and_checks_its_health(dockerfile: Path) -> None:
-    text = dockerfile.read_text()
-    assert re.findall(r'^ENTRYPOINT \["(\S+)"\]$', text, re.MULTILINE) == ["draftmill"]
-    assert "draftmill" in PYPROJECT["project"]["scripts"]
-    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["1000:1000"]
-    assert re.findall(r"^HEALTHCHECK .* CMD (.*)$", text, re.MULTILINE) == [
-        '["python", "-m", "draftmill.infra.health"]'
-    ]
 
 
 @pytest.mark.soak
