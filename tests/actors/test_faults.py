@@ -48,17 +48,17 @@ NEITHER = [
 
 
 @pytest.mark.parametrize("error", MEMORY, ids=str)
-def test_memory_that_ran_out_is_known_by_its_class_and_by_the_texts_of_the_libraries(error: Exception):
+def test_memory_that_ran_out_is_known_by_its_class_and_by_the_texts_of_the_libraries(error):
     assert ran_out_of_memory(error) and not lost_device(error)
 
 
 @pytest.mark.parametrize("error", LOST, ids=str)
-def test_a_device_that_is_lost_is_known_by_its_class_and_by_the_texts_of_the_runtime(error: Exception):
+def test_a_device_that_is_lost_is_known_by_its_class_and_by_the_texts_of_the_runtime(error):
     assert lost_device(error) and not ran_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", NEITHER, ids=str)
-def test_other_errors_are_neither(error: Exception):
+def test_other_errors_are_neither(error):
     assert not lost_device(error) and not ran_out_of_memory(error)
 
 
@@ -109,7 +109,7 @@ def test_a_lost_device_ends_the_worker_and_no_row_is_blamed_for_it():
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), DeviceLostError), "it has to reach the driver"
 
 
-def test_an_allocator_that_can_not_even_free_has_lost_its_device(monkeypatch: pytest.MonkeyPatch):
+def test_an_allocator_that_can_not_even_free_has_lost_its_device(monkeypatch):
     def trouble(requests: list[Request]) -> None:
         raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
 
@@ -125,7 +125,7 @@ def test_an_allocator_that_can_not_even_free_has_lost_its_device(monkeypatch: py
         run_all(runner)
 
 
-def test_when_memory_ran_out_the_frames_are_let_go_before_the_allocator_frees(monkeypatch: pytest.MonkeyPatch):
+def test_when_memory_ran_out_the_frames_are_let_go_before_the_allocator_frees(monkeypatch):
     held, freed = [], []
 
     class Big:

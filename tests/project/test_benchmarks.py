@@ -1,7 +1,6 @@
 """The baselines that the benchmarks run beside ours decode what they should: the same greedy text."""
 
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ STOP_IDS = (9, 25, 34, 41)
 
 
 @pytest.mark.slow
-def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_path: Path) -> None:
+def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_path):
     for name, seed in (("target", 1), ("assistant", 2)):
         save_random(tmp_path / name, "qwen2", seed=seed, eos_token_id=None, bos_token_id=None)
     rng, requests = np.random.default_rng(0), []
@@ -68,7 +67,7 @@ def block_requests(count: int, *, new: int) -> list[Request]:
 
 
 @pytest.mark.slow
-def test_the_block_diffusion_loop_of_today_gives_the_text_of_ours_and_one_commit_more(golden: Path) -> None:
+def test_the_block_diffusion_loop_of_today_gives_the_text_of_ours_and_one_commit_more(golden):
     folder, requests = golden / "sdar", block_requests(6, new=9)
     flags = block_diffusion.parse(["--model", str(folder), "--device", "cpu", "--taus", "0.6"])
     bench = block_diffusion.bench_of(flags, requests, None)
@@ -79,7 +78,7 @@ def test_the_block_diffusion_loop_of_today_gives_the_text_of_ours_and_one_commit
         assert 0 < theirs.forwards - ours.nfe <= len(requests) * (1 + size)
 
 
-def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden: Path) -> None:
+def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden):
     model, requests = load(golden / "sdar", "cpu", decoder="s2d2"), block_requests(3, new=7)
     law = measure(model, one_by_one(fused=False), requests, rows=2, temperature=0.0)
     assert quality(model, requests, law.texts).agreement == 1.0
@@ -97,9 +96,7 @@ def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden: Pat
 
 
 @pytest.mark.slow
-def test_the_block_diffusion_benchmark_prints_its_tables_and_writes_its_points(
-    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_block_diffusion_benchmark_prints_its_tables_and_writes_its_points(golden, tmp_path, capsys):
     command = f"--quick --temperatures 0 --device cpu --model {golden / 'sdar'} --points {tmp_path / 'points.csv'}"
     flags = block_diffusion.parse(command.split())
     block_diffusion.run(block_diffusion.bench_of(flags, block_requests(3, new=6), None), flags)

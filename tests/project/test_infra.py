@@ -38,16 +38,14 @@ EXAMPLE = [
 """The arguments of `draftmill manifest` that write infra/kuberay-rayjob.yaml."""
 
 
-def test_the_manifest_is_what_the_command_writes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manifest_is_what_the_command_writes(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["manifest", *EXAMPLE]) == 0
     assert capsys.readouterr().out == (ROOT / "infra" / "kuberay-rayjob.yaml").read_text()
     assert shlex.join(["draftmill", "manifest", *EXAMPLE]) in (ROOT / "infra" / "README.md").read_text()
 
 
-def test_the_pins_are_those_that_torchs_cuda_build_requires() -> None:
+def test_the_pins_are_those_that_torchs_cuda_build_requires():
     """The metadata of the wheel that pip takes from PyPI; this environment may have the CPU build, which requires no Triton."""
     wheel = json.loads((ROOT / "tests/data/torch/requires.json").read_text())
     assert wheel["version"] == PINS["torch"], "record the metadata of the new version, as the file says"
@@ -68,7 +66,7 @@ def test_the_pins_are_those_that_torchs_cuda_build_requires() -> None:
 
 
 @BOTH
-def test_hadolint_has_nothing_to_say(dockerfile: Path) -> None:
+def test_hadolint_has_nothing_to_say(dockerfile):
     assert docker_problems(dockerfile) == []
 
 
@@ -83,7 +81,7 @@ def test_hadolint_has_nothing_to_say(dockerfile: Path) -> None:
     ],
 )
 @BOTH
-def test_hadolint_finds_a_planted_mistake(dockerfile: Path, right: str, wrong: str, rule: str, tmp_path: Path) -> None:
+def test_hadolint_finds_a_planted_mistake(dockerfile, right, wrong, rule, tmp_path):
     text = dockerfile.read_text()
     assert right in text
     (tmp_path / "Dockerfile").write_text(text.replace(right, wrong))
@@ -91,7 +89,7 @@ def test_hadolint_finds_a_planted_mistake(dockerfile: Path, right: str, wrong: s
 
 
 @BOTH
-def test_dockerfile_copies_what_exists_and_is_let_through(dockerfile: Path) -> None:
+def test_dockerfile_copies_what_exists_and_is_let_through(dockerfile):
     """Every source of a COPY exists and is named in .dockerignore, which excludes all else."""
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     sources = [
@@ -105,7 +103,7 @@ def test_dockerfile_copies_what_exists_and_is_let_through(dockerfile: Path) -> N
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_the_install_steps_of_the_image_run_in_a_clean_environment(tmp_path: Path) -> None:
+def test_the_install_steps_of_the_image_run_in_a_clean_environment(tmp_path):
     """WORKDIR, COPY and RUN pip of the Dockerfile, in an empty folder with a new Python environment; then the program runs there.
 
     Root's steps (apt, the user) need a container. torch comes from where pip finds it here: the build argument exists for that.
@@ -156,7 +154,7 @@ def copy(words: list[str], app: Path) -> None:
             shutil.copy(ROOT / source, app / target)
 
 
-def test_every_dependency_is_pinned() -> None:
+def test_every_dependency_is_pinned():
     project = PYPROJECT["project"]
     names = [
         re.match(r"[A-Za-z0-9._-]+", requirement).group().lower().replace("_", "-")  # type: ignore[union-attr]

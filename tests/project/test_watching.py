@@ -42,14 +42,14 @@ def names_in(expression: str) -> set[str]:
     return set(re.findall(r"\bray_\w+", expression))
 
 
-def test_dashboard_and_alerts_use_metrics_that_exist_and_every_metric_is_used() -> None:
+def test_dashboard_and_alerts_use_metrics_that_exist_and_every_metric_is_used():
     used = set().union(*map(names_in, expressions()))
     assert used <= set(SERIES), f"unknown: {sorted(used - set(SERIES))}"
     shown = {SERIES[name].name for name in used}
     assert shown == {metric.name for metric in METRICS}
 
 
-def test_labels_in_queries_are_those_of_the_metrics() -> None:
+def test_labels_in_queries_are_those_of_the_metrics():
     for expression in expressions():
         for name, selector in re.findall(r"\b(ray_\w+)\{([^}]*)\}", expression):
             labels = set(re.findall(r"(\w+)\s*=", selector))
@@ -59,7 +59,7 @@ def test_labels_in_queries_are_those_of_the_metrics() -> None:
         assert grouped <= known, expression
 
 
-def test_counters_are_used_as_rates_only() -> None:
+def test_counters_are_used_as_rates_only():
     for expression in expressions():
         for name in names_in(expression):
             if SERIES[name].kind != "gauge":
@@ -67,7 +67,7 @@ def test_counters_are_used_as_rates_only() -> None:
 
 
 @promtool
-def test_promtool_accepts_the_rules_and_finds_a_planted_mistake(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules_and_finds_a_planted_mistake(tmp_path):
     def checked(path: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, check=False)
 
@@ -79,7 +79,7 @@ def test_promtool_accepts_the_rules_and_finds_a_planted_mistake(tmp_path: Path) 
 
 
 @promtool
-def test_the_alerts_fire_for_what_they_are_for_and_for_nothing_else(tmp_path: Path) -> None:
+def test_the_alerts_fire_for_what_they_are_for_and_for_nothing_else(tmp_path):
     """Five runs, scraped every 15 s for an hour: one goes well, one stalls, one's driver is killed, one ends, one fails."""
 
     def series(name: str, run: str, values: str, **labels: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ def trainer_of(prepared: corpus.Prepared, steps: int, seed: int = 0) -> causal.T
 
 
 @pytest.mark.slow
-def test_packed_files_are_all_there_between_their_ends(prepared: corpus.Prepared) -> None:
+def test_packed_files_are_all_there_between_their_ends(prepared):
     stream = prepared.train
     ids = causal.pack(stream, seed=0)
     starts, ends = np.flatnonzero(ids == corpus.BOS_ID), np.flatnonzero(ids == corpus.EOS_ID)
@@ -49,7 +48,7 @@ def test_packed_files_are_all_there_between_their_ends(prepared: corpus.Prepared
     assert not np.array_equal(ids, causal.pack(stream, seed=1))
 
 
-def test_windows_depend_on_seed_and_step_only_and_reach_both_ends() -> None:
+def test_windows_depend_on_seed_and_step_only_and_reach_both_ends():
     ids = np.arange(40)
     draws = [causal.training_windows(ids, seed=0, step=step, count=8, length=36) for step in range(30)]
     assert np.array_equal(draws[7], causal.training_windows(ids, seed=0, step=7, count=8, length=36))
@@ -59,7 +58,7 @@ def test_windows_depend_on_seed_and_step_only_and_reach_both_ends() -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_each_token_given_those_before(prepared: corpus.Prepared) -> None:
+def test_the_loss_is_that_of_each_token_given_those_before(prepared):
     model = causal.new_model(SHAPE, 0)
     ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))
     with torch.no_grad():
@@ -68,7 +67,7 @@ def test_the_loss_is_that_of_each_token_given_those_before(prepared: corpus.Prep
     assert causal.next_token_loss(model, ids).item() == pytest.approx(expected.item(), abs=0.02)  # bfloat16 products
 
 
-def test_fresh_weights_depend_on_the_seed_alone() -> None:
+def test_fresh_weights_depend_on_the_seed_alone():
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     one = causal.new_model(SHAPE, 3)
@@ -80,7 +79,7 @@ def test_fresh_weights_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.slow
-def test_training_is_deterministic_and_lowers_the_loss(prepared: corpus.Prepared) -> None:
+def test_training_is_deterministic_and_lowers_the_loss(prepared):
     runs = []
     for _ in range(2):
         trainer = trainer_of(prepared, 30)
@@ -89,7 +88,7 @@ def test_training_is_deterministic_and_lowers_the_loss(prepared: corpus.Prepared
     assert np.mean(runs[0][-5:]) < np.mean(runs[0][:5]) - 0.2
 
 
-def test_a_resumed_training_ends_with_the_same_bits(prepared: corpus.Prepared, tmp_path: Path) -> None:
+def test_a_resumed_training_ends_with_the_same_bits(prepared, tmp_path):
     straight = trainer_of(prepared, 6)
     assert loop.run(straight, None, loop.Pace(), no_report)
     first = trainer_of(prepared, 6)
@@ -103,7 +102,7 @@ def test_a_resumed_training_ends_with_the_same_bits(prepared: corpus.Prepared, t
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
-def test_perplexity_of_a_uniform_model_is_known(prepared: corpus.Prepared) -> None:
+def test_perplexity_of_a_uniform_model_is_known(prepared):
     model = causal.new_model(SHAPE, 0)
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -115,9 +114,7 @@ def test_perplexity_of_a_uniform_model_is_known(prepared: corpus.Prepared) -> No
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(tmp_path, monkeypatch):
     train, held_out = corpus.split(corpus.standard_library())
     few = train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
     monkeypatch.setattr(corpus, "standard_library", lambda: few)

@@ -50,7 +50,7 @@ def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0
 # ---- what is masked --------------------------------------------------------------------------------------------------
 
 
-def test_the_numbers_of_masks_are_spread_over_all_there_are() -> None:
+def test_the_numbers_of_masks_are_spread_over_all_there_are():
     for seed in range(50):
         counts = np.sort(absorbing.mask_counts(np.random.default_rng(seed), 8, 16))
         assert (np.abs(counts - np.arange(2, 17, 2)) <= 1).all() and counts[0] >= 1 and counts[-1] <= 16
@@ -58,7 +58,7 @@ def test_the_numbers_of_masks_are_spread_over_all_there_are() -> None:
     assert np.bincount(many, minlength=9)[1:] == pytest.approx(1000, rel=0.12)
 
 
-def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet() -> None:
+def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet():
     rng = np.random.default_rng(0)
     masked = np.concatenate([absorbing.draw_masks(rng, count=8, length=64) for _ in range(300)])
     assert masked.any(1).all()
@@ -71,7 +71,7 @@ def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet() -> None:
 
 
 @pytest.mark.slow
-def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start: Path, prepared: corpus.Prepared) -> None:
+def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start, prepared):
     one, two, other = (trainer_of(start, prepared, 9, seed) for seed in (0, 0, 1))
     for _ in range(3):
         two.advance()
@@ -86,7 +86,7 @@ def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start: Path, pre
 # ---- the objective ---------------------------------------------------------------------------------------------------
 
 
-def test_a_masked_token_counts_one_over_the_masked_share_of_its_window() -> None:
+def test_a_masked_token_counts_one_over_the_masked_share_of_its_window():
     masked = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
     third = 4 / 3
     expected = torch.tensor([[4.0, 0, 0, 0], [third, third, 0, third], [1, 1, 1, 1]])
@@ -96,9 +96,7 @@ def test_a_masked_token_counts_one_over_the_masked_share_of_its_window() -> None
     assert absorbing.token_weights(one_of_many).max() == absorbing.HEAVIEST
 
 
-def test_the_loss_is_the_weighted_sum_over_masked_tokens_given_the_others(
-    start: Path, prepared: corpus.Prepared
-) -> None:
+def test_the_loss_is_the_weighted_sum_over_masked_tokens_given_the_others(start, prepared):
     model = absorbing.model_from(start).eval()
     ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))
     masked = torch.tensor([[0, 1, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1]], dtype=torch.bool)
@@ -110,7 +108,7 @@ def test_the_loss_is_the_weighted_sum_over_masked_tokens_given_the_others(
     assert absorbing.weighted_loss(model, ids, masked).item() == pytest.approx(total / 12, rel=0.01)  # bfloat16
 
 
-def test_a_masked_token_sees_both_sides_and_never_itself(start: Path) -> None:
+def test_a_masked_token_sees_both_sides_and_never_itself(start):
     model = absorbing.model_from(start).eval()
     ids, masked = torch.arange(20, 28).unsqueeze(0), (torch.arange(8) == 3).unsqueeze(0)
     before = absorbing.masked_logits(model, ids, masked)
@@ -121,7 +119,7 @@ def test_a_masked_token_sees_both_sides_and_never_itself(start: Path) -> None:
         assert same == (place == 3)
 
 
-def test_the_bound_of_a_law_without_context_is_its_entropy(start: Path, prepared: corpus.Prepared) -> None:
+def test_the_bound_of_a_law_without_context_is_its_entropy(start, prepared):
     model = absorbing.model_from(start).eval()
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -137,9 +135,7 @@ def test_the_bound_of_a_law_without_context_is_its_entropy(start: Path, prepared
         absorbing_quality.bound(model, prepared, length=10**6)
 
 
-def test_the_bound_is_the_mean_over_the_orders_of_decoding(
-    start: Path, prepared: corpus.Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bound_is_the_mean_over_the_orders_of_decoding(start, prepared, monkeypatch):
     """One token after the other in a random order: the mean of its nats over all orders, here all 6 of 3 tokens."""
     torch.manual_seed(0)
     model = absorbing.model_from(start).eval()
@@ -163,7 +159,7 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding(
 
 
 @pytest.mark.slow
-def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start: Path, prepared: corpus.Prepared) -> None:
+def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start, prepared):
     runs = []
     source = causal.load_model(start, CPU).state_dict()
     for _ in range(2):
@@ -174,7 +170,7 @@ def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start: Path
     assert np.mean(runs[0][-8:]) < np.mean(runs[0][:8]) - 0.2
 
 
-def test_a_resumed_training_ends_with_the_same_bits(start: Path, prepared: corpus.Prepared, tmp_path: Path) -> None:
+def test_a_resumed_training_ends_with_the_same_bits(start, prepared, tmp_path):
     straight, first, second = (trainer_of(start, prepared, 6) for _ in range(3))
     assert loop.run(straight, None, loop.Pace(), no_report)
     for _ in range(3):
@@ -202,9 +198,7 @@ def written(few: list[corpus.SourceFile], start: Path, tmp_path_factory: pytest.
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
-    written: tuple[Path, Path], few: list[corpus.SourceFile]
-) -> None:
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(written, few):
     whole, resumed = written
     for name in ("model.safetensors", "config.json", "generation_config.json"):
         assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
@@ -216,9 +210,7 @@ def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same
 
 
 @pytest.mark.slow
-def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(
-    written: tuple[Path, Path], golden: Path
-) -> None:
+def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(written, golden):
     folder, public = written[0], json.loads((golden / "llada" / "config.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     assert config["mask_token_id"] == PreTrainedTokenizerFast.from_pretrained(folder).mask_token_id
@@ -245,7 +237,7 @@ PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "clas
 
 
 @pytest.mark.slow
-def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written, tmp_path):
     def filled(kind: str) -> dict[str, Any]:
         sections: dict[str, Any] = {"task": {"kind": "infill", "mask": {"kind": "marker"}}}
         sections |= {"model": {"path": str(written[0]), "device": "cpu"}, "decoder": {"kind": kind}}
@@ -258,9 +250,7 @@ def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written: tup
         assert speculative[name]["nfe"] <= row["nfe"]
 
 
-def test_the_written_folder_drafts_for_the_model_that_it_started_from(
-    written: tuple[Path, Path], start: Path, tmp_path: Path
-) -> None:
+def test_the_written_folder_drafts_for_the_model_that_it_started_from(written, start, tmp_path):
     def completed(decoder: dict[str, Any]) -> dict[str, Any]:
         sections: dict[str, Any] = {"model": {"path": str(start), "device": "cpu"}, "sampling": {"temperature": 1.0}}
         output = {"path": str(tmp_path / decoder["kind"])}

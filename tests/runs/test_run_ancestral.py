@@ -42,9 +42,7 @@ def decoded(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "predictor"), [("mdlm", "auto"), ("sedd", "auto"), ("sedd", "euler")])
-def test_given_holes_are_filled_the_same_in_every_batch(
-    golden: Path, tmp_path: Path, family: str, predictor: str
-) -> None:
+def test_given_holes_are_filled_the_same_in_every_batch(golden, tmp_path, family, predictor):
     shutil.copytree(golden / family, tmp_path / "model")
     decoder = {"steps": 6, "predictor": predictor}
     found = decoded(tmp_path, decoder, ROWS, INFILL)
@@ -65,7 +63,7 @@ def test_given_holes_are_filled_the_same_in_every_batch(
     assert {name: row["tokens"] for name, row in alone.items()} == {name: row["tokens"] for name, row in found.items()}
 
 
-def test_prompts_are_completed(golden: Path, tmp_path: Path) -> None:
+def test_prompts_are_completed(golden, tmp_path):
     shutil.copytree(golden / "mdlm", tmp_path / "model")
     rows = [{"id": str(index), "ids": [index, 7, 30 + index]} for index in range(5)]
     for row in decoded(tmp_path, {"steps": 4}, rows, {"kind": "complete", "max_new_tokens": 10}).values():
@@ -83,9 +81,7 @@ def test_prompts_are_completed(golden: Path, tmp_path: Path) -> None:
         ("mdlm", {"steps": 0}, "decoder.steps: 0 is not allowed"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_decoded_is_refused_before_anything_is_written(
-    golden: Path, tmp_path: Path, family: str, decoder: dict[str, Any], message: str
-) -> None:
+def test_what_can_not_be_decoded_is_refused_before_anything_is_written(golden, tmp_path, family, decoder, message):
     shutil.copytree(golden / family, tmp_path / "model")
     with pytest.raises(UserError) as caught:
         decoded(tmp_path, decoder, ROWS[:1], INFILL)

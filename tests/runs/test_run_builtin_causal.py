@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def prompts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_rows_do_not_depend_on_workers_slots_or_units(ray_session: ModuleType, tmp_path: Path) -> None:
+def test_rows_do_not_depend_on_workers_slots_or_units(ray_session, tmp_path):
     sections: dict[str, Any] = {
         "task": {"kind": "complete", "max_new_tokens": 12, "stop": ["\n\n"]},
         "model": {"path": "builtin:ar-tiny", "device": "cpu"},

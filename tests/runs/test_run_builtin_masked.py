@@ -39,7 +39,7 @@ def total(rows: dict[str, Any], column: str) -> int:
     return sum(row[column] for row in rows.values())
 
 
-def test_it_ships_and_has_the_tokenizer_of_the_others() -> None:
+def test_it_ships_and_has_the_tokenizer_of_the_others():
     assert "mdm-tiny" in builtin_models()
     folder, target = fetch_model(MODEL), fetch_model("builtin:ar-tiny")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -52,7 +52,7 @@ def test_it_ships_and_has_the_tokenizer_of_the_others() -> None:
 @pytest.mark.parametrize("sampling", WARPS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("cache", ["none", "dual_strict"])
 @pytest.mark.slow
-def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path: Path, sampling: dict[str, Any], cache: str) -> None:
+def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path, sampling, cache):
     rows = [{"id": str(n), "text": text} for n, text in enumerate(pieces(10, 90))]
     task = {"kind": "infill", "mask": {"kind": "random", "rate": 0.4}}
 
@@ -67,7 +67,7 @@ def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path: Path, sampli
 
 
 @pytest.mark.slow
-def test_ssd_completes_what_stepwise_does(tmp_path: Path) -> None:
+def test_ssd_completes_what_stepwise_does(tmp_path):
     rows = [{"id": str(n), "prompt": text} for n, text in enumerate(pieces(6, 40))]
     task = {"kind": "complete", "max_new_tokens": 20, "stop": ["\n\n"]}
     for sampling in WARPS:
@@ -81,7 +81,7 @@ def test_ssd_completes_what_stepwise_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sampling", WARPS, ids=["greedy", "sampled"])
 @pytest.mark.slow
-def test_it_drafts_for_the_builtin_causal_model(tmp_path: Path, sampling: dict[str, Any]) -> None:
+def test_it_drafts_for_the_builtin_causal_model(tmp_path, sampling):
     rows = [{"id": str(n), "prompt": text} for n, text in enumerate(["", *pieces(9, 1)])]
     sections: dict[str, Any] = {"model": {"path": "builtin:ar-tiny", "device": "cpu"}, "sampling": sampling}
     sections["task"] = {"kind": "complete", "max_new_tokens": 24, "stop": ["\n\n"]}
@@ -95,7 +95,7 @@ def test_it_drafts_for_the_builtin_causal_model(tmp_path: Path, sampling: dict[s
 
 
 @pytest.mark.slow
-def test_its_draft_head_makes_more_drafts_come_true_and_changes_no_text(tmp_path: Path) -> None:
+def test_its_draft_head_makes_more_drafts_come_true_and_changes_no_text(tmp_path):
     rows = [{"id": str(n), "prompt": text} for n, text in enumerate(pieces(12, 60))]
     sections: dict[str, Any] = {"model": {"path": "builtin:ar-tiny", "device": "cpu"}}
     sections |= {"sampling": {"temperature": 0.0}, "task": {"kind": "complete", "max_new_tokens": 32}}

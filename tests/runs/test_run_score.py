@@ -47,7 +47,7 @@ def law_of(world: World, ids: list[int], first: int) -> list[float]:
     return [float(laws[place - 1, ids[place]]) for place in range(first, len(ids))]
 
 
-def test_scores_are_the_models_law(world: World, scored: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+def test_scores_are_the_models_law(world, scored):
     for row in TEXTS[:3]:
         found = scored[1][row["id"]]
         before, text = row.get("prompt", ""), str(row.get("completion", row.get("text")))
@@ -62,7 +62,7 @@ def test_scores_are_the_models_law(world: World, scored: tuple[Path, dict[str, d
         assert found["fills"] is None and found["drafter"] is None
 
 
-def test_a_greedy_text_is_greedy_and_another_is_not(world: World, tmp_path: Path) -> None:
+def test_a_greedy_text_is_greedy_and_another_is_not(world, tmp_path):
     ids = [7]
     with torch.no_grad():
         for _ in range(12):
@@ -75,14 +75,12 @@ def test_a_greedy_text_is_greedy_and_another_is_not(world: World, tmp_path: Path
     assert found["chosen"]["logprob_stderr"] is None
 
 
-def test_texts_that_can_not_be_scored_fail_alone(scored: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+def test_texts_that_can_not_be_scored_fail_alone(scored):
     kinds = {name: row["error_kind"] for name, row in scored[1].items() if row["status"] == "failed"}
     assert kinds == {"nothing": "empty_text", "long": "too_long"}
 
 
-def test_a_text_is_scored_alike_alone(
-    world: World, scored: tuple[Path, dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_is_scored_alike_alone(world, scored, capsys):
     store = open_store(str(scored[0] / "run"))
     plan = load_plan(store)
     assert plan is not None
@@ -91,7 +89,7 @@ def test_a_text_is_scored_alike_alone(
     assert "3 equal (100.0%)" in capsys.readouterr().out
 
 
-def test_a_dry_run_says_what_is_scored(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_is_scored(world, tmp_path, capsys):
     model = {"path": str(world.folder / "model"), "device": "cpu"}
     assert validate(job_spec(tmp_path, TEXTS, task={"kind": "score"}, model=model)) == 0
     said = capsys.readouterr().out

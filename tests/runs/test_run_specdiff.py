@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +96,7 @@ def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any
     ],
 )
 @pytest.mark.slow
-def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(
-    world: World, tmp_path: Path, save: Callable[[Path], None], settings: dict[str, Any]
-) -> None:
+def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(world, tmp_path, save, settings):
     save(tmp_path / "masked")
     decoder = {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}} | settings
     expected = run_here(spec_of(world, tmp_path, {"kind": "autoregressive"}))
@@ -115,7 +112,7 @@ def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(
 
 
 @pytest.mark.slow
-def test_a_drafters_own_head_drafts_unless_it_is_turned_off(world: World, tmp_path: Path) -> None:
+def test_a_drafters_own_head_drafts_unless_it_is_turned_off(world, tmp_path):
     save_headed(tmp_path / "masked")
     rows: dict[str, list[tuple[int, int]]] = {}
     for name, head in (("own", "auto"), ("none", "none"), ("named", str(tmp_path / "masked"))):
@@ -130,9 +127,7 @@ def test_a_drafters_own_head_drafts_unless_it_is_turned_off(world: World, tmp_pa
     ("config", "message"),
     [({"kind": "assd"}, "is of kind 'assd'; allowed here: specdiff"), ({"width": 99}, "does not fit")],
 )
-def test_a_head_that_does_not_fit_is_refused_by_name(
-    world: World, tmp_path: Path, config: dict[str, Any], message: str
-) -> None:
+def test_a_head_that_does_not_fit_is_refused_by_name(world, tmp_path, config, message):
     save_headed(tmp_path / "masked")
     file = tmp_path / "masked" / "draft_head.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
@@ -170,16 +165,14 @@ def save_other_tokens(folder: Path) -> None:
         (lambda folder: folder.symlink_to(TOKENIZER), "is of family 'xlnet', which is not a masked-diffusion model"),
     ],
 )
-def test_a_drafter_that_can_not_draft_is_refused_at_the_start(
-    world: World, tmp_path: Path, save: Callable[[Path], None], message: str
-) -> None:
+def test_a_drafter_that_can_not_draft_is_refused_at_the_start(world, tmp_path, save, message):
     save(tmp_path / "masked")
     with pytest.raises(UserError) as caught:
         run_here(spec_of(world, tmp_path, {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}}))
     assert caught.value.field == "decoder.drafter.path" and message in str(caught.value)
 
 
-def test_what_does_not_fit_is_refused_by_name(world: World, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(world, tmp_path):
     decoder = {"kind": "specdiff", "drafter": {"path": "masked"}}
     rejection = {"sampling": {"temperature": 1.0, "acceptance": "rejection"}}
     for changes, sections, field, message in (
@@ -193,7 +186,7 @@ def test_what_does_not_fit_is_refused_by_name(world: World, tmp_path: Path) -> N
         assert caught.value.field == field and message in str(caught.value)
 
 
-def test_a_full_window_of_nobody_knows_what_length_is_an_error_of_the_window(world: World, tmp_path: Path) -> None:
+def test_a_full_window_of_nobody_knows_what_length_is_an_error_of_the_window(world, tmp_path):
     save_llada(tmp_path / "masked")
     settings = SpecDiffSettings(kind="specdiff", window="full", drafter=DrafterPlace(path=str(tmp_path / "masked")))
     found = dataclasses.replace(inspect_model(tmp_path / "masked"), max_length=None)

@@ -8,7 +8,6 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def ups(case: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_session: ModuleType, tmp_path: Path):
+def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_session, tmp_path):
     """The cases alternate between the models in the file."""
     shutil.copytree(GOLDEN, tmp_path / "other")
     models = (str(GOLDEN), str(tmp_path / "other"))
@@ -72,7 +71,7 @@ def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_se
 
 @pytest.mark.slow
 def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_has_fails_alone(
-    ray_session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ray_session, tmp_path, monkeypatch, capsys
 ):
     cases: dict[str, Any] = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
     original = jobs_sweep.decode_case

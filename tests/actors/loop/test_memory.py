@@ -63,12 +63,12 @@ class Pretended:
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.fractions.append)
 
 
-def test_what_the_allocator_keeps_for_later_counts_as_free(monkeypatch: pytest.MonkeyPatch):
+def test_what_the_allocator_keeps_for_later_counts_as_free(monkeypatch):
     Pretended(monkeypatch, total=80 * GIB, used=16 * GIB, kept=4 * GIB)
     assert free_bytes(GPU, threads=1) == 64 * GIB
 
 
-def test_a_fraction_of_a_gpu_is_a_limit_also_before_the_others_have_come(monkeypatch: pytest.MonkeyPatch):
+def test_a_fraction_of_a_gpu_is_a_limit_also_before_the_others_have_come(monkeypatch):
     gpu = Pretended(monkeypatch, total=80 * GIB, used=16 * GIB)
     assert free_bytes(GPU, threads=1, gpu_share=0.25) == 4 * GIB
     limit_gpu(0.25)
@@ -81,7 +81,7 @@ def test_a_fraction_of_a_gpu_is_a_limit_also_before_the_others_have_come(monkeyp
     assert free_bytes(GPU, threads=1, gpu_share=0.5) == 0
 
 
-def test_workers_on_cpus_divide_the_memory_as_they_divide_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_workers_on_cpus_divide_the_memory_as_they_divide_the_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_CGROUP", tmp_path / "none")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     monkeypatch.setattr(memory, "_num_cores", lambda: 16)
@@ -90,7 +90,7 @@ def test_workers_on_cpus_divide_the_memory_as_they_divide_the_cores(monkeypatch:
     assert free_bytes(cpu, threads=99) == 64 * GIB
 
 
-def test_a_containers_limit_counts_and_its_file_pages_do_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_containers_limit_counts_and_its_file_pages_do_not(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     monkeypatch.setattr(memory, "_num_cores", lambda: 1)
@@ -106,7 +106,7 @@ class Small(TokenTable):
     cell_bytes, row_bytes = 1000, 10
 
 
-def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: pytest.MonkeyPatch):
+def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device, **more: 2_000_000)
     settings = AutoregressiveSettings(kind="autoregressive")
     decoder = build_decoder(
@@ -124,7 +124,7 @@ def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: 
     assert fit(FakeDecoder(), threads=1) is None
 
 
-def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(monkeypatch: pytest.MonkeyPatch):
+def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(monkeypatch):
     def rows_on(total: int, *, gpus: float = 1.0, max_rows: int = 64) -> int:
         Pretended(monkeypatch, total=total)
         setup = Setup(
@@ -179,7 +179,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["ar-tiny", "xlnet-tiny"])
-def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name: str):
+def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name):
     from draftmill.actors.checkpoints.models import builtin_models, fetch_model
 
     if name not in builtin_models():
@@ -207,7 +207,7 @@ def test_under_ray_a_gpu_by_its_number_is_refused_before_anything_starts():
     assert allocate([WorkerShape(gpus=2.0)], nodes, units=9, device="cuda:1").count == 1
 
 
-def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [pick_device(name) for name in ("auto", "cuda", "cuda:1")] == ["cuda", "cuda", "cuda:1"]
@@ -236,7 +236,7 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
 
 
 @pytest.mark.slow
-def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: Path):
+def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path):
     rows = [{"id": f"{n}", "prompt": "def f(x):\n    return x\n" * (1 + 3 * n)} for n in range(3)]
     said = {}
     for given in ("auto", 9):
@@ -276,7 +276,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
-def test_a_gpu_that_torch_can_not_use_is_never_replaced_by_the_cpu(old_driver: Path, device: str):
+def test_a_gpu_that_torch_can_not_use_is_never_replaced_by_the_cpu(old_driver, device):
     with pytest.raises(ValueError, match=r"model\.device") as caught:
         pick_device(device)
     told = str(caught.value)
@@ -284,7 +284,7 @@ def test_a_gpu_that_torch_can_not_use_is_never_replaced_by_the_cpu(old_driver: P
     assert f"pip install torch --index-url {gpus.INDEX}/cu126" in told
 
 
-def test_the_advice_fits_driver_and_torch(old_driver: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_advice_fits_driver_and_torch(old_driver, monkeypatch):
     version = old_driver / "version"
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
     assert "the two fit" in gpus.unusable("auto")
@@ -296,7 +296,7 @@ def test_the_advice_fits_driver_and_torch(old_driver: Path, monkeypatch: pytest.
     assert "no NVIDIA driver was found" in gpus.unusable("cuda")
 
 
-def test_the_cpu_is_taken_where_this_process_has_no_gpu(old_driver: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_cpu_is_taken_where_this_process_has_no_gpu(old_driver, monkeypatch):
     """A pod without a GPU sees its node's driver, and a worker of Ray that asked for none has its GPUs hidden."""
     assert pick_device("cpu") == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -309,7 +309,7 @@ def test_the_cpu_is_taken_where_this_process_has_no_gpu(old_driver: Path, monkey
     assert pick_device("auto") == "cpu", "a device that can't be opened"
 
 
-def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
+def test_ray_and_device_auto_agree_about_gpus(tmp_path):
     """Raylets may show all GPUs to a worker that asked for none; one that has a GPU must not decode on its CPU."""
     spec = job_spec(tmp_path, [{"id": "a", "prompt": "def"}], model={"path": "builtin:ar-tiny"})
     store = open_store(spec.output.path)
@@ -327,7 +327,7 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     assert place_of(without).device == "cpu", "--local and validate, too"
 
 
-def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch):
     """Triton starts kernels on the current device, whatever the pointers are of."""
     chosen: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -341,9 +341,7 @@ def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("gpus", "device", "notes"), [(8, "auto", 1), (8, "cpu", 0), (1, "auto", 0), (0, "auto", 0)])
-def test_a_job_in_one_process_names_the_gpus_it_leaves_idle(
-    gpus: int, device: str, notes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_job_in_one_process_names_the_gpus_it_leaves_idle(gpus, device, notes, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     spec = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny", "device": device})
     backend = LocalBackend()

@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders: tuple[Path, Path]):
+def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders):
     model_cache = ModelCache()
     first = take(model_cache, folders[0])
     assert model_cache.loaded == ["model"]
@@ -51,7 +51,7 @@ def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders: tuple
 
 
 @pytest.mark.slow
-def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wanted(folders: tuple[Path, Path]):
+def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wanted(folders):
     model_cache = ModelCache()
     one = take(model_cache, folders[0], drafter=folders[1])
     assert model_cache.loaded == ["model", "drafter"]
@@ -77,9 +77,7 @@ def test_a_draft_head_is_loaded_again_where_its_model_is():
 
 
 @pytest.mark.slow
-def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_not_wanted_is_gone_before_anything_is_loaded(folders, monkeypatch):
     model_cache = ModelCache()
     before = weakref.ref(take(model_cache, folders[0]).backbone)
     gone: list[bool] = []
@@ -98,7 +96,7 @@ def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
 
 
 @pytest.mark.slow
-def test_another_number_of_threads_loads_the_networks_again(folders: tuple[Path, Path]):
+def test_another_number_of_threads_loads_the_networks_again(folders):
     """The any-subset model prepares its products for the number of threads."""
     model_cache, threads = ModelCache(), torch.get_num_threads()
     first = take(model_cache, folders[0])
@@ -120,7 +118,7 @@ def test_draft_heads_stay_with_their_model():
     assert heads[0] is not None and heads[1] is heads[0] and heads[2] is None
 
 
-def test_a_resting_network_has_an_empty_cache(folders: tuple[Path, Path]):
+def test_a_resting_network_has_an_empty_cache(folders):
     model_cache = ModelCache()
     backbone: Any = take(model_cache, folders[0]).backbone
     backbone.allocate(4, 64)

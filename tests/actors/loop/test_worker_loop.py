@@ -183,7 +183,7 @@ def test_a_sample_for_which_memory_never_suffices_is_named():
 
 
 @pytest.mark.parametrize(("error", "kind"), [(StoreError("gone"), "INFRA"), (KeyError("x"), "TASK")])
-def test_a_failed_commit_or_a_bug_is_a_failure_of_its_kind(error: Exception, kind: str):
+def test_a_failed_commit_or_a_bug_is_a_failure_of_its_kind(error, kind):
     def fail(unit: WorkUnit) -> None:
         raise error
 

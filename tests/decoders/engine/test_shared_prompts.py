@@ -76,7 +76,7 @@ def samples_of(some: list[np.ndarray], count: int) -> list[Request]:
     ids=[*CAUSAL, *ANY_SUBSET],
 )
 @pytest.mark.parametrize("rows", [5, 12])
-def test_samples_of_a_row_equal_the_same_samples_alone(name: str, settings: DecoderChoice, rows: int) -> None:
+def test_samples_of_a_row_equal_the_same_samples_alone(name, settings, rows):
     backbone, info = model(name)
     requests = samples_of(canvases(infill=name == "asarm-tiny"), 3)
     setup = Setup(backbone=backbone, info=info, sampling=Sampling(temperature=0.9), max_rows=rows, max_tokens=1 << 16)
@@ -98,7 +98,7 @@ def test_samples_of_a_row_equal_the_same_samples_alone(name: str, settings: Deco
 
 
 @pytest.mark.slow
-def test_a_prompt_runs_once_where_its_columns_are_still_held_and_again_where_they_were_overwritten() -> None:
+def test_a_prompt_runs_once_where_its_columns_are_still_held_and_again_where_they_were_overwritten():
     backbone, info = model("ar-tiny")
     requests = samples_of(canvases(infill=False), 3)
     prompts = [int((request.canvas != HOLE).sum()) for request in requests[::3]]
@@ -119,7 +119,7 @@ def test_a_prompt_runs_once_where_its_columns_are_still_held_and_again_where_the
     assert sum(prompts) - 30 + 2 * len(prompts) <= rows_run(2, requests) - generated <= sum(prompts) + 2 * len(prompts)
 
 
-def test_a_sample_s_key_is_its_row_s_and_its_number_s_alone() -> None:
+def test_a_sample_s_key_is_its_row_s_and_its_number_s_alone():
     keys = {(row, n): nth_key(sample_key(0, f"{row}"), n) for row in range(50) for n in range(50)}
     assert len(set(keys.values())) == len(keys)
     assert all(keys[row, 0] == sample_key(0, f"{row}") for row in range(50))
