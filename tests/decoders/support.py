@@ -67,10 +67,15 @@ def run_all(decoder, requests):
     return outcomes
 
 
+def engine(backbone, info, settings, sampling=None, *, rows=3, max_tokens=1 << 20, **more):
+    """A decoder; `more` are further fields of Setup."""
+    sampling = sampling or Sampling()
+    setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=max_tokens, **more)
+    return build_decoder(setup, settings)
+
+
 def decode(backbone, info, settings, sampling, requests, *, rows=3, max_tokens=1 << 20, **more):
-    decoder = build_decoder(
-        Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=max_tokens, **more), settings
-    )
+    decoder = engine(backbone, info, settings, sampling, rows=rows, max_tokens=max_tokens, **more)
     return run_all(decoder, requests)
 
 

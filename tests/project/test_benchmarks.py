@@ -14,11 +14,9 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.support import decode, run_all, texts, token_info
+from tests.decoders.support import decode, engine, run_all, texts, token_info
 
 STOP_IDS = (9, 25, 34, 41)
 
@@ -83,10 +81,7 @@ def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden):
     law = measure(model, one_by_one(fused=False), requests, rows=2, temperature=0.0)
     assert quality(model, requests, law.texts).agreement == 1.0
     drawn = run_all(
-        build_decoder(
-            Setup(backbone=model.backbone, info=model.info, sampling=Sampling(), max_rows=2, max_tokens=1 << 20),
-            one_by_one(fused=False),
-        ),
+        engine(model.backbone, model.info, one_by_one(fused=False), rows=2),
         requests,
     )
     found = quality(model, requests, texts(drawn))

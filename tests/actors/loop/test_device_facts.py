@@ -13,23 +13,21 @@ import torch
 from draftmill.actors.loop import device_facts as facts
 from draftmill.decoders.backbones.small_weights import SmallLinear
 from draftmill.decoders.causal.settings import AutoregressiveSettings
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.cuda_graphs import Graphs
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.drive.run_log import read_sessions, session_record
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.formatting import device_text
 from draftmill.storage.stores.store import MemoryStore
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import token_info
+from tests.decoders.support import engine, token_info
 
 
 @pytest.fixture
 def decoder() -> Engine:
-    setup = Setup(backbone=TokenTable(vocab_size=4), info=token_info(4), sampling=Sampling(), max_rows=2, max_tokens=64)
-    made = build_decoder(setup, AutoregressiveSettings(kind="autoregressive"))
+    made = engine(
+        TokenTable(vocab_size=4), token_info(4), AutoregressiveSettings(kind="autoregressive"), rows=2, max_tokens=64
+    )
     assert isinstance(made, Engine)
     return made
 

@@ -28,10 +28,7 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine import cuda_graphs
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend
@@ -44,7 +41,7 @@ from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import token_info
+from tests.decoders.support import engine, token_info
 from tests.runs.causal_jobs import job_spec
 
 GIB = 1 << 30
@@ -109,12 +106,7 @@ class Small(TokenTable):
 def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device, **more: 2_000_000)
     settings = AutoregressiveSettings(kind="autoregressive")
-    decoder = build_decoder(
-        Setup(
-            backbone=Small(num_positions=6), info=token_info(3), sampling=Sampling(), max_rows=64, max_tokens=64 * 512
-        ),
-        settings,
-    )
+    decoder = engine(Small(num_positions=6), token_info(3), settings, rows=64, max_tokens=64 * 512)
     room = fit(decoder, threads=1)
     assert room is not None
     facts = room.facts()
@@ -127,14 +119,13 @@ def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch):
 def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(monkeypatch):
     def rows_on(total: int, *, gpus: float = 1.0, max_rows: int = 64) -> int:
         Pretended(monkeypatch, total=total)
-        setup = Setup(
-            backbone=Small(num_positions=6),
-            info=token_info(3),
-            sampling=Sampling(),
-            max_rows=max_rows,
+        decoder = engine(
+            Small(num_positions=6),
+            token_info(3),
+            AutoregressiveSettings(kind="autoregressive"),
+            rows=max_rows,
             max_tokens=2**20,
         )
-        decoder: Any = build_decoder(setup, AutoregressiveSettings(kind="autoregressive"))
         decoder.backbone.device = GPU  # what it has so far is small enough to be anywhere
         room = fit(decoder, threads=1, gpus=gpus)
         assert room is not None and room.device == "cuda:0" and room.free_bytes == int(total * gpus)
@@ -148,9 +139,8 @@ def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(
 
 
 def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbours_are_ok():
-    decoder = build_decoder(
-        Setup(backbone=Small(num_positions=6), info=token_info(3), sampling=Sampling(), max_rows=9, max_tokens=999),
-        AutoregressiveSettings(kind="autoregressive"),
+    decoder = engine(
+        Small(num_positions=6), token_info(3), AutoregressiveSettings(kind="autoregressive"), rows=9, max_tokens=999
     )
     decoder.fit(8_000)
     assert decoder.most_rows(6) == 0 and decoder.most_rows(3) == 1
@@ -222,10 +212,7 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     free = free_bytes(backbone.device, threads=1)
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     info = inspect_model(fetch_model("builtin:ar-tiny"))
-    decoder = build_decoder(
-        Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=256, max_tokens=1 << 20),
-        AutoregressiveSettings(kind="autoregressive"),
-    )
+    decoder = engine(backbone, info, AutoregressiveSettings(kind="autoregressive"), rows=256)
     decoder.fit(64 << 20)
     before = torch.cuda.memory_allocated()
     length = min(256, info.max_length or 256)

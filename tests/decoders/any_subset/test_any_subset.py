@@ -11,13 +11,11 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import decoding_order
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.references import any_subset as reference
 from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.references.choosers import CoupledRule
 from tests.decoders.references.table import TableBackbone
-from tests.decoders.support import decode, random_lengths, run_all, table_info, texts, toy_heads, toy_requests
+from tests.decoders.support import decode, engine, random_lengths, run_all, table_info, texts, toy_heads, toy_requests
 
 VOCAB, LENGTH = 4, 6
 INFO = table_info(VOCAB)
@@ -70,17 +68,7 @@ def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, mon
 def test_lengths_that_time_chooses_need_coupled_acceptance(variant):
     settings = AssdSettings(kind="assd", k="auto", **VARIANTS[variant])
     with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
-        build_decoder(
-            Setup(
-                backbone=table(),
-                info=INFO,
-                sampling=Sampling(acceptance="rejection"),
-                max_rows=1,
-                max_tokens=9,
-                heads=toy_heads(VOCAB),
-            ),
-            settings,
-        )
+        engine(table(), INFO, settings, Sampling(acceptance="rejection"), rows=1, max_tokens=9, heads=toy_heads(VOCAB))
 
 
 def test_the_sequential_decoder_equals_its_reference():
@@ -228,19 +216,14 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
 
 
 def test_room_keeps_to_rows_and_tokens_but_always_takes_one_sample():
-    decoder = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=13), SEQUENTIAL
-    )
+    decoder = engine(table(), INFO, SEQUENTIAL, rows=4, max_tokens=13)
     assert decoder.room(6) == 2 and decoder.room(3) == 4 and decoder.room(100) == 1
     decoder.admit([Request(0, 0, np.full(6, -1, dtype=np.int32))])
     assert decoder.room(6) == 1 and decoder.room(3) == 1 and decoder.room(100) == 0
 
 
 def test_clear_drops_every_sample_and_leaves_a_usable_decoder():
-    decoder = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1000),
-        AssdSettings(kind="assd", k=3),
-    )
+    decoder = engine(table(), INFO, AssdSettings(kind="assd", k=3), rows=4, max_tokens=1000)
     requests = toy_requests(4, vocab_size=VOCAB, longest=LENGTH, shortest=4, seed=9, share=1.0)
     decoder.admit(requests)
     decoder.step()
@@ -266,10 +249,7 @@ def test_the_trace_tells_each_iteration_as_it_was():
 
 def test_times_and_row_counts_add_up():
     requests = toy_requests(30, vocab_size=VOCAB, longest=LENGTH, seed=11, share=1.0)
-    decoder = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1000),
-        AssdSettings(kind="assd", k=2),
-    )
+    decoder = engine(table(), INFO, AssdSettings(kind="assd", k=2), rows=4, max_tokens=1000)
     outcomes = run_all(decoder, requests)
     stats = decoder.stats
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)

@@ -12,8 +12,6 @@ from draftmill.decoders.blocks.block_diffusion import Drafted, choose, share
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, Hysteresis, S2d2Settings, ScoreRouter
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from draftmill.decoders.settings import check_model
 from tests.decoders.blocks.block_tables import (
     GREEDY,
@@ -26,7 +24,7 @@ from tests.decoders.blocks.block_tables import (
     table,
     table_info,
 )
-from tests.decoders.support import pairwise
+from tests.decoders.support import engine, pairwise
 
 # (prompt, canvas) lengths: no prompt, one token, below, at and above a block of 2, 3 or 4; canvases that cut blocks short.
 LENGTHS = [
@@ -236,9 +234,7 @@ def test_a_draft_without_numbers_reveals_something_all_the_same(schedule):
 )
 def test_settings_that_do_not_fit_are_refused(settings, sampling, message):
     with pytest.raises(ValueError, match=message):
-        build_decoder(
-            Setup(backbone=table(), info=table_info(), sampling=sampling, max_rows=1, max_tokens=64), settings
-        )
+        engine(table(), table_info(), settings, sampling, rows=1, max_tokens=64)
 
 
 def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_committed():
@@ -278,9 +274,13 @@ def test_fewer_steps_than_positions_never_reveal_drafts_beside_verifications_of_
 
 
 def test_holes_in_the_middle_are_refused():
-    decoder = build_decoder(
-        Setup(backbone=table(), info=table_info(), sampling=GREEDY, max_rows=1, max_tokens=64),
+    decoder = engine(
+        table(),
+        table_info(),
         BlockDiffusionSettings(kind="block_diffusion", block_size=2),
+        GREEDY,
+        rows=1,
+        max_tokens=64,
     )
     (request,) = prompts([(1, 4)])
     request.canvas[:] = np.array([0, -1, 1, -1])

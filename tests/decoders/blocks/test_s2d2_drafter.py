@@ -14,12 +14,10 @@ import pytest
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import DrafterPlace, Sampling
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, texts
+from tests.decoders.support import engine, run_all, texts
 
 ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
 LENGTHS = [(p, n) for n in (1, 4, 6) for p in range(n)] * 3
@@ -49,8 +47,7 @@ def drafted(
     """Our outcomes where a table drafts that knows nothing of the target's."""
     more = {"drafter": copy(_other(seed)), "drafter_info": drafter or table_info()}
     more |= {"trace": trace, "prompt_rows": prompt_rows}
-    setup = Setup(backbone=table(3), info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, **more)
-    return run_all(build_decoder(setup, settings_of(size)), requests)
+    return run_all(engine(table(3), info, settings_of(size), sampling, rows=rows, **more), requests)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(temperature=1.5, top_k=2, top_p=0.8)])
@@ -110,16 +107,18 @@ def test_under_rejection_texts_have_the_law_of_block_size_one():
     requests = prompts([(1, 4)] * count, vocab_size=2, seed=3)
     for request in requests:
         request.canvas[0] = 1
-    setup = Setup(
-        backbone=table(2),
-        info=info,
-        sampling=REJECTING,
-        max_rows=500,
-        max_tokens=1 << 20,
-        drafter=copy(TokenTable(vocab_size=3, num_positions=6, seed=5)),
-        drafter_info=info,
+    outcomes = run_all(
+        engine(
+            table(2),
+            info,
+            settings_of(2),
+            REJECTING,
+            rows=500,
+            drafter=copy(TokenTable(vocab_size=3, num_positions=6, seed=5)),
+            drafter_info=info,
+        ),
+        requests,
     )
-    outcomes = run_all(build_decoder(setup, settings_of(2)), requests)
     wanted = law_at_size_one(PlainBlocks(table(2), info, ONE, REJECTING), [1], 4)
     found = [tuple(outcome.tokens.tolist()) for outcome in outcomes.values()]
     chi = 0.0

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import TARGET, sample_key
 from draftmill.decoders.draws.noise import gumbel_rows, key_words
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, texts, token_info, toy_prompts
+from tests.decoders.support import decode, engine, texts, token_info, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")
 VOCAB, LENGTH = 3, 5
@@ -125,11 +122,7 @@ def test_a_new_sample_joins_the_others_forward_and_costs_no_step_of_its_own():
         Request(index, sample_key(0, str(index)), np.array([1] + [-1] * int(rng.integers(2, 8)), dtype=np.int32))
         for index in range(40)
     ]
-    size: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 20}
-    joined, apart = (
-        cast(Any, build_decoder(Setup(backbone=table, info=token_info(VOCAB), sampling=Sampling(), **size), AR))
-        for _ in range(2)
-    )
+    joined, apart = (engine(table, token_info(VOCAB), AR, rows=rows) for _ in range(2))
     apart.scheduler.algorithm = replace(apart.algorithm, joins_prompts=False)
     few, outcomes = steps_until_done(joined, requests, rows=rows)
     many, others = steps_until_done(apart, requests, rows=rows)

@@ -24,9 +24,7 @@ from draftmill.decoders.causal.settings import AutoregressiveSettings, JacobiSet
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import run_all
+from tests.decoders.support import engine, run_all
 from tests.golden_data import read_json
 
 GREEDY = Sampling(temperature=0.0)
@@ -46,17 +44,7 @@ class Golden:
     def decode(self, cases, settings, *, eos=None, drafts=False):
         """Decode cases together; with `drafts` from the initial drafts that the public code drew."""
         stops = Stops(ids=() if eos is None else (eos,))
-        decoder = build_decoder(
-            Setup(
-                backbone=self.backbone,
-                info=self.info,
-                sampling=GREEDY,
-                max_rows=len(cases),
-                max_tokens=1 << 20,
-                stops=stops,
-            ),
-            settings,
-        )
+        decoder = engine(self.backbone, self.info, settings, GREEDY, rows=len(cases), stops=stops)
         requests = [_request(index, case) for index, case in enumerate(cases)]
         with pytest.MonkeyPatch.context() as patch:
             if drafts:

@@ -14,11 +14,9 @@ from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import decode, engine, run_all, texts, token_info, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")
 VOCAB, LENGTH = 3, 9
@@ -142,9 +140,7 @@ def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):
 def test_cleared_and_refilled_slots_carry_nothing_over(table):
     requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=11) if (r.canvas < 0).sum() > 3]
     for settings in (jacobi(3), multi(2, 3, pool=3)):
-        decoder: Any = build_decoder(
-            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
-        )
+        decoder = engine(table, INFO, settings, rows=4)
         decoder.admit(requests[:4])
         decoder.step()
         decoder.step()
@@ -165,9 +161,7 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
     table = patterned()
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
     expected = texts(decode(table, INFO, AR, Sampling(), requests))
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=3, max_tokens=1 << 20), settings
-    )
+    decoder = engine(table, INFO, settings, rows=3)
     found: dict[int, Any] = {}
     queue = list(requests)
     while queue or decoder.active:
@@ -200,9 +194,7 @@ def test_what_the_tables_exercise_is_the_whole_algorithm(settings, monkeypatch):
     table, info = patterned(2, 11), token_info(2)
     requests = toy_prompts(160, vocab_size=2, longest=11, seed=17)
     expected = decode(table, info, AR, Sampling(), requests)
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=info, sampling=Sampling(), max_rows=8, max_tokens=1 << 20), settings
-    )
+    decoder = engine(table, info, settings, rows=8)
     found: dict[int, Any] = {}
     queue, behind = list(requests), 0
     while queue or decoder.active:

@@ -1,7 +1,6 @@
 """Speculative diffusion decoding: the sequential text whatever the diffusion model drafts, and every count by the reference."""
 
 from copy import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
     MASK,
@@ -32,7 +29,7 @@ from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, random_lengths, run_all, texts, toy_prompts
+from tests.decoders.support import decode, engine, random_lengths, run_all, texts, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")
 WARPS = [{"temperature": 0.0}, {"temperature": 0.8}, {}, {"temperature": 0.8, "top_p": 0.8}, {"top_k": 2}]
@@ -251,17 +248,14 @@ def test_a_text_longer_than_the_drafters_window_is_seen_by_its_end(window):
 
 def test_a_full_window_needs_to_know_its_length():
     with pytest.raises(ValueError, match=r"decoder\.window: 'full'.*allowed: short"):
-        build_decoder(
-            Setup(
-                backbone=target(),
-                info=TARGET_INFO,
-                sampling=Sampling(),
-                max_rows=1,
-                max_tokens=9,
-                drafter=drafter(),
-                drafter_info=mask_info(),
-            ),
+        engine(
+            target(),
+            TARGET_INFO,
             specdiff(3, window="full"),
+            rows=1,
+            max_tokens=9,
+            drafter=drafter(),
+            drafter_info=mask_info(),
         )
 
 
@@ -291,18 +285,7 @@ def test_junk_in_dead_columns_and_other_company_change_nothing(order):
 
 def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
     requests, more = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8), {"drafter_info": mask_info()}
-    decoder: Any = build_decoder(
-        Setup(
-            backbone=target(),
-            info=TARGET_INFO,
-            sampling=Sampling(),
-            max_rows=3,
-            max_tokens=99,
-            drafter=drafter(),
-            **more,
-        ),
-        specdiff(3),
-    )
+    decoder = engine(target(), TARGET_INFO, specdiff(3), rows=3, max_tokens=99, drafter=drafter(), **more)
     decoder.admit(requests[:3])
     decoder.step()
     decoder.clear()

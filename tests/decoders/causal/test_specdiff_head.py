@@ -17,8 +17,7 @@ from draftmill.decoders.causal.settings import AutoregressiveSettings, SpecDiffS
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.auto import AutoLength
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, find_heads
+from draftmill.decoders.registry import find_heads
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
@@ -35,7 +34,7 @@ from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, random_lengths, run_all, texts, toy_heads, toy_prompts
+from tests.decoders.support import decode, engine, random_lengths, run_all, texts, toy_heads, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")
 WIDTH = VOCAB + 1
@@ -194,18 +193,15 @@ def test_the_seconds_of_the_head_are_those_of_the_drafters_forwards(monkeypatch)
 
     monkeypatch.setattr(MarkovHead, "forward", slow)
     requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
-    decoder = build_decoder(
-        Setup(
-            backbone=target(),
-            info=TARGET_INFO,
-            sampling=Sampling(),
-            max_rows=3,
-            max_tokens=99,
-            drafter=drafter(),
-            drafter_info=mask_info(),
-            heads=toy_heads(WIDTH),
-        ),
+    decoder = engine(
+        target(),
+        TARGET_INFO,
         specdiff(3, 1),
+        rows=3,
+        max_tokens=99,
+        drafter=drafter(),
+        drafter_info=mask_info(),
+        heads=toy_heads(WIDTH),
     )
     outcomes = run_all(decoder, requests)
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(decoder.stats.forward_s)

@@ -23,13 +23,11 @@ from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, random_lengths, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import decode, engine, random_lengths, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -344,10 +342,7 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing(drafter):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_clear_leaves_a_usable_decoder(drafter):
     requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
-    decoder = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=3, max_tokens=99, drafter=blend()),
-        spec(3, DRAFTERS[drafter]),
-    )
+    decoder = engine(table(), INFO, spec(3, DRAFTERS[drafter]), rows=3, max_tokens=99, drafter=blend())
     decoder.admit(requests[:3])
     decoder.step()
     decoder.clear()
@@ -381,10 +376,7 @@ def test_times_and_rows_add_up_with_the_drafter_in_the_time_alone():
         return hidden
 
     target.forward = counted
-    decoder: Any = build_decoder(
-        Setup(backbone=target, info=INFO, sampling=Sampling(), max_rows=4, max_tokens=99, drafter=blend()),
-        spec(2, MODEL),
-    )
+    decoder = engine(target, INFO, spec(2, MODEL), rows=4, max_tokens=99, drafter=blend())
     seconds = {model: list[float]() for model in decoder.models}
     for model in decoder.models:
 

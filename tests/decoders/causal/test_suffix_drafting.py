@@ -18,9 +18,7 @@ from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings, SuffixDrafterSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import run_all
+from tests.decoders.support import engine, run_all
 
 FOLDER = Path(draftmill.decoders.builtin.__path__[0]) / "ar-tiny"
 SUFFIX = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0)
@@ -57,9 +55,7 @@ def requests() -> list[Request]:
 def built(settings: DecoderChoice, temperature: float, rows: int) -> Any:
     backbone, info = model()
     sampling = Sampling(temperature=temperature)
-    return build_decoder(
-        Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 16), settings
-    )
+    return engine(backbone, info, settings, sampling, rows=rows, max_tokens=1 << 16)
 
 
 @cache

@@ -16,10 +16,8 @@ from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Setti
 from draftmill.decoders.causal.settings import AutoregressiveSettings, ModelDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import decode, run_all, texts
+from tests.decoders.support import decode, engine, run_all, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL, ANY = AutoregressiveSettings(kind="autoregressive"), AnySubsetSettings(kind="any_subset")
@@ -77,8 +75,7 @@ EVERY: dict[str, tuple[str, Any]] = {
 def engine_of(backbone: Any, info: ModelInfo, settings: Any, **more: Any) -> Any:
     stops = None if info.family in ("any_subset", "masked") else Stops()
     sampling = more.pop("sampling", Sampling(temperature=0.9))
-    setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=3, max_tokens=1 << 16, stops=stops, **more)
-    return build_decoder(setup, settings)
+    return engine(backbone, info, settings, sampling, rows=3, max_tokens=1 << 16, stops=stops, **more)
 
 
 @pytest.mark.one_in(11)

@@ -31,9 +31,9 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.scheduler import schedule_chunks
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.registry import build_scorer
 from tests.decoders.engine.test_prefix_cache import choices, infills, model, said
-from tests.decoders.support import run_all
+from tests.decoders.support import engine, run_all
 
 AR = AutoregressiveSettings(kind="autoregressive")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
@@ -72,11 +72,12 @@ CASES: dict[str, tuple[str, DecoderChoice, str | None]] = {
 def made(name: str, rows: int, budget: int | None, **sampling: Any) -> Any:
     folder, settings, drafter = CASES[name]
     backbone, info = model(folder)
-    setup = Setup(
-        backbone=backbone,
-        info=info,
-        sampling=Sampling.model_validate({"temperature": 0.9} | sampling),
-        max_rows=rows,
+    return engine(
+        backbone,
+        info,
+        settings,
+        Sampling.model_validate({"temperature": 0.9} | sampling),
+        rows=rows,
         max_tokens=1 << 16,
         stops=Stops() if folder != "asarm-tiny" else None,
         drafter=model(drafter)[0] if drafter else None,
@@ -84,7 +85,6 @@ def made(name: str, rows: int, budget: int | None, **sampling: Any) -> Any:
         trace=True,
         prompt_rows=budget,
     )
-    return build_decoder(setup, settings)
 
 
 def prompts(*lengths: int, new: int = 6, seed: int = 0, samples: int = 1) -> list[Request]:
@@ -449,16 +449,7 @@ def test_samples_that_wait_for_the_budget_are_no_idle_slots():
 def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatch):
     backbone, info = model("ar-tiny")
     settings = SpeculativeSettings(kind="speculative", k="auto", drafter=NGRAM)
-    setup = Setup(
-        backbone=backbone,
-        info=info,
-        sampling=Sampling(),
-        max_rows=4,
-        max_tokens=1 << 16,
-        prompt_rows=8,
-        stops=Stops(),
-    )
-    decoder: Any = build_decoder(setup, settings)
+    decoder = engine(backbone, info, settings, rows=4, max_tokens=1 << 16, prompt_rows=8, stops=Stops())
     seen, told = watched(decoder), list[bool]()
     monkeypatch.setattr(AutoLength, "note_step", lambda *_, has_prompts: told.append(has_prompts))
     some = prompts(9, 60, 70, 40, 33, new=20)

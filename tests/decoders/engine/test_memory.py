@@ -22,11 +22,10 @@ from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import SlotTable
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, run_all, token_info, toy_prompts
+from tests.decoders.support import decode, engine, run_all, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -128,9 +127,7 @@ def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
 
 def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
     table = Cached()
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=1000, max_tokens=1 << 20), AR
-    )
+    decoder = engine(table, INFO, AR, rows=1000)
     decoder.admit([prompt(0, 5)])
     assert table.tokens_SW.shape[0] <= 8
     decoder.admit([prompt(index, 5) for index in range(1, 40)])
@@ -144,9 +141,7 @@ def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(setting
     table = Cached(seed=3)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=5)
     expected = decode(TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3), INFO, AR, Sampling(), requests)
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=9, max_tokens=max_tokens), settings
-    )
+    decoder = engine(table, INFO, settings, rows=9, max_tokens=max_tokens)
     outcomes = run_all(decoder, requests)
     assert {index: one.tokens.tolist() for index, one in outcomes.items()} == {
         index: one.tokens.tolist() for index, one in expected.items()
@@ -157,7 +152,7 @@ def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(setting
 
 def test_columns_that_nobody_needs_any_more_are_given_up_for_slots():
     table = Cached()
-    decoder: Any = build_decoder(Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=28), AR)
+    decoder = engine(table, INFO, AR, rows=50, max_tokens=28)
     decoder.admit([prompt(0, 7)])
     assert decoder.room(7) == 3 and decoder.room(2) == 3
     finish(decoder)
@@ -172,7 +167,7 @@ def test_columns_that_nobody_needs_any_more_are_given_up_for_slots():
 
 def test_a_canvas_that_would_cost_the_highest_slot_waits_for_its_sample():
     table = Cached()
-    decoder: Any = build_decoder(Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=28), AR)
+    decoder = engine(table, INFO, AR, rows=50, max_tokens=28)
     decoder.admit([*(prompt(index, 3) for index in range(6)), prompt(6, 4)])
     while decoder.active > 1:
         assert decoder.room(7) == 0, "four slots of seven columns"
@@ -191,9 +186,7 @@ def test_texts_are_the_same_in_whatever_memory_there_is(settings):
     expected = {i: one.tokens.tolist() for i, one in decode(Cached(), INFO, AR, Sampling(), requests).items()}
     for num_bytes in (6_000, 20_000, 100_000):
         table = Cached()
-        decoder: Any = build_decoder(
-            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), settings
-        )
+        decoder = engine(table, INFO, settings, rows=50)
         decoder.fit(num_bytes)
         assert decoder.plan.slots is not None
         outcomes = run_all(decoder, requests)
@@ -205,9 +198,7 @@ def test_texts_are_the_same_in_whatever_memory_there_is(settings):
 
 def test_a_sample_that_can_not_fit_fails_by_name_and_the_next_one_is_decoded():
     table = Cached()
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), AR
-    )
+    decoder = engine(table, INFO, AR, rows=50)
     decoder.fit(1_100)
     assert decoder.most_rows(7) == 0 and decoder.most_rows(2) > 0
     assert decoder.room(7) == 1, "it has to be admitted to fail"
@@ -223,15 +214,8 @@ def test_what_is_kept_for_a_draft_counts():
     one, backbone = {}, TableBackbone(vocab_size=3, num_positions=3)
     acceptances: tuple[Any, ...] = ("coupled", "rejection")
     for acceptance in acceptances:
-        decoder: Any = build_decoder(
-            Setup(
-                backbone=backbone,
-                info=info,
-                sampling=Sampling(acceptance=acceptance),
-                max_rows=4,
-                max_tokens=100,
-            ),
-            AssdSettings(kind="assd", k=5),
+        decoder = engine(
+            backbone, info, AssdSettings(kind="assd", k=5), Sampling(acceptance=acceptance), rows=4, max_tokens=100
         )
         one[acceptance] = decoder.slot_bytes(10)
     assert one["rejection"] - one["coupled"] == 2 * 5 * (backbone.width + 1) * 8
@@ -240,9 +224,7 @@ def test_what_is_kept_for_a_draft_counts():
 def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
     info = ModelInfo("table", 3, 2, None, "masked", 0, (2,))
-    decoder: Any = build_decoder(
-        Setup(backbone=Cached(), info=info, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), settings
-    )
+    decoder = engine(Cached(), info, settings, rows=50)
     assert decoder.slot_bytes(decoder.columns(7)) == 4 * 7 * (Cached.cell_bytes + Cached.row_bytes)
     decoder.fit(100_000)
     decoder.admit([Request(0, 0, np.full(7, HOLE, dtype=np.int32))])
@@ -260,9 +242,7 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch):
         return forward(rows)
 
     monkeypatch.setattr(table, "forward", counted)
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=9, max_tokens=1 << 20), AR
-    )
+    decoder = engine(table, INFO, AR, rows=9)
     decoder.plan = MemoryPlan(logits=1 << 20, noise=1 << 20, slots=1 << 20, prompt_rows=10)
     requests = [prompt(index, 5) for index in range(5)]
     decoder.admit(requests)
@@ -355,9 +335,7 @@ def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypa
 
 def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypatch):
     table = Cached()
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), AR
-    )
+    decoder = engine(table, INFO, AR, rows=50)
     decoder.admit([prompt(index, 5) for index in range(10)])
     held = tuple(table.tokens_SW.shape)
     monkeypatch.setattr(table, "resize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
@@ -404,9 +382,7 @@ def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch):
     monkeypatch.setattr(model_runner, "_LEAST_ROWS", 1)
     monkeypatch.setattr(memory, "_CPU_LOGITS", 4 * VOCAB * 8)
     run_all(
-        build_decoder(
-            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=20, max_tokens=1 << 20), jacobi(5)
-        ),
+        engine(table, INFO, jacobi(5), rows=20),
         toys(),
     )
     assert max(held) == 4
@@ -421,9 +397,7 @@ def toys() -> list[Request]:
 
 def test_noise_never_takes_more_than_its_bytes():
     table = Cached()
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), jacobi(4)
-    )
+    decoder = engine(table, INFO, jacobi(4), rows=50)
     decoder.fit(20_000)
     run_all(decoder, toys())
     decoder.admit([prompt(index, 3) for index in range(decoder.room(3))])

@@ -30,10 +30,10 @@ from draftmill.decoders.engine.algorithm import WHOLE
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.scheduler import PrefixCache
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.registry import build_scorer
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.support import run_all
+from tests.decoders.support import engine, run_all
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL_BLOCKS = {"block_size": 8, "causal_cache": True, "fused": True}
@@ -109,18 +109,21 @@ def decoder_of(name: str, rows: int, *, shares: bool, **sampling: Any) -> Any:
     folder, settings = CASES[name]
     backbone, info = model(folder)
     drafts = "model" in name
-    setup = Setup(
-        backbone=backbone,
-        info=info,
-        sampling=Sampling.model_validate({"temperature": 0.9} | sampling),
-        max_rows=rows,
-        max_tokens=1 << 16,
-        stops=Stops() if folder != "asarm-tiny" else None,
-        drafter=model("ar-micro")[0] if drafts else None,
-        drafter_info=model("ar-micro")[1] if drafts else None,
-        trace=True,
+    return switched(
+        engine(
+            backbone,
+            info,
+            settings,
+            Sampling.model_validate({"temperature": 0.9} | sampling),
+            rows=rows,
+            max_tokens=1 << 16,
+            stops=Stops() if folder != "asarm-tiny" else None,
+            drafter=model("ar-micro")[0] if drafts else None,
+            drafter_info=model("ar-micro")[1] if drafts else None,
+            trace=True,
+        ),
+        shares=shares,
     )
-    return switched(build_decoder(setup, settings), shares=shares)
 
 
 def switched(decoder: Any, *, shares: bool) -> Any:
@@ -162,9 +165,11 @@ def test_every_family_of_causal_models_has_the_same_bits(family, tmp_path):
     backbone = causal_models.load(tmp_path)
     info = inspect_model(tmp_path)
     some = shots(7, new=5, vocab_size=50, long=33)
-    setup = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=4, max_tokens=1 << 14, stops=Stops())
     settings = AutoregressiveSettings(kind="autoregressive")
-    plain, sharing = (switched(build_decoder(setup, settings), shares=shares) for shares in (False, True))
+    plain, sharing = (
+        switched(engine(backbone, info, settings, rows=4, max_tokens=1 << 14, stops=Stops()), shares=shares)
+        for shares in (False, True)
+    )
     assert said(run_all(sharing, some)) == said(run_all(plain, some))
     assert sharing.stats.prompt_rows_shared > 0.5 * sharing.stats.prompt_rows
 

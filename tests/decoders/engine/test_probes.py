@@ -18,7 +18,7 @@ from draftmill.decoders.masked.settings import SelfSpeculativeSettings, Stepwise
 from draftmill.decoders.registry import build_decoder, build_scorer
 from tests.decoders.backbones.masked_models import load, look_alone
 from tests.decoders.references.table import TableBackbone
-from tests.decoders.support import run_all, table_info, toy_heads, toy_requests
+from tests.decoders.support import engine, run_all, table_info, toy_heads, toy_requests
 
 VOCAB, LENGTH = 3, 6
 ANY_SUBSET = {
@@ -101,10 +101,9 @@ def test_rows_in_parts_score_what_they_are_asked_for_under_the_rejection_rule():
 def test_a_masked_models_probe_is_the_mean_confidence_of_the_masks_it_names(golden, settings):
     backbone = load(golden / "llada")
     info = inspect_model(golden / "llada")
-    made = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=3, max_tokens=1 << 20)
 
     def built():
-        return build_decoder(made, settings)
+        return engine(backbone, info, settings, rows=3)
 
     rng = np.random.default_rng(0)
     canvases = [rng.integers(0, 60, 12).astype(np.int32) for _ in range(4)]

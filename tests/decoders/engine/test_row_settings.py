@@ -18,14 +18,12 @@ from draftmill.decoders.causal.settings import (
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import NeverStops, Stops
-from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, table_info, token_info, toy_heads, toy_prompts, toy_requests
+from tests.decoders.support import engine, run_all, table_info, token_info, toy_heads, toy_prompts, toy_requests
 
 VOCAB, LENGTH = 3, 7
 OWN = [
@@ -97,18 +95,7 @@ def check(make, requests, sampling, *, rows=5):
 def causal(settings):
     def make(sampling, rows):
         more = {"drafter": drafter()} if isinstance(settings, SpeculativeSettings) else {}
-        return build_decoder(
-            Setup(
-                backbone=target(),
-                info=token_info(VOCAB),
-                sampling=sampling,
-                max_rows=rows,
-                max_tokens=1 << 20,
-                stops=Stops(ids=(2,)),
-                **more,
-            ),
-            settings,
-        )
+        return engine(target(), token_info(VOCAB), settings, sampling, rows=rows, stops=Stops(ids=(2,)), **more)
 
     return make
 
@@ -135,17 +122,14 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
     tables = diffusion_tables
 
     def make(sampling, rows):
-        return build_decoder(
-            Setup(
-                backbone=tables.target(),
-                info=tables.TARGET_INFO,
-                sampling=sampling,
-                max_rows=rows,
-                max_tokens=1 << 20,
-                drafter=tables.drafter(),
-                drafter_info=tables.mask_info(),
-            ),
+        return engine(
+            tables.target(),
+            tables.TARGET_INFO,
             tables.specdiff(3, 2, order=order),
+            sampling,
+            rows=rows,
+            drafter=tables.drafter(),
+            drafter_info=tables.mask_info(),
         )
 
     check(make, toy_prompts(70, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=5), sampling)
@@ -170,10 +154,7 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
 
     def make(sampling, rows):
         made = TableBackbone(vocab_size=4, num_positions=6, seed=1)
-        sizes: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 20}
-        return build_decoder(
-            Setup(backbone=made, info=table_info(4), sampling=sampling, heads=heads, **sizes), settings
-        )
+        return engine(made, table_info(4), settings, sampling, rows=rows, heads=heads)
 
     for job in JOBS[2:]:
         requests = toy_requests(60, vocab_size=4, longest=6, seed=2)
@@ -197,9 +178,7 @@ def test_so_it_is_in_masked_diffusion_models(settings):
     def make(sampling, rows):
         info = tables.table_info()
         info = replace(info, kind="masked")
-        return build_decoder(
-            Setup(backbone=tables.table(), info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20), settings
-        )
+        return engine(tables.table(), info, settings, sampling, rows=rows)
 
     for job in JOBS[1:]:
         check(make, toy_requests(60, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=2), job)
@@ -241,13 +220,7 @@ def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
 
     def decoded(stop, mine):
         more = {"drafter": drafter()} if isinstance(CAUSAL[kind], SpeculativeSettings) else {}
-        sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
-        made = build_decoder(
-            Setup(
-                backbone=target(), info=token_info(VOCAB), sampling=Sampling(), stops=Stops(text=stop), **sizes, **more
-            ),
-            CAUSAL[kind],
-        )
+        made = engine(target(), token_info(VOCAB), CAUSAL[kind], rows=5, stops=Stops(text=stop), **more)
         return run_all(made, mine)
 
     mixed = [replace(r, settings=RowSettings(stop_text=own[i % 4])) for i, r in enumerate(requests)]
@@ -268,15 +241,8 @@ def test_a_masked_row_ends_at_its_own_stop_string():
 
     def decoded(stop, mine):
         info = replace(tables.table_info(), kind="masked")
-        sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
         settings = StepwiseSettings(kind="stepwise", block_length=2)
-        return run_all(
-            build_decoder(
-                Setup(backbone=tables.table(), info=info, sampling=Sampling(), stops=Stops(text=stop), **sizes),
-                settings,
-            ),
-            mine,
-        )
+        return run_all(engine(tables.table(), info, settings, rows=5, stops=Stops(text=stop)), mine)
 
     mixed = [replace(r, settings=RowSettings(stop_text=Pair(0, 1))) if i % 2 else r for i, r in enumerate(requests)]
     found, whole, ended = decoded(None, mixed), decoded(None, requests), decoded(Pair(0, 1), requests)
@@ -310,9 +276,7 @@ def test_the_log_probabilities_of_a_row_that_asks_are_those_of_its_tokens(kind):
 )
 def test_those_of_an_any_subset_model_stand_in_the_order_of_the_canvas(settings):
     backbone, own = TableBackbone(vocab_size=4, num_positions=6, seed=1), RowSettings(token_logprobs=True)
-    made = build_decoder(
-        Setup(backbone=backbone, info=table_info(4), sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
-    )
+    made = engine(backbone, table_info(4), settings, rows=4)
     for request in toy_requests(30, vocab_size=4, longest=6, seed=2):
         holes = np.flatnonzero(request.canvas < 0)
         backwards = replace(request, hole_order=holes[::-1].copy(), settings=own)

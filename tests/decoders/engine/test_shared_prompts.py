@@ -25,7 +25,7 @@ from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import run_all, texts
+from tests.decoders.support import engine, run_all, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL: dict[str, DecoderChoice] = {
@@ -105,8 +105,7 @@ def test_a_prompt_runs_once_where_its_columns_are_still_held_and_again_where_the
     sampling = Sampling(temperature=0.9)
 
     def rows_run(max_rows: int, some: list[Request]) -> int:
-        setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=max_rows, max_tokens=1 << 16)
-        decoder = build_decoder(setup, CAUSAL["autoregressive"])
+        decoder = engine(backbone, info, CAUSAL["autoregressive"], sampling, rows=max_rows, max_tokens=1 << 16)
         run_all(decoder, some)
         return decoder.stats.useful_rows
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
+from tests.decoders.support import engine
 
 GREEDY = Sampling(temperature=0.0)
 CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
@@ -42,9 +41,7 @@ def canvas_of(case, mask_id):
 
 def built(backbone, folder, settings, *, suppressed=(), rows=3):
     info = replace(inspect_model(folder), suppressed=suppressed)
-    return build_decoder(
-        Setup(backbone=backbone, info=info, sampling=GREEDY, max_rows=rows, max_tokens=1 << 20, trace=True), settings
-    )
+    return engine(backbone, info, settings, GREEDY, rows=rows, trace=True)
 
 
 def reveal_calls(outcome, canvas):

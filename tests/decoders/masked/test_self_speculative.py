@@ -12,13 +12,11 @@ from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all
+from tests.decoders.support import engine, run_all
 
 VOCAB, POSITIONS = 4, 7
 SAMPLINGS = {
@@ -166,10 +164,7 @@ def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_sequence_forwards_are_counted(rows):
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
-    decoder = build_decoder(
-        Setup(backbone=table(), info=table_info(), sampling=SAMPLINGS["greedy"], max_rows=rows, max_tokens=1 << 20),
-        settings,
-    )
+    decoder = engine(table(), table_info(), settings, SAMPLINGS["greedy"], rows=rows)
     outcomes = run_all(decoder, canvases(20, vocab_size=VOCAB, longest=POSITIONS))
     assert decoder.stats.verified == sum(outcome.nfe + outcome.proposed for outcome in outcomes.values())
     assert decoder.stats.committed == sum(len(outcome.tokens) for outcome in outcomes.values())
@@ -178,10 +173,7 @@ def test_sequence_forwards_are_counted(rows):
 
 def test_room_counts_the_columns_of_all_nodes():
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3, tree="mixed")
-    decoder: Any = build_decoder(
-        Setup(backbone=table(), info=table_info(), sampling=SAMPLINGS["greedy"], max_rows=9, max_tokens=6 * 7 * 2),
-        settings,
-    )
+    decoder = engine(table(), table_info(), settings, SAMPLINGS["greedy"], rows=9, max_tokens=6 * 7 * 2)
     assert decoder.columns(7) == 6 * 7
     assert decoder.room(7) == 2
 
