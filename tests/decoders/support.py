@@ -12,6 +12,7 @@ from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.settings import DECODERS
 
 
 def table_info(vocab_size, suppressed=()):
@@ -65,6 +66,11 @@ def run_all(decoder, requests):
             outcomes[outcome.index] = outcome
     assert set(outcomes) == {request.index for request in requests}
     return outcomes
+
+
+def decoder_settings(kind, **settings):
+    """The section `decoder` of a spec."""
+    return DECODERS[kind].model_validate({"kind": kind} | settings)
 
 
 def engine(backbone, info, settings, sampling=None, *, rows=3, max_tokens=1 << 20, **more):

@@ -18,22 +18,18 @@ from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
     ModelDrafterSettings,
-    MultiblockJacobiSettings,
     NgramDrafterSettings,
-    SpeculativeSettings,
     SuffixDrafterSettings,
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from tests.decoders.support import decode, pairwise, texts
+from tests.decoders.support import decode, decoder_settings, pairwise, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 TARGET, DRAFTER = BUILTIN / "ar-tiny", BUILTIN / "ar-micro"
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 MODEL, NGRAM = ModelDrafterSettings(kind="model", path="builtin:ar-micro"), NgramDrafterSettings(kind="ngram")
 SUFFIX = SuffixDrafterSettings(kind="suffix")
 WARPS: list[dict[str, Any]] = [
@@ -109,11 +105,11 @@ def ended(tokens, stops):
 
 
 def speculative(k, drafter, **_):
-    return SpeculativeSettings(kind="speculative", k=k, drafter=drafter)
+    return decoder_settings("speculative", k=k, drafter=drafter)
 
 
 def jacobi(block_size, window, **_):
-    return JacobiSettings(kind="jacobi", block_size=block_size, window=window)
+    return decoder_settings("jacobi", block_size=block_size, window=window)
 
 
 BLOCKS: dict[str, list[Any]] = {
@@ -126,7 +122,7 @@ BLOCKS: dict[str, list[Any]] = {
 
 
 def multiblock(**case):
-    return MultiblockJacobiSettings(kind="multiblock_jacobi", **{name: case[name] for name in BLOCKS})
+    return decoder_settings("multiblock_jacobi", **{name: case[name] for name in BLOCKS})
 
 
 KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
@@ -179,7 +175,7 @@ def test_greedy_text_is_that_of_transformers_generate(requests, baseline):
 @pytest.mark.slow
 def test_the_small_model_saves_forwards_of_the_large_one(run, requests):
     """At temperature 1, where the text does not repeat itself, and with a fixed number of drafts."""
-    outcomes = run(SpeculativeSettings(kind="speculative", k=4, drafter=MODEL), 2, requests, rows=64).values()
+    outcomes = run(decoder_settings("speculative", k=4, drafter=MODEL), 2, requests, rows=64).values()
     tokens, nfe = sum(len(outcome.tokens) for outcome in outcomes), sum(outcome.nfe for outcome in outcomes)
     assert nfe < 0.75 * tokens
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import job_spec, results_of, run_here
 
 MASK = 64
@@ -69,21 +68,3 @@ def test_prompts_are_completed(golden, tmp_path):
     for row in decoded(tmp_path, {"steps": 4}, rows, {"kind": "complete", "max_new_tokens": 10}).values():
         assert (row["status"], row["finish"], row["new_tokens"]) == ("ok", "length", 10)
         assert MASK not in row["tokens"] and 1 <= row["nfe"] <= 5
-
-
-@pytest.mark.parametrize(
-    ("family", "decoder", "message"),
-    [
-        ("mdlm", {"predictor": "euler"}, "decoder.predictor: 'euler' does not run on models of family 'mdlm'; allowed:"),
-        ("sedd", {"predictor": "ddpm"}, "decoder.predictor: 'ddpm' does not run on models of family 'sedd'; allowed:"),
-        ("llada", {}, "decoder.kind: 'ancestral' does not run on models of family 'llada'"),
-        ("sedd", {"kind": "stepwise"}, "decoder.kind: 'stepwise' does not run on models of family 'sedd'; allowed: ancestral"),
-        ("mdlm", {"steps": 0}, "decoder.steps: 0 is not allowed"),
-    ],
-)  # fmt: skip
-def test_what_can_not_be_decoded_is_refused_before_anything_is_written(golden, tmp_path, family, decoder, message):
-    shutil.copytree(golden / family, tmp_path / "model")
-    with pytest.raises(UserError) as caught:
-        decoded(tmp_path, decoder, ROWS[:1], INFILL)
-    assert message in str(caught.value)
-    assert not list(tmp_path.glob("run-*"))

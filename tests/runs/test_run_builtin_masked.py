@@ -66,19 +66,6 @@ def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path, sampling, ca
     assert total(ours, "nfe") < 0.9 * total(plain, "nfe")
 
 
-@pytest.mark.slow
-def test_ssd_completes_what_stepwise_does(tmp_path):
-    rows = [{"id": str(n), "prompt": text} for n, text in enumerate(pieces(6, 40))]
-    task = {"kind": "complete", "max_new_tokens": 20, "stop": ["\n\n"]}
-    for sampling in WARPS:
-        plain, ours = (
-            decoded(tmp_path, {"kind": kind, "block_length": 10}, rows, task=task, sampling=sampling)
-            for kind in ("stepwise", "ssd")
-        )
-        assert same_text(ours, plain)
-        assert total(ours, "nfe") < total(plain, "nfe")
-
-
 @pytest.mark.parametrize("sampling", WARPS, ids=["greedy", "sampled"])
 @pytest.mark.slow
 def test_it_drafts_for_the_builtin_causal_model(tmp_path, sampling):

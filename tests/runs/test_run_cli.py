@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-import draftmill
 from draftmill.jobs import cli
 from draftmill.storage.errors import StoreRefused
 from tests.runs.jobs_of_tests import write_namesakes, write_rows, write_spec
@@ -41,20 +40,6 @@ def test_a_run_on_a_ray_of_its_own_says_only_what_matters_whatever_stands_beside
     assert [line for line in said if not line.startswith(("planning: ", *BEFORE, planned))] == []
     assert not [start for start in BEFORE if not any(line.startswith(start) for line in said)], said
     assert planned in done.stderr and "12 ok" in done.stdout and str(tmp_path / "run" / "data") in done.stdout
-
-
-@pytest.mark.slow
-def test_a_notebook_beside_files_named_as_our_folders_imports_ours_and_runs_a_job(tmp_path):
-    write_namesakes(tmp_path)
-    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
-    code = (
-        "import sys, draftmill; assert '' in sys.path, sys.path; from draftmill.jobs.cli import main; "
-        "print(draftmill.__version__); sys.exit(main(['run', sys.argv[1], '--local', '--quiet']))"
-    )
-    command = [sys.executable, "-c", code, str(spec)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{draftmill.__version__}\n") and "4 ok" in done.stdout
 
 
 @pytest.mark.ray
@@ -146,13 +131,6 @@ def test_models_names_families_decoders_and_builtin_models(capsys):
     assert cli.main(["models"]) == 0
     out = capsys.readouterr().out
     assert "xlnet" in out and "assd" in out and "settings: k, drafter" in out
-
-
-def test_help_lists_the_commands(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    out = capsys.readouterr().out
-    assert all(command in out for command in ("run", "validate", "status", "verify", "rerun", "export", "models"))
 
 
 @pytest.mark.parametrize(

@@ -61,24 +61,6 @@ def test_traces_tell_every_iteration(finished):
         assert len(steps) == row["iterations"]
 
 
-def test_a_finished_run_says_so_prints_its_table_and_changes_nothing(finished, capsys):
-    before = {path: path.stat().st_mtime_ns for path in (finished / "run").rglob("*")}
-    assert main(["run", str(finished / "run.yaml")]) == 0
-    out = capsys.readouterr().out
-    assert "is already finished" in out and "20 ok" in out and "NFE per token" in out and "tokens/s" in out
-    assert {path: path.stat().st_mtime_ns for path in (finished / "run").rglob("*")} == before
-
-
-def test_a_changed_spec_is_refused_with_the_key_named(finished, capsys):
-    assert main(["run", str(finished / "run.yaml"), "--set", "decoder.k=2"]) == 2
-    assert "decoder.k was 3, is 2" in capsys.readouterr().err
-
-
-def test_what_changes_no_result_may_change(finished):
-    changes = ["workers.count=1", "batching.max_rows=2", "name=other", "errors.max_rate=0.5"]
-    assert main(["run", str(finished / "run.yaml"), *(part for item in changes for part in ("--set", item))]) == 0
-
-
 @pytest.mark.slow
 def test_one_worker_with_another_batch_size_gives_the_same_rows(finished):
     spec = write_spec(
@@ -91,15 +73,6 @@ def test_one_worker_with_another_batch_size_gives_the_same_rows(finished):
     )
     assert main(["run", str(spec), "--quiet"]) == 0
     assert rows_of(finished / "other").equals(rows_of(finished / "run"))
-
-
-def test_verify_and_status_read_the_directory_alone(finished, capsys):
-    assert main(["verify", str(finished / "run"), "--invariance", "4"]) == 0
-    out = capsys.readouterr().out
-    assert "all promises hold" in out and "4 equal (100.0%)" in out
-    assert main(["status", str(finished / "run")]) == 0
-    out = capsys.readouterr().out
-    assert "finished" in out and "5 done, 0 running, 0 to go" in out and "20 of 20 done (100.0%), 0 failed" in out
 
 
 def test_missing_units_are_done_again_and_nothing_else(finished):

@@ -9,12 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.results.verify import check_invariance
-from draftmill.jobs.run.validate import validate
-from draftmill.storage.runs.commit import Manifest, done_units, read_unit
-from draftmill.storage.runs.unit_facts import UnitFacts, unit_name
-from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import World, job_spec, make_world, run_here
 
 
@@ -78,25 +72,3 @@ def test_a_greedy_text_is_greedy_and_another_is_not(world, tmp_path):
 def test_texts_that_can_not_be_scored_fail_alone(scored):
     kinds = {name: row["error_kind"] for name, row in scored[1].items() if row["status"] == "failed"}
     assert kinds == {"nothing": "empty_text", "long": "too_long"}
-
-
-def test_a_text_is_scored_alike_alone(world, scored, capsys):
-    store = open_store(str(scored[0] / "run"))
-    plan = load_plan(store)
-    assert plan is not None
-    committed = [read_unit(store, unit_name(unit)) for unit in done_units(store)]
-    assert check_invariance(store, plan, Manifest(plan.fingerprint, 2, UnitFacts(committed)), samples=len(TEXTS)) == 1.0
-    assert "3 equal (100.0%)" in capsys.readouterr().out
-
-
-def test_a_dry_run_says_what_is_scored(world, tmp_path, capsys):
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    assert validate(job_spec(tmp_path, TEXTS, task={"kind": "score"}, model=model)) == 0
-    said = capsys.readouterr().out
-    count = len(world.tokenizer.encode(TEXTS[0]["text"]))
-    for part in (
-        "score, decoder autoregressive",
-        f"{count} to score from position 1 on",
-        "to score",
-    ):
-        assert part in said, f"{part!r} is not in\n{said}"

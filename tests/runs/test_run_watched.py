@@ -148,17 +148,6 @@ def test_logs_prints_what_drivers_and_workers_noted_in_order(tmp_path, capsys):
     assert main(["logs", str(tmp_path / "nothing")]) == 2
 
 
-def test_the_log_is_on_s3_too(s3_url, s3_options, tmp_path, capsys):
-    s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
-    spec = spec_in(tmp_path, output={"path": s3_url, "unit_rows": 4}, s3=s3)
-    assert main(["run", str(spec), "--local", "--quiet"]) == 0
-    options = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", str(s3_options.region)]
-    assert main(["logs", s3_url, "--json", *options]) == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [event["event"] for event in events][-1] == "ended" and sum(e["event"] == "done" for e in events) == 3
-    assert main(["verify", s3_url, *options]) == 0
-
-
 def test_a_finished_run_sends_one_notice_with_its_summary_and_its_repetition_none(tmp_path):
     command, out = keeper(tmp_path)
     spec = spec_in(tmp_path, name="job", notify={"command": command})
@@ -177,21 +166,12 @@ def test_a_run_that_fails_sends_a_notice_and_keeps_its_exit_code(tmp_path):
     spec = spec_in(tmp_path, notify=[{"command": command}, {"command": failing}])
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"id": "bad", "tokens": "no list"}\n')
-    assert main(["run", str(spec), "--local", "--quiet"]) == 3
+    for _ in range(2):  # the second time it has ended before
+        assert main(["run", str(spec), "--local", "--quiet"]) == 3
     assert main(["run", str(spec), "--local", "--quiet", "--set", "input.path=nowhere.jsonl"]) == 2
     first, second = notices_in(out)
     assert (first["event"], first["exit_code"], first["samples"]["failed"]) == ("failure", 3, 1)
     assert (second["event"], second["exit_code"]) == ("failure", 2) and "nowhere.jsonl" in second["message"]
-
-
-def test_a_run_that_had_ended_before_sends_nothing_whatever_its_exit_code(tmp_path):
-    command, out = keeper(tmp_path)
-    spec = spec_in(tmp_path, notify={"command": command})
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('{"id": "bad", "tokens": "no list"}\n')
-    for _ in range(2):
-        assert main(["run", str(spec), "--local", "--quiet"]) == 3
-    assert len(notices_in(out)) == 1
 
 
 def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(tmp_path, capsys):
@@ -230,13 +210,6 @@ def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path):
         'T  info     progress        nfe_per_token=0.5 memory={"a": 1}'
     )
     assert len(list(events_of(store))) == len(first) + 1
-
-
-def test_what_a_notice_needs_is_checked_before_anything_is_written(tmp_path, capsys):
-    spec = spec_in(tmp_path, notify={"command": "no-such-command-here"})
-    assert main(["run", str(spec), "--local", "--quiet"]) == 2
-    assert "notify.0.command: 'no-such-command-here' is not a command here" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_secrets_of_a_notice_are_nowhere_in_the_run(tmp_path, capsys, monkeypatch):

@@ -151,11 +151,6 @@ def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(finished, c
     assert "k2" in capsys.readouterr().out
 
 
-def test_a_sweep_says_that_it_sends_no_notices(finished, capsys):
-    assert sweep(finished / "sweep.yaml", "--set", "notify={command: [sh]}") == 0
-    assert "a sweep sends no notices" in capsys.readouterr().err
-
-
 # ---- one plan
 
 

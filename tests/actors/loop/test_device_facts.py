@@ -12,7 +12,6 @@ import torch
 
 from draftmill.actors.loop import device_facts as facts
 from draftmill.decoders.backbones.small_weights import SmallLinear
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.engine.cuda_graphs import Graphs
 from draftmill.decoders.engine.engine import Engine
 from draftmill.jobs.drive.run_log import read_sessions, session_record
@@ -20,14 +19,12 @@ from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.formatting import device_text
 from draftmill.storage.stores.store import MemoryStore
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import engine, token_info
+from tests.decoders.support import decoder_settings, engine, token_info
 
 
 @pytest.fixture
 def decoder() -> Engine:
-    made = engine(
-        TokenTable(vocab_size=4), token_info(4), AutoregressiveSettings(kind="autoregressive"), rows=2, max_tokens=64
-    )
+    made = engine(TokenTable(vocab_size=4), token_info(4), decoder_settings("autoregressive"), rows=2, max_tokens=64)
     assert isinstance(made, Engine)
     return made
 

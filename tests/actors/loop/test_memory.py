@@ -27,7 +27,6 @@ from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.engine import cuda_graphs
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
@@ -41,7 +40,7 @@ from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import engine, token_info
+from tests.decoders.support import decoder_settings, engine, token_info
 from tests.runs.causal_jobs import job_spec
 
 GIB = 1 << 30
@@ -105,7 +104,7 @@ class Small(TokenTable):
 
 def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device, **more: 2_000_000)
-    settings = AutoregressiveSettings(kind="autoregressive")
+    settings = decoder_settings("autoregressive")
     decoder = engine(Small(num_positions=6), token_info(3), settings, rows=64, max_tokens=64 * 512)
     room = fit(decoder, threads=1)
     assert room is not None
@@ -122,7 +121,7 @@ def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(
         decoder = engine(
             Small(num_positions=6),
             token_info(3),
-            AutoregressiveSettings(kind="autoregressive"),
+            decoder_settings("autoregressive"),
             rows=max_rows,
             max_tokens=2**20,
         )
@@ -139,9 +138,7 @@ def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(
 
 
 def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbours_are_ok():
-    decoder = engine(
-        Small(num_positions=6), token_info(3), AutoregressiveSettings(kind="autoregressive"), rows=9, max_tokens=999
-    )
+    decoder = engine(Small(num_positions=6), token_info(3), decoder_settings("autoregressive"), rows=9, max_tokens=999)
     decoder.fit(8_000)
     assert decoder.most_rows(6) == 0 and decoder.most_rows(3) == 1
     unit_io = FakeClerk({0: [6, 3, 2, 3]})
@@ -212,7 +209,7 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     free = free_bytes(backbone.device, threads=1)
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     info = inspect_model(fetch_model("builtin:ar-tiny"))
-    decoder = engine(backbone, info, AutoregressiveSettings(kind="autoregressive"), rows=256)
+    decoder = engine(backbone, info, decoder_settings("autoregressive"), rows=256)
     decoder.fit(64 << 20)
     before = torch.cuda.memory_allocated()
     length = min(256, info.max_length or 256)

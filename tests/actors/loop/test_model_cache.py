@@ -13,9 +13,9 @@ import torch
 
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import ModelCache, Networks, load_networks
-from draftmill.decoders.any_subset.settings import AssdSettings
-from draftmill.decoders.causal.settings import HeadDrafterSettings, ModelDrafterSettings, SpeculativeSettings
+from draftmill.decoders.causal.settings import HeadDrafterSettings
 from draftmill.storage.stores.interface import Place
+from tests.decoders.support import decoder_settings
 
 BUILTIN = Path(__file__).parents[3] / "decoders" / "builtin"
 
@@ -25,8 +25,7 @@ def place(dtype: str = "float32") -> ModelPlace:
 
 
 def take(model_cache: ModelCache, folder: Path, *, drafter: Path | None = None, dtype: str = "float32") -> Networks:
-    settings = SpeculativeSettings(kind="speculative") if drafter is None else SpeculativeSettings(
-        kind="speculative", drafter=ModelDrafterSettings(kind="model", path=str(drafter))
+    settings = decoder_settings("speculative") if drafter is None else decoder_settings("speculative", drafter={"kind": "model", "path": str(drafter)}
     )  # fmt: skip
     return load_networks(folder, place(dtype), settings, model_cache=model_cache)
 
@@ -65,7 +64,7 @@ def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wa
 @pytest.mark.slow
 def test_a_draft_head_is_loaded_again_where_its_model_is():
     drafter = HeadDrafterSettings(kind="head", path=str(BUILTIN / "ar-tiny-eagle3"))
-    settings, model_cache = SpeculativeSettings(kind="speculative", drafter=drafter), ModelCache()
+    settings, model_cache = decoder_settings("speculative", drafter=drafter), ModelCache()
 
     def loaded(dtype: str) -> list[str]:
         networks = load_networks(BUILTIN / "ar-tiny", place(dtype), settings, model_cache=model_cache)
@@ -111,7 +110,7 @@ def test_draft_heads_stay_with_their_model():
     model_cache = ModelCache()
     heads = [
         load_networks(
-            BUILTIN / "asarm-tiny", place(), AssdSettings(kind="assd", head=head), model_cache=model_cache
+            BUILTIN / "asarm-tiny", place(), decoder_settings("assd", head=head), model_cache=model_cache
         ).heads
         for head in ("auto", "auto", "none")
     ]

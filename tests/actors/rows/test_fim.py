@@ -19,11 +19,11 @@ from draftmill.actors.rows.makers import FimMaker, maker_for
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Fim, Infill
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.storage.errors import RowError, UserError
 from tests.actors.fakes import outcome
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
+from tests.decoders.support import decoder_settings
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
         "<|repo_name|>", "<|file_sep|>")  # fmt: skip
@@ -65,7 +65,7 @@ def infill(mask: dict[str, Any] | None = None, **task: Any) -> Infill:
 
 def maker(tokenizer: Tokenizer | None = None, *, columns: dict[str, str] | None = None, max_length: int | None = None,
           **task: Any) -> FimMaker:  # fmt: skip
-    decoder = AutoregressiveSettings(kind="autoregressive")
+    decoder = decoder_settings("autoregressive")
     recipe = RowRecipe(infill(**task), Columns(**(columns or {})), decoder, Sampling())
     found = maker_for(recipe, tokenizer or with_tokens(byte_level(), QWEN), causal_info(max_length=max_length))
     assert isinstance(found, FimMaker)

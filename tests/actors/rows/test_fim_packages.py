@@ -19,8 +19,8 @@ from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Infill
 from draftmill.decoders.base import HOLE, ModelInfo
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
+from tests.decoders.support import decoder_settings
 
 INFO = ModelInfo("llama", 200_000, None, None, "causal", 1)
 INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
@@ -28,7 +28,7 @@ INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
 
 def asked(tokenizer: Tokenizer, before: str, after: str) -> list[int]:
     """The prompt for a hole between two texts."""
-    columns, decoder = Columns(prefix="p", suffix="s"), AutoregressiveSettings(kind="autoregressive")
+    columns, decoder = Columns(prefix="p", suffix="s"), decoder_settings("autoregressive")
     maker = maker_for(RowRecipe(INFILL, columns, decoder, Sampling()), tokenizer, INFO)
     canvas = maker.make({"p": before, "s": after}, 1)
     return [token for token in canvas.tokens.tolist() if token != HOLE]

@@ -13,11 +13,11 @@ from draftmill.actors.rows.prompts import columns_of, read_columns
 from draftmill.actors.rows.requests import CHAT
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Chat, Columns, Complete, Infill, Prompt, Score, Task
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.lines import openai_request
 from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.decoders.support import decoder_settings
 
 COMPLETE = Complete(kind="complete", max_new_tokens=4)
 ASKING = Complete(kind="complete", max_new_tokens=4, chat=True)
@@ -36,7 +36,7 @@ def chatting() -> Tokenizer:
     return Tokenizer(plain._core, chat=ChatTemplate(TEMPLATE, {}))
 
 
-DECODER = AutoregressiveSettings(kind="autoregressive")
+DECODER = decoder_settings("autoregressive")
 
 
 def maker(

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
 from draftmill.decoders.backbones.families.table import describe, find_family, masked_diffusion_families
-from draftmill.decoders.masked.settings import StepwiseSettings
 from draftmill.decoders.settings import check_model
 from tests.decoders.backbones.masked_models import copy_changed, load, without
+from tests.decoders.support import decoder_settings
 
 SDAR_4B = {
     "model_type": "sdar",
@@ -316,5 +316,5 @@ def test_block_diffusion_runs_no_decoder_of_whole_texts_and_drafts_for_none(gold
     with pytest.raises(
         ValueError, match="'stepwise' does not run on models of family 'sdar'; allowed: block_diffusion, s2d2"
     ):
-        check_model(StepwiseSettings(kind="stepwise"), info)
+        check_model(decoder_settings("stepwise"), info)
     assert not {"sdar", "sdar_moe", "fast_dllm_v2", "llada2"} & set(masked_diffusion_families())

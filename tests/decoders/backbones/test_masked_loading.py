@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftmill.decoders.any_subset.settings import ParallelSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.backbones.families.table import FAMILIES as OFFERED
 from draftmill.decoders.backbones.families.table import describe, find_family, masked_diffusion_families
 from draftmill.decoders.settings import check_model
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.backbones.masked_models import FAMILIES, copy_changed, load, look_alone, random_canvas, without
+from tests.decoders.support import decoder_settings
 
 LLADA_8B = {
     "model_type": "llada",
@@ -261,9 +261,9 @@ def test_a_decoder_that_a_family_does_not_run_is_refused_by_name(golden):
         with pytest.raises(
             ValueError, match=f"'parallel' does not run on models of family '{family}'; allowed: stepwise,"
         ):
-            check_model(ParallelSettings(kind="parallel"), inspect_model(golden / family))
+            check_model(decoder_settings("parallel"), inspect_model(golden / family))
     with pytest.raises(ValueError, match="'parallel' does not run on models of family 'mdlm'; allowed: ancestral"):
-        check_model(ParallelSettings(kind="parallel"), inspect_model(golden / "mdlm"))
+        check_model(decoder_settings("parallel"), inspect_model(golden / "mdlm"))
     with pytest.raises(
         ValueError,
         match=r"known families: d2f_dream, .*llada, .*qwen3, .*sedd, xlnet, and the causal models of transformers",

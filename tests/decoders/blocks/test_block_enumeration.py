@@ -31,14 +31,15 @@ from tests.decoders.enumeration import (
 )
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
 from tests.decoders.references.choosers import NoiseChooser, RejectionRule, enumerate_law
+from tests.decoders.support import decoder_settings
 
-ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 CANVASES = {"tail": [0, -1, -1], "whole": [-1, -1, -1], "long": [1, -1, -1, -1], "block": [0, 1, -1, -1]}
 
 
 def always(size: int, **more: Any) -> S2d2Settings:
     """Verifies every span, over a causal cache."""
-    return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, **more)
+    return decoder_settings("s2d2", block_size=size, causal_cache=True, **more)
 
 
 def setup_of(*, shift: int = 0, rows: int = 1, stops: Stops | None = None, sampling: Sampling = REJECTING) -> Setup:
@@ -95,7 +96,7 @@ def test_a_stop_cuts_the_law_of_the_whole_text(fused):
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_block_diffusion_has_the_law_of_the_plain_reference(schedule):
-    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=2, schedule=schedule, tau=0.5)
+    settings = decoder_settings("block_diffusion", block_size=2, schedule=schedule, tau=0.5)
     tokens = CANVASES["long"]
     plain = PlainBlocks(table(2), table_info(2), settings, REJECTING)
     wanted = enumerate_law(lambda chooser: tuple(decode_blocks(plain, tokens, RejectionRule(chooser)).canvas[1:4]))
@@ -163,7 +164,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 def test_what_is_drawn_has_the_law_of_the_public_loops(name):
     canvas = [0, -1, -1] if name == "editing" else [0, 1, -1, -1] if name == "two blocks" else [-1, -1, -1]
-    settings = BlockDiffusionSettings(kind="block_diffusion", **PUBLIC[name])
+    settings = decoder_settings("block_diffusion", **PUBLIC[name])
     setup, wanted = setup_of(sampling=HOT), public_law(settings, canvas, HOT)
     assert sum(wanted.values()) == pytest.approx(1.0, abs=1e-12)
     assert total_variation(law_of(setup, settings, [request(canvas)], 0), wanted) < 1e-12

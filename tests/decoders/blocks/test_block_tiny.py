@@ -14,18 +14,18 @@ import pytest
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
-from tests.decoders.support import decode, texts
+from tests.decoders.support import decode, decoder_settings, texts
 
 FOLDER = Path(__file__).parents[3] / "decoders" / "builtin" / "block-tiny"
 PROMPT, NEW = (511, 37, 820, 1201, 64), 4
 """Five tokens, so that blocks of four begin with a tail, and four new ones lie in two blocks."""
 REJECTING = Sampling(temperature=1.3, top_k=2, acceptance="rejection")
 ALWAYS: dict[str, Any] = {"kind": "s2d2", "block_size": 4, "causal_cache": True, "causal_draft": True}
-ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 
 
 @cache

@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import in_a_row, play
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.blocks.golden_blocks import cases_of
-from tests.decoders.support import decode, texts
+from tests.decoders.support import decode, decoder_settings, texts
 
 GREEDY = Sampling(temperature=0.0)
 load = cache(load)
@@ -57,7 +56,7 @@ def test_d2f_on_llada_is_the_public_code_where_blocks_come_one_after_the_other(g
     assert len({case["settings"]["block_size"] for case in cases}) == 4
     for case in cases:
         size, tau = case["settings"]["block_size"], case["settings"]["skip_threshold"]
-        settings = BlockDiffusionSettings(kind="block_diffusion", block_size=size, tau=tau, fused=True)
+        settings = decoder_settings("block_diffusion", block_size=size, tau=tau, fused=True)
         outcome = completed(golden / "llada", info, settings, case["prompt"], len(case["output"]))
         assert outcome.tokens.tolist() == case["output"]
         assert outcome.nfe == case["nfe"]
@@ -69,7 +68,7 @@ def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golde
     assert (info.kind, info.shift, info.left_shift, info.prompt_block) == ("blocks", 1, None, True)
     assert info.mask_id is not None
     prompt = [5, 17, 3, 60, 1]
-    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=4, schedule="sequential")
+    settings = decoder_settings("block_diffusion", block_size=4, schedule="sequential")
     tokens = list(prompt)
     backbone = load(golden / "dream")
     for at in range(len(prompt), 13):
@@ -90,7 +89,7 @@ def test_prompts_share_and_are_cut_only_where_they_are_causal(golden, family, ca
     """Twelve prompts that begin alike, in two slots and in chunks of 4 rows, give the texts that each gives alone."""
     folder = golden / family.removeprefix("d2f_").removesuffix("_labs_diffusion")
     info = inspect_model(folder, family=family)
-    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=4, causal_cache=causal)
+    settings = decoder_settings("block_diffusion", block_size=4, causal_cache=causal)
     heads = np.random.default_rng(3).integers(0, 88, (2, 9))
     canvases = [np.concatenate([heads[at % 2, : 6 + at % 4], [at, *[-1] * 6]]).astype(np.int32) for at in range(12)]
     requests = [Request(at, at, canvas) for at, canvas in enumerate(canvases)]
@@ -125,8 +124,8 @@ def test_nemotron_decodes_blocks_as_the_public_code_with_either_context(golden):
     assert {(case["causal_context"], case["threshold"]) for case in cases} >= {(True, 0.3), (False, 0.9), (True, None)}
     for case in cases:
         tau = case["threshold"]
-        settings = BlockDiffusionSettings(
-            kind="block_diffusion",
+        settings = decoder_settings(
+            "block_diffusion",
             block_size=case["block_length"],
             schedule="static" if tau is None else "dynamic",
             tau=tau or 0.0,
@@ -139,10 +138,10 @@ def test_nemotron_decodes_blocks_as_the_public_code_with_either_context(golden):
 
 def test_nemotrons_self_speculation_is_its_causal_mode(golden):
     info = inspect_model(golden / "nemotron")
-    one = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+    one = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
     for case in cases_of(golden / "nemotron", "ar_generate", "linear_spec"):
         size = case.get("block_length", 8)
-        verified = S2d2Settings(kind="s2d2", block_size=size, causal_cache=True)
+        verified = decoder_settings("s2d2", block_size=size, causal_cache=True)
         for settings in (one, verified, verified.model_copy(update={"fused": True})):
             outcome = completed(golden / "nemotron", info, settings, case["prompt"], 16)
             assert outcome.tokens.tolist() == case["output"][:16]

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.common_settings import DrafterPlace, Sampling
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import engine, run_all, texts
+from tests.decoders.support import decoder_settings, engine, run_all, texts
 
-ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 LENGTHS = [(p, n) for n in (1, 4, 6) for p in range(n)] * 3
 
 
 def settings_of(size: int) -> S2d2Settings:
-    return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, drafter=DrafterPlace(path="drafter"))
+    return decoder_settings("s2d2", block_size=size, causal_cache=True, drafter=DrafterPlace(path="drafter"))
 
 
 @cache

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import TARGET, sample_key
 from draftmill.decoders.draws.noise import gumbel_rows, key_words
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, engine, texts, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, texts, token_info, toy_prompts
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 VOCAB, LENGTH = 3, 5
 
 

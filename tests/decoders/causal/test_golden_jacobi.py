@@ -20,11 +20,10 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal import jacobi
 from draftmill.decoders.causal.jacobi import fill_with_prompt
-from draftmill.decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from tests.decoders.support import engine, run_all
+from tests.decoders.support import decoder_settings, engine, run_all
 from tests.golden_data import read_json
 
 GREEDY = Sampling(temperature=0.0)
@@ -96,7 +95,7 @@ def check_text(outcome, case):
 @pytest.mark.one_in(2)
 def test_the_sequential_text_is_the_public_one(model):
     cases = model.of_kind("ar_greedy")
-    outcomes = model.decode(cases, AutoregressiveSettings(kind="autoregressive"))
+    outcomes = model.decode(cases, decoder_settings("autoregressive"))
     for index, case in enumerate(cases):
         assert outcomes[index].tokens.tolist() == case["output"][:64]
 
@@ -110,7 +109,7 @@ def comparable(case):
 def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iterations(model):
     ours = public = 0
     for (size, eos, *_), cases in together(model.of_kind("jacobi_plain")).items():
-        settings = JacobiSettings(kind="jacobi", block_size=size)
+        settings = decoder_settings("jacobi", block_size=size)
         for index, outcome in model.decode(cases, settings, eos=eos, drafts=True).items():
             check_text(outcome, cases[index])
             if comparable(cases[index]):
@@ -125,7 +124,7 @@ def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iter
 @pytest.mark.parametrize("window", ["fixed", "running"])
 def test_plain_jacobi_gives_the_public_text_from_its_own_drafts(model, window):
     for (size, eos, *_), cases in together(model.of_kind("jacobi_plain")).items():
-        settings = JacobiSettings(kind="jacobi", block_size=size, window=window)
+        settings = decoder_settings("jacobi", block_size=size, window=window)
         for index, outcome in model.decode(cases, settings, eos=eos).items():
             check_text(outcome, cases[index])
 
@@ -135,8 +134,8 @@ def multiblock(model, **changes):
     ours: dict[Any, int] = defaultdict(int)
     public: dict[Any, int] = defaultdict(int)
     for (size, eos, blocks, ratio, pool), cases in together(model.of_kind("jacobi_mb")).items():
-        settings = MultiblockJacobiSettings(
-            kind="multiblock_jacobi", block_size=size, blocks=blocks, spawn_ratio=ratio, pool_size=pool
+        settings = decoder_settings(
+            "multiblock_jacobi", block_size=size, blocks=blocks, spawn_ratio=ratio, pool_size=pool
         )
         for index, outcome in model.decode(cases, settings.model_copy(update=changes), eos=eos).items():
             check_text(outcome, cases[index])

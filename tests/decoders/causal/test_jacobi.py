@@ -10,15 +10,14 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.jacobi import Blocks
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, engine, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 VOCAB, LENGTH = 3, 9
 INFO = token_info(VOCAB)
 SAMPLINGS = {

@@ -8,7 +8,6 @@ import torch
 
 from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.auto import AutoLength
@@ -29,9 +28,9 @@ from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, engine, random_lengths, run_all, texts, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, random_lengths, run_all, texts, toy_prompts
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 WARPS = [{"temperature": 0.0}, {"temperature": 0.8}, {}, {"temperature": 0.8, "top_p": 0.8}, {"top_k": 2}]
 ORDERS = ("left_to_right", "native")
 

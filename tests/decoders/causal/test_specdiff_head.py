@@ -9,11 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.backbones.heads.markov import DraftHeads, MarkovHead, load_heads
 from draftmill.decoders.backbones.invariance import rows_exact
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.auto import AutoLength
@@ -34,9 +32,18 @@ from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, engine, random_lengths, run_all, texts, toy_heads, toy_prompts
+from tests.decoders.support import (
+    decode,
+    decoder_settings,
+    engine,
+    random_lengths,
+    run_all,
+    texts,
+    toy_heads,
+    toy_prompts,
+)
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 WIDTH = VOCAB + 1
 
 
@@ -249,7 +256,7 @@ def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path)
     (tmp_path / "bare").mkdir()
 
     def found(head, folder=own, **more):
-        heads = find_heads(SpecDiffSettings(kind="specdiff", drafter=PLACE, head=str(head), **more), folder, drafter())
+        heads = find_heads(decoder_settings("specdiff", drafter=PLACE, head=str(head), **more), folder, drafter())
         return None if heads is None else heads.sizes()["markov_hidden"]
 
     assert (found("auto"), found(other), found("none")) == (5, 7, None)
@@ -260,7 +267,7 @@ def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path)
     with pytest.raises(ValueError, match=rf"decoder\.head: made for models of width 9, but this model has {WIDTH}"):
         found(wide)
     with pytest.raises(ValueError, match=r"is of kind 'specdiff'; allowed here: assd"):
-        find_heads(AssdSettings(kind="assd"), own, drafter())
+        find_heads(decoder_settings("assd"), own, drafter())
 
 
 def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp_path):
@@ -268,7 +275,7 @@ def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp
     heads = DraftHeads(width=backbone.width, markov_hidden=32).requires_grad_(False)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    settings = SpecDiffSettings(kind="specdiff", drafter=PLACE, head=str(save(tmp_path, heads, kind="specdiff")))
+    settings = decoder_settings("specdiff", drafter=PLACE, head=str(save(tmp_path, heads, kind="specdiff")))
     found, stored = find_heads(settings, tmp_path, backbone), load_heads(tmp_path, "specdiff")
     assert found is not None and stored is not None
 
@@ -285,6 +292,6 @@ def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp
 
 
 def test_the_native_order_has_no_head():
-    assert SpecDiffSettings(kind="specdiff", drafter=PLACE, order="native", head="none").head == "none"
+    assert decoder_settings("specdiff", drafter=PLACE, order="native", head="none").head == "none"
     with pytest.raises(ValueError, match=r"decoder\.head: 'heads/mine'.*'native'.*allowed with it: auto, none"):
-        SpecDiffSettings(kind="specdiff", drafter=PLACE, order="native", head="heads/mine")
+        decoder_settings("specdiff", drafter=PLACE, order="native", head="heads/mine")

@@ -11,10 +11,8 @@ import torch
 from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
     ModelDrafterSettings,
     NgramDrafterSettings,
-    SpeculativeSettings,
     SuffixDrafterSettings,
 )
 from draftmill.decoders.causal.speculative import Lookup
@@ -27,11 +25,20 @@ from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, engine, random_lengths, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import (
+    decode,
+    decoder_settings,
+    engine,
+    random_lengths,
+    run_all,
+    texts,
+    token_info,
+    toy_prompts,
+)
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 MODEL = ModelDrafterSettings(kind="model", path="drafter")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
 SUFFIX = SuffixDrafterSettings(kind="suffix", max_spec_factor=4.0, min_token_prob=0.0)
@@ -66,7 +73,7 @@ def blend(seed=1):
 
 
 def spec(k, drafter):
-    return SpeculativeSettings(kind="speculative", k=k, drafter=drafter)
+    return decoder_settings("speculative", k=k, drafter=drafter)
 
 
 def speculate(requests, *, k=3, drafter=MODEL, sampling=Sampling(), target=None, model=None, **more):  # noqa: B008

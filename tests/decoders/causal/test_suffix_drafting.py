@@ -15,19 +15,19 @@ import draftmill.decoders.builtin
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings, SuffixDrafterSettings
+from draftmill.decoders.causal.settings import SuffixDrafterSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
-from tests.decoders.support import engine, run_all
+from tests.decoders.support import decoder_settings, engine, run_all
 
 FOLDER = Path(draftmill.decoders.builtin.__path__[0]) / "ar-tiny"
 SUFFIX = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0)
 FORGETFUL = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0, max_tokens=1 << 10)
-BASELINE = AutoregressiveSettings(kind="autoregressive")
+BASELINE = decoder_settings("autoregressive")
 SETTINGS = [
-    SpeculativeSettings(kind="speculative", k=4, drafter=SUFFIX),
-    SpeculativeSettings(kind="speculative", k=8, drafter=FORGETFUL),
-    SpeculativeSettings(kind="speculative", k="auto", drafter=SUFFIX),
+    decoder_settings("speculative", k=4, drafter=SUFFIX),
+    decoder_settings("speculative", k=8, drafter=FORGETFUL),
+    decoder_settings("speculative", k="auto", drafter=SUFFIX),
 ]
 CASES = [*((number, 1.0) for number in range(len(SETTINGS))), (0, 0.0)]
 

@@ -10,17 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.base import HOLE, Outcome, Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    ModelDrafterSettings,
-    MultiblockJacobiSettings,
     NgramDrafterSettings,
-    SpecDiffSettings,
-    SpeculativeSettings,
 )
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
@@ -33,37 +25,37 @@ from draftmill.decoders.engine.scheduler import schedule_chunks
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_scorer
 from tests.decoders.engine.test_prefix_cache import choices, infills, model, said
-from tests.decoders.support import engine, run_all
+from tests.decoders.support import decoder_settings, engine, run_all
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
 CASES: dict[str, tuple[str, DecoderChoice, str | None]] = {
     "autoregressive": ("ar-tiny", AR, None),
-    "speculative": ("ar-tiny", SpeculativeSettings(kind="speculative", k=3, drafter=NGRAM), None),
+    "speculative": ("ar-tiny", decoder_settings("speculative", k=3, drafter=NGRAM), None),
     "speculative, model": (
         "ar-tiny",
-        SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafterSettings(kind="model", path="ar-micro")),
+        decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"}),
         "ar-micro",
     ),
     "specdiff": (
         "ar-tiny",
-        SpecDiffSettings(kind="specdiff", gamma=4, steps=2, drafter={"path": "mdm-tiny"}, head="none"),  # type: ignore[arg-type]
+        decoder_settings("specdiff", gamma=4, steps=2, drafter={"path": "mdm-tiny"}, head="none"),
         "mdm-tiny",
     ),
-    "jacobi": ("ar-tiny", JacobiSettings(kind="jacobi", block_size=4), None),
-    "multiblock_jacobi": ("ar-tiny", MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=4), None),
-    "any_subset": ("asarm-tiny", AnySubsetSettings(kind="any_subset"), None),
-    "assd": ("asarm-tiny", AssdSettings(kind="assd", k=3), None),
-    "block_diffusion": ("block-tiny", BlockDiffusionSettings(kind="block_diffusion", block_size=8), None),
+    "jacobi": ("ar-tiny", decoder_settings("jacobi", block_size=4), None),
+    "multiblock_jacobi": ("ar-tiny", decoder_settings("multiblock_jacobi", block_size=4), None),
+    "any_subset": ("asarm-tiny", decoder_settings("any_subset"), None),
+    "assd": ("asarm-tiny", decoder_settings("assd", k=3), None),
+    "block_diffusion": ("block-tiny", decoder_settings("block_diffusion", block_size=8), None),
     "block_diffusion, causal": (
         "block-tiny",
-        BlockDiffusionSettings(kind="block_diffusion", block_size=4, causal_cache=True, fused=True),
+        decoder_settings("block_diffusion", block_size=4, causal_cache=True, fused=True),
         None,
     ),
-    "s2d2": ("block-tiny", S2d2Settings(kind="s2d2", block_size=4), None),
+    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=4), None),
     "s2d2, fused": (
         "block-tiny",
-        S2d2Settings(kind="s2d2", block_size=8, causal_cache=True, fused=True, router={"kind": "min_span"}),  # type: ignore[arg-type]
+        decoder_settings("s2d2", block_size=8, causal_cache=True, fused=True, router={"kind": "min_span"}),
         None,
     ),
 }
@@ -448,7 +440,7 @@ def test_samples_that_wait_for_the_budget_are_no_idle_slots():
 
 def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatch):
     backbone, info = model("ar-tiny")
-    settings = SpeculativeSettings(kind="speculative", k="auto", drafter=NGRAM)
+    settings = decoder_settings("speculative", k="auto", drafter=NGRAM)
     decoder = engine(backbone, info, settings, rows=4, max_tokens=1 << 16, prompt_rows=8, stops=Stops())
     seen, told = watched(decoder), list[bool]()
     monkeypatch.setattr(AutoLength, "note_step", lambda *_, has_prompts: told.append(has_prompts))

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.base import HOLE, ModelInfo, Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine import memory, model_runner
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -21,15 +19,14 @@ from draftmill.decoders.engine.model_runner import ModelRunner
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import SlotTable
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, engine, run_all, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, run_all, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 
 
 class Cached(TokenTable):
@@ -215,14 +212,14 @@ def test_what_is_kept_for_a_draft_counts():
     acceptances: tuple[Any, ...] = ("coupled", "rejection")
     for acceptance in acceptances:
         decoder = engine(
-            backbone, info, AssdSettings(kind="assd", k=5), Sampling(acceptance=acceptance), rows=4, max_tokens=100
+            backbone, info, decoder_settings("assd", k=5), Sampling(acceptance=acceptance), rows=4, max_tokens=100
         )
         one[acceptance] = decoder.slot_bytes(10)
     assert one["rejection"] - one["coupled"] == 2 * 5 * (backbone.width + 1) * 8
 
 
 def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
-    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
+    settings = decoder_settings("ssd", draft_length=3)
     info = ModelInfo("table", 3, 2, None, "masked", 0, (2,))
     decoder = engine(Cached(), info, settings, rows=50)
     assert decoder.slot_bytes(decoder.columns(7)) == 4 * 7 * (Cached.cell_bytes + Cached.row_bytes)
@@ -357,7 +354,7 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
 def test_a_window_that_is_judged_in_parts_is_judged_the_same(acceptance, temperature, monkeypatch):
     sampling = Sampling(acceptance=acceptance, temperature=temperature, top_p=0.9)
     settings = [jacobi(3), multi(2, 2, pool=8)] if acceptance == "coupled" else []
-    settings += [SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram"))]
+    settings += [decoder_settings("speculative", k=3, drafter={"kind": "ngram"})]
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
 
     def found(setting: Any) -> Any:

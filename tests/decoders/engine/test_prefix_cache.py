@@ -12,18 +12,9 @@ import pytest
 import torch
 
 import draftmill.decoders.builtin
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request, RowSettings
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    ModelDrafterSettings,
-    MultiblockJacobiSettings,
-    SpeculativeSettings,
-)
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE
@@ -33,29 +24,29 @@ from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_scorer
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.support import engine, run_all
+from tests.decoders.support import decoder_settings, engine, run_all
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL_BLOCKS = {"block_size": 8, "causal_cache": True, "fused": True}
 CASES: dict[str, tuple[str, DecoderChoice]] = {
-    "autoregressive": ("ar-tiny", AutoregressiveSettings(kind="autoregressive")),
-    "speculative": ("ar-tiny", SpeculativeSettings(kind="speculative", k=3)),
+    "autoregressive": ("ar-tiny", decoder_settings("autoregressive")),
+    "speculative": ("ar-tiny", decoder_settings("speculative", k=3)),
     "speculative, model": (
         "ar-tiny",
-        SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafterSettings(kind="model", path="ar-micro")),
+        decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"}),
     ),
-    "jacobi": ("ar-tiny", JacobiSettings(kind="jacobi", block_size=4)),
-    "multiblock_jacobi": ("ar-tiny", MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=4)),
-    "any_subset": ("asarm-tiny", AnySubsetSettings(kind="any_subset")),
-    "assd": ("asarm-tiny", AssdSettings(kind="assd", k=3)),
-    "assd, fused": ("asarm-tiny", AssdSettings(kind="assd", k=3, fused="rows")),
-    "block_diffusion": ("block-tiny", BlockDiffusionSettings(kind="block_diffusion", block_size=8)),
+    "jacobi": ("ar-tiny", decoder_settings("jacobi", block_size=4)),
+    "multiblock_jacobi": ("ar-tiny", decoder_settings("multiblock_jacobi", block_size=4)),
+    "any_subset": ("asarm-tiny", decoder_settings("any_subset")),
+    "assd": ("asarm-tiny", decoder_settings("assd", k=3)),
+    "assd, fused": ("asarm-tiny", decoder_settings("assd", k=3, fused="rows")),
+    "block_diffusion": ("block-tiny", decoder_settings("block_diffusion", block_size=8)),
     "block_diffusion, causal": (
         "block-tiny",
-        BlockDiffusionSettings(kind="block_diffusion", block_size=4, causal_cache=True, fused=True),
+        decoder_settings("block_diffusion", block_size=4, causal_cache=True, fused=True),
     ),
-    "s2d2": ("block-tiny", S2d2Settings(kind="s2d2", block_size=8)),
-    "s2d2, fused": ("block-tiny", S2d2Settings(kind="s2d2", router={"kind": "min_span"}, **CAUSAL_BLOCKS)),  # type: ignore[arg-type]
+    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=8)),
+    "s2d2, fused": ("block-tiny", decoder_settings("s2d2", router={"kind": "min_span"}, **CAUSAL_BLOCKS)),
 }
 COUNTS = (
     "finish",
@@ -165,7 +156,7 @@ def test_every_family_of_causal_models_has_the_same_bits(family, tmp_path):
     backbone = causal_models.load(tmp_path)
     info = inspect_model(tmp_path)
     some = shots(7, new=5, vocab_size=50, long=33)
-    settings = AutoregressiveSettings(kind="autoregressive")
+    settings = decoder_settings("autoregressive")
     plain, sharing = (
         switched(engine(backbone, info, settings, rows=4, max_tokens=1 << 14, stops=Stops()), shares=shares)
         for shares in (False, True)
@@ -196,7 +187,7 @@ def choices(contexts: int, *, ends: int = 4) -> list[Request]:
 def test_scores_of_choices_have_the_same_bits_and_run_a_fraction_of_the_rows(rows):
     backbone, info = model("ar-tiny")
     setup = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=rows, max_tokens=1 << 16)
-    settings, some = AutoregressiveSettings(kind="autoregressive"), choices(8)
+    settings, some = decoder_settings("autoregressive"), choices(8)
     plain, sharing = (switched(build_scorer(setup, settings, Estimate()), shares=shares) for shares in (False, True))
     assert said(run_all(sharing, some)) == said(run_all(plain, some))
     saved = plain.stats.useful_rows / sharing.stats.useful_rows
@@ -216,7 +207,7 @@ def test_scores_of_an_any_subset_model_share_what_is_given(rows):
             tokens[scored] = rng.integers(10, 200, 6)
             some.append(Request(3 * row + other, 0, tokens.astype(np.int32), scored=scored))
     setup = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=rows, max_tokens=1 << 16)
-    settings = AnySubsetSettings(kind="any_subset")
+    settings = decoder_settings("any_subset")
     plain, sharing = (switched(build_scorer(setup, settings, Estimate()), shares=shares) for shares in (False, True))
     assert said(run_all(sharing, some)) == said(run_all(plain, some))
     assert sharing.stats.prompt_rows_shared == 2 * 4 * 24

@@ -8,22 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.base import RowSettings
 from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    ModelDrafterSettings,
-    NgramDrafterSettings,
     SpeculativeSettings,
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import NeverStops, Stops
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import engine, run_all, table_info, token_info, toy_heads, toy_prompts, toy_requests
+from tests.decoders.support import (
+    decoder_settings,
+    engine,
+    run_all,
+    table_info,
+    token_info,
+    toy_heads,
+    toy_prompts,
+    toy_requests,
+)
 
 VOCAB, LENGTH = 3, 7
 OWN = [
@@ -37,14 +42,10 @@ OWN = [
 ]
 JOBS = [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.9, top_k=2, top_p=0.7)]
 CAUSAL: dict[str, Any] = {
-    "autoregressive": AutoregressiveSettings(kind="autoregressive"),
-    "lookup": SpeculativeSettings(
-        kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
-    ),
-    "model": SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafterSettings(kind="model", path="drafter")),
-    "auto": SpeculativeSettings(
-        kind="speculative", k="auto", drafter=ModelDrafterSettings(kind="model", path="drafter")
-    ),
+    "autoregressive": decoder_settings("autoregressive"),
+    "lookup": decoder_settings("speculative", k=3, drafter={"kind": "ngram", "max_n": 2, "min_n": 1}),
+    "model": decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "drafter"}),
+    "auto": decoder_settings("speculative", k="auto", drafter={"kind": "model", "path": "drafter"}),
     "jacobi": jacobi(3),
     "running": jacobi(4, "running"),
     "multi": multi(2, 2, ratio=0.85, verify=3, pool=3),
@@ -140,11 +141,11 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
 @pytest.mark.parametrize(
     "settings",
     [
-        AnySubsetSettings(kind="any_subset"),
-        ParallelSettings(kind="parallel"),
-        AssdSettings(kind="assd", k=3),
-        AssdSettings(kind="assd", k=3, drafter="ngram"),
-        AssdSettings(kind="assd", k=3, fused="rows"),
+        decoder_settings("any_subset"),
+        decoder_settings("parallel"),
+        decoder_settings("assd", k=3),
+        decoder_settings("assd", k=3, drafter="ngram"),
+        decoder_settings("assd", k=3, fused="rows"),
     ],
     ids=str,
 )
@@ -165,10 +166,10 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
 @pytest.mark.parametrize(
     "settings",
     [
-        StepwiseSettings(kind="stepwise", block_length=2),
-        StepwiseSettings(kind="stepwise", steps=2),
-        ThresholdSettings(kind="threshold", tau=0.4),
-        SelfSpeculativeSettings(kind="ssd", draft_length=2),
+        decoder_settings("stepwise", block_length=2),
+        decoder_settings("stepwise", steps=2),
+        decoder_settings("threshold", tau=0.4),
+        decoder_settings("ssd", draft_length=2),
     ],
     ids=str,
 )
@@ -241,7 +242,7 @@ def test_a_masked_row_ends_at_its_own_stop_string():
 
     def decoded(stop, mine):
         info = replace(tables.table_info(), kind="masked")
-        settings = StepwiseSettings(kind="stepwise", block_length=2)
+        settings = decoder_settings("stepwise", block_length=2)
         return run_all(engine(tables.table(), info, settings, rows=5, stops=Stops(text=stop)), mine)
 
     mixed = [replace(r, settings=RowSettings(stop_text=Pair(0, 1))) if i % 2 else r for i, r in enumerate(requests)]
@@ -272,7 +273,7 @@ def test_the_log_probabilities_of_a_row_that_asks_are_those_of_its_tokens(kind):
 
 
 @pytest.mark.parametrize(
-    "settings", [AnySubsetSettings(kind="any_subset"), AssdSettings(kind="assd", k=3)], ids=["any_subset", "assd"]
+    "settings", [decoder_settings("any_subset"), decoder_settings("assd", k=3)], ids=["any_subset", "assd"]
 )
 def test_those_of_an_any_subset_model_stand_in_the_order_of_the_canvas(settings):
     backbone, own = TableBackbone(vocab_size=4, num_positions=6, seed=1), RowSettings(token_logprobs=True)

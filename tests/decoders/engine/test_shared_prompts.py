@@ -10,35 +10,25 @@ import numpy as np
 import pytest
 
 import draftmill.decoders.builtin
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    MultiblockJacobiSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-)
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import engine, run_all, texts
+from tests.decoders.support import decoder_settings, engine, run_all, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL: dict[str, DecoderChoice] = {
-    "autoregressive": AutoregressiveSettings(kind="autoregressive"),
-    "speculative": SpeculativeSettings(
-        kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
-    ),
-    "jacobi": JacobiSettings(kind="jacobi", block_size=4),
-    "multiblock_jacobi": MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=4),
+    "autoregressive": decoder_settings("autoregressive"),
+    "speculative": decoder_settings("speculative", k=3, drafter={"kind": "ngram", "max_n": 2, "min_n": 1}),
+    "jacobi": decoder_settings("jacobi", block_size=4),
+    "multiblock_jacobi": decoder_settings("multiblock_jacobi", block_size=4),
 }
 ANY_SUBSET: dict[str, DecoderChoice] = {
-    "any_subset": AnySubsetSettings(kind="any_subset"),
-    "assd": AssdSettings(kind="assd", k=3),
+    "any_subset": decoder_settings("any_subset"),
+    "assd": decoder_settings("assd", k=3),
 }
 
 

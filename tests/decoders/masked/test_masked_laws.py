@@ -32,6 +32,7 @@ from tests.decoders.enumeration import Law, decoded, law_of, total_variation
 from tests.decoders.references.sampling import coupled_draw
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.regions import Triangle
+from tests.decoders.support import decoder_settings
 
 SAMPLED = Sampling(temperature=0.8)
 CANVASES = {"tail": [0, -1, -1, -1], "middle": [-1, 1, -1, -1], "whole": [-1, -1, -1, -1]}
@@ -67,11 +68,11 @@ def law_alone(settings: DecoderChoice, canvas: list[int], *, vocab_size: int = 2
 
 
 def step(**more: Any) -> StepwiseSettings:
-    return StepwiseSettings(kind="stepwise", **more)
+    return decoder_settings("stepwise", **more)
 
 
 def drafting(**more: Any) -> SelfSpeculativeSettings:
-    return SelfSpeculativeSettings(kind="ssd", **more)
+    return decoder_settings("ssd", **more)
 
 
 # ---- the chooser's regions -------------------------------------------------------------------------------------------
@@ -454,11 +455,11 @@ def all_at_once(canvas: list[int]) -> Law:
 
 
 def threshold(tau: float) -> ThresholdSettings:
-    return ThresholdSettings(kind="threshold", tau=tau, block_length=None)
+    return decoder_settings("threshold", tau=tau, block_length=None)
 
 
 def factor(number: float) -> FactorSettings:
-    return FactorSettings(kind="factor", factor=number, block_length=None)
+    return decoder_settings("factor", factor=number, block_length=None)
 
 
 @pytest.mark.one_in(2)
