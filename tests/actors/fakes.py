@@ -1,7 +1,5 @@
 """A decoder without a model, and a UnitIO without files, for tests of the loop around them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

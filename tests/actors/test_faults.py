@@ -1,7 +1,5 @@
 """What errors of a device mean: memory that ran out, a device that is lost, or a row that fails."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

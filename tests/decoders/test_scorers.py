@@ -1,7 +1,5 @@
 """Every family has one decoder that scores texts, and it is found from any of the family's decoders."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

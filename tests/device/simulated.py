@@ -4,8 +4,6 @@ Tokens follow a rule of their places, so that drafts of repeated text are often 
 Triton's own answer to the arguments of each launch of attention.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 torch.compile refuses to make one graph (`fullgraph`) of code that does either. Compiled and plain code must agree.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A captured step on a pretended GPU: one buffer down, one graph, one record up; nothing crosses inside of the graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The nodes are further raylets of this machine, which Ray's own stand-in for a cloud starts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Drivers and workers are real processes. Drivers are forked from a server that ha
 session's Ray, so that a round costs little more than loading the model. Only processes that were started here are killed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -4,8 +4,6 @@ A process is the driver and its worker in one (tests/runs/local_pool.py), forked
 that a kill costs little more than loading the model. What kills workers alone, on a real Ray, is in test_crash.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

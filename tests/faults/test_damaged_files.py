@@ -3,8 +3,6 @@
 In the short suite some dozens of files, with `--soak` a third of all, which is more than 2,000.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path

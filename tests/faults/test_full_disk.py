@@ -1,7 +1,5 @@
 """A disk that is full while a job runs: a clear error, nothing lost, and the next run goes on once there is room."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Signals where Python's handlers can't end the process: the store hangs, or one forward takes minutes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

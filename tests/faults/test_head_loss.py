@@ -1,7 +1,5 @@
 """The head of a cluster is lost while a job runs: Ray ends the driver, and the same command goes on where it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Nodes are lost, told to go, and join while a job runs on them: nothing is lost, nothing is there twice."""
 
-from __future__ import annotations
-
 import json
 import time
 from importlib import import_module

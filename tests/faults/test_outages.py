@@ -3,8 +3,6 @@
 Without Ray (tests/runs/local_pool.py). What the generated Slurm script and CronJob never retry are exit codes 2 and 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

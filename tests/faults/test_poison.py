@@ -1,7 +1,5 @@
 """Rows that nothing can decode: each comes back failed with its class, and every other row of its unit comes back ok."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 Without Ray (tests/runs/local_pool.py); rows, plan, results, traces and the lease all go through the same storm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 The driver, the scheduler, the lease and the committer are the real ones. `make soak` plays ten times as many schedules.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """docs/add-a-decoder.md, followed step by step in a copy of the project: the decoder that it adds runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

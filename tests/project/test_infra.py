@@ -1,7 +1,5 @@
 """The images install and name what the project has, as non-root; the manifest is what the command writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The layout holds: imports go one way, the wheel has one package and its data, docs/map.md and links name what exists."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

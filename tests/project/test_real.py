@@ -1,7 +1,5 @@
 """The checks of `make real`: a failed one shows; a few rows on the real model itself where its package is installed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.real.__main__ import line_of

@@ -1,7 +1,5 @@
 """A checkout is small enough for machines that take 64 MiB: model weights and golden data are most of it."""
 
-from __future__ import annotations
-
 import subprocess
 
 from tests.conftest import ROOT

@@ -1,7 +1,5 @@
 """Metrics, dashboard, alerts and docs agree: each name that one of them uses is known to the others."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The wheel works outside of a checkout: in an environment of its own, beside a user's folders with the names of ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

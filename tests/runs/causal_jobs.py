@@ -1,7 +1,5 @@
 """A small causal model with the builtin tokenizer, and jobs over it that run in this process, without Ray."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The builtin model that fills in the middle: its tokens, what it makes of the text after a hole, and its example."""
 
-from __future__ import annotations
-
 import sysconfig
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An input that is replaced while a job is planned, read or resumed: never the text of another row under an id."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

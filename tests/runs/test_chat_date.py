@@ -1,7 +1,5 @@
 """A chat template that prints the date prints that of the plan: in any time zone, over midnight, after a resume."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`draftmill export`, and the OpenAI batch format in and out: every sample once, failed ones in a file of their own."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import json

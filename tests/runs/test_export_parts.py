@@ -1,7 +1,5 @@
 """`draftmill export --file-mb`: Parquet files of a chosen size that hold each row once, as the last pass has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

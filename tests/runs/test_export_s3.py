@@ -1,7 +1,5 @@
 """`draftmill export` to S3: the same files as on disk, in parts, whole or not at all, and what it refuses in words."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

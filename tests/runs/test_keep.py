@@ -1,7 +1,5 @@
 """`input.keep`: columns of the inputs in every result row, in every pass, file and export."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`draftmill rerun --failed`: what a new pass holds, what becomes of the run as a whole, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

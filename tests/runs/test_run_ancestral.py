@@ -1,7 +1,5 @@
 """Whole jobs of ancestral sampling on MDLM and SEDD: rows of tokens, infilled and completed, the same at every attempt."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

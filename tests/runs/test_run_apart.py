@@ -1,7 +1,5 @@
 """What happens to a driver's process from outside: nobody reads what it prints, or it is asked to end while it plans."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

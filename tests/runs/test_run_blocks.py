@@ -1,7 +1,5 @@
 """Whole jobs of block diffusion and S2D2: rows of tokens, completed, the same at every attempt and alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

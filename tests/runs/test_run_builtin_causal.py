@@ -1,7 +1,5 @@
 """A whole job with the causal models that ship: two workers on a real Ray write the rows of one worker with other slots."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 from typing import Any

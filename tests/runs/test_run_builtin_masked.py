@@ -1,7 +1,5 @@
 """Jobs with the builtin masked-diffusion model: ssd writes stepwise's text, and it drafts the text of `autoregressive`."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line: what a user sees, as processes of their own and in this one."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

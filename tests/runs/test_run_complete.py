@@ -1,7 +1,5 @@
 """Whole jobs of completions on a tiny random model: greedy ones equal transformers' own, and every decoder's the same text."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole jobs whose texts must match: every family, lossless decoders and their baselines, rows with constraints of their own."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The driver's loop against workers in this process: a pool without Ray, a memory store, real unit files."""
 
-from __future__ import annotations
-
 import io
 import uuid
 from collections.abc import Callable

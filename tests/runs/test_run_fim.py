@@ -4,8 +4,6 @@
 tokens of its tokenizer that have no other use ask for a hole.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole jobs whose drafts a published head makes: the sequential rows, and refusals before anything runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sysconfig

@@ -1,7 +1,5 @@
 """Jobs whose holes find their own lengths."""
 
-from __future__ import annotations
-
 import re
 from itertools import zip_longest
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job of which more has failed than it may: stopped early with exit code 3, and finished once more is allowed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

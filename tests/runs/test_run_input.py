@@ -1,7 +1,5 @@
 """A finished run is the input of another job: its rows with their metrics, filtered, and where they come from."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

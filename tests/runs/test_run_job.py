@@ -1,7 +1,5 @@
 """Whole jobs on a real Ray in this process: results, resume, exit codes, status and verify."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType

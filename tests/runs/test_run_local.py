@@ -1,7 +1,5 @@
 """`run --local`: one worker in the driver's own process, without Ray, and the same rows."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

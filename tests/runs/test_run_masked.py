@@ -1,7 +1,5 @@
 """Whole jobs on masked-diffusion models: rows of tokens, without a tokenizer, infilled and completed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

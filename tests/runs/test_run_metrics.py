@@ -1,7 +1,5 @@
 """Metrics in whole jobs: judges beside score jobs and transformers' own law, `metrics:` in specs, and workers on Ray."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 from pathlib import Path

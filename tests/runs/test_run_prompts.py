@@ -1,7 +1,5 @@
 """Jobs with a template, a system message and few-shot examples: planned and decoded alike, identified by content."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OpenAI batch requests and rows with columns of settings, through whole jobs: each row as in a job that has its settings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

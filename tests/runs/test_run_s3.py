@@ -3,8 +3,6 @@
 The workers are processes of Ray: they find their credentials in the environment and the server by `s3.endpoint`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whole jobs that score texts on a tiny random model: the scores are transformers' own law."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

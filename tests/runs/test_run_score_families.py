@@ -1,7 +1,5 @@
 """Whole jobs that score texts with builtin models of every family: scores agree with what the decoders say, and runs resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import sysconfig

@@ -1,7 +1,5 @@
 """Whole jobs whose drafts a masked-diffusion model fills in: the sequential text, and drafters that can't draft."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

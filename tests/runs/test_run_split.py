@@ -1,7 +1,5 @@
 """Jobs with a model split over two processes: a whole run on a real Ray that loses a process; refusals before loading."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A job without one readable row, and a finished run that has lost a file."""
 
-from __future__ import annotations
-
 import pytest
 
 from draftmill.jobs.cli import main

@@ -1,7 +1,5 @@
 """Watching whole jobs: the metrics that Ray serves of a run on it, logs in every form, and notices."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

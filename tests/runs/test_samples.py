@@ -1,7 +1,5 @@
 """`sampling.n`: several samples of a row, each with its own key and result row."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

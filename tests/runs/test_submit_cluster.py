@@ -1,7 +1,5 @@
 """`draftmill submit` and `draftmill stop` on a real Ray with its job API: shipped code, exit codes, following, stopping."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

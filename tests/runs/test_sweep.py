@@ -1,7 +1,5 @@
 """Whole sweeps with one worker in this process: equal to single runs, planned once, resumable, and wrong cases fail alone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Sweeps on a real Ray: the same processes work for every case and load each model once; a dead one is replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What `draftmill verify` is for: every kind of damage to a finished run, made on purpose, is found and said in words."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Arrow data whose offsets point nowhere is refused before it is touched; a strange value is no reason to."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 import sys

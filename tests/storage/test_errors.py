@@ -1,7 +1,5 @@
 """Errors cross process borders whole, and say where the user should look."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Failpoints: off by default, exact to the hit, and deadly when asked."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

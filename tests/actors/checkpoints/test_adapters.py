@@ -1,7 +1,5 @@
 """A LoRA adapter is merged once and computes what PEFT computes with it; one that does not fit is refused by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

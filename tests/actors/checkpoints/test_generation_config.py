@@ -1,7 +1,5 @@
 """No key of a checkpoint's generation config, or of an OpenAI request, is silently ignored: honoured, neutral, or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A GGUF file gives the model and the tokenizer that it was made from, once, or a refusal that says why and what to do."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints are found, fetched and known again by their content; a damaged one is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a worker says of its device, and how it is told; the GPU is only pretended."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from types import SimpleNamespace

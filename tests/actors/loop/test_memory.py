@@ -1,7 +1,5 @@
 """What a worker may use of its device's memory: measured when its models are loaded, from a device that is only pretended."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The networks that a worker keeps: the next job takes those that it needs too, and the others are dropped first."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import weakref
@@ -25,8 +23,8 @@ def place(dtype: str = "float32") -> ModelPlace:
 
 
 def take(model_cache: ModelCache, folder: Path, *, drafter: Path | None = None, dtype: str = "float32") -> Networks:
-    settings = decoder_settings("speculative") if drafter is None else decoder_settings("speculative", drafter={"kind": "model", "path": str(drafter)}
-    )  # fmt: skip
+    more = {} if drafter is None else {"drafter": {"kind": "model", "path": str(drafter)}}
+    settings = decoder_settings("speculative", **more)
     return load_networks(folder, place(dtype), settings, model_cache=model_cache)
 
 

@@ -3,8 +3,6 @@
 The GPUs are fake resources of several local raylets, which come up once for all tests.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The decode loop: slots stay full across units, failures stay with their samples, files are whole."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Judges: texts are scored together, longest first, and one that the decoder can't score fails alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

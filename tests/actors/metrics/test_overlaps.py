@@ -1,7 +1,5 @@
 """ROUGE, BLEU and chrF, against known numbers, formulas written out here, and the libraries called directly."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

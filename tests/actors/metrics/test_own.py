@@ -1,7 +1,5 @@
 """Metrics of one's own: what the function gets and may return, and how errors of it look."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

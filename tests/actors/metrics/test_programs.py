@@ -1,7 +1,5 @@
 """pass@k: programs from templates, estimates over a row's samples, and HumanEval's own problems in the sandbox."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

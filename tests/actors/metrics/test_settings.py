@@ -1,7 +1,5 @@
 """How metrics are named: short names, files, mappings; unknown names get the nearest one; what covers what."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Metrics without libraries, against plain loops and numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

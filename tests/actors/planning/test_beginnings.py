@@ -1,7 +1,5 @@
 """Texts that begin alike come after one another: hashes of their tokens, groups, and groups within groups."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

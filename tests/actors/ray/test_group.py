@@ -1,7 +1,5 @@
 """Workers with two processes on a real Ray: the texts of one process; a killed process ends its group, and the unit goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Names of Ray that are not its API: the installed version has them, one file has them, and no job fails by one that is gone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from importlib import import_module

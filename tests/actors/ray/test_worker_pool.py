@@ -1,7 +1,5 @@
 """The pool on a real Ray, with workers that have no model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Rows become canvases and canvases texts: every mask, what it must leave alone, and every row that it can't take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From what a job or a row says to what its text must match."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts that are too long: what is cut away, what stays, and that the row says how much."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

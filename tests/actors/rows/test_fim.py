@@ -3,8 +3,6 @@
 The golden prompts are written by hand from the model cards. The tokenizers are small ones that hold the special tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

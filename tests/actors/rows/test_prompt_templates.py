@@ -1,7 +1,5 @@
 """A template, a system message, examples and arguments of the chat template make the prompt of a row, or fail it by name."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows become prompts with room for a completion, or texts to score: columns, begin tokens, chats, bounds, and bad rows."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from functools import cache

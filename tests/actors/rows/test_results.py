@@ -1,7 +1,5 @@
 """What a result row says of an outcome: texts without what ended them, scores per token, and what is left open."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a row may ask for: in the body of an OpenAI request and in columns; honoured, or refused by name, never dropped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

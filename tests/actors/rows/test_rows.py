@@ -1,7 +1,5 @@
 """A row's id, key and text."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from datetime import date

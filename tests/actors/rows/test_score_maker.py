@@ -1,7 +1,5 @@
 """A mask's hidden tokens become what is scored: the same holes as in infilling, with the text that was there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

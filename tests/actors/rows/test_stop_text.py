@@ -1,7 +1,5 @@
 """Stop strings are found at the token that completes them, however the text is cut into tokens and blocks of tokens."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """A chat template can neither loop without end nor fill the memory; ordinary ones render as before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizers and chat templates are read without transformers, and are what transformers makes of the same files."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import shutil

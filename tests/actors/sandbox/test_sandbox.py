@@ -3,8 +3,6 @@
 Where no sandbox holds (another system, an old kernel), the attacks are skipped and the refusal is tested alone.
 """
 
-from __future__ import annotations
-
 import http.server
 import os
 import platform

@@ -1,7 +1,5 @@
 """The rotary network beside transformers' modules: layer by layer, from the same states, in every dtype."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Packed products: the numbers of `functional.linear`, the same bits in any company."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """S2D2's law, enumerated on the generator itself in the real engine: that of block size 1, whatever the sample stands beside."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """S2D2 on the builtin block-diffusion model: the law and the text of its block size 1."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """`s2d2` with a drafting model: the text and the law of block size 1, whatever the drafter says."""
 
-from __future__ import annotations
-
 import itertools
 from copy import copy
 from dataclasses import replace

@@ -6,8 +6,6 @@ was not a draft; it throws the promoted block away and starts the next one from 
 where there are two, and not for the first token of a call. Its iterations leave out the prefill, which is a forward here.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """With `drafter: suffix`, a row's text does not depend on the texts in the index, nor on which rows put them there."""
 
-from __future__ import annotations
-
 import sysconfig
 from functools import cache
 from pathlib import Path

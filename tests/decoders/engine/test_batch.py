@@ -1,7 +1,5 @@
 """Asks become the rows that they stand for: against a plain loop over spans, runs and rows. And wrong asks are found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

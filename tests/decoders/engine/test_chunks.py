@@ -1,7 +1,5 @@
 """Prompts in chunks beside samples that decode: the same bits under any budget of rows, and nobody waits for a long prompt."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Slots as wide as their canvases in one pool of cells: who gets which, what stays there, and the same texts as ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A forward that starts before the one before it is read: the same texts and counts, and no wait while the device has nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

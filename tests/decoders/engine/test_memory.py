@@ -1,7 +1,5 @@
 """Slots within the memory that there is: allocation by need, growth that fails half way, logits in parts, bounded noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts that begin alike run once: the same bits as without, from whichever slot the columns come."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

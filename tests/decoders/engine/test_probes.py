@@ -1,7 +1,5 @@
 """Probes beside samples that decode: exact answers, and nobody's text changes."""
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import replace
 

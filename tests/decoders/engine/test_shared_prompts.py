@@ -1,7 +1,5 @@
 """The samples of one row have one canvas: its prompt runs once, and every sample is what it is alone."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

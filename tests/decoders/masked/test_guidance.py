@@ -4,8 +4,6 @@
 mean it, and with one block; greedy, so that no noise has to be the same.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The laws of the decoders of masked diffusion, enumerated on their generators in the real engine, beside other samples."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -7,8 +7,6 @@ logits themselves, so draft heads of the same width work on it.
 Legend: as in backbones/base.py; P positions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ decoder that reads a wrong context, a dead column or two candidates for one posi
 Legend: as in backbones/base.py; P positions, X contexts.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

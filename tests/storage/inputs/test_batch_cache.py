@@ -1,7 +1,5 @@
 """BatchCache: what was read last of tables, and that it is read once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa

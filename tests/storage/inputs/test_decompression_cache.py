@@ -1,7 +1,5 @@
 """Random access to compressed files: the same bytes, unpacked once, with a bound on what is kept."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import io

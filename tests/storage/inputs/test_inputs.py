@@ -1,7 +1,5 @@
 """From `input.path` to a list of files: names, formats, and clear refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import json

@@ -1,7 +1,5 @@
 """Columns of the inputs in the results: their types, also where files and rows differ, and their values."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Rows out of every format: bad ones fail alone, all can be read again one by one, memory stays flat."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

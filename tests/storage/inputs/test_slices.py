@@ -1,7 +1,5 @@
 """Slices of a file: their rows, one slice after another, are the rows of the file, wherever it is cut."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """`input.where` keeps the rows that it says, and runs nothing."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pytest
 

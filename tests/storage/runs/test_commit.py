@@ -1,7 +1,5 @@
 """One unit, one file, once; the manifest and `_SUCCESS` only when nothing is missing."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """One driver at a time, on a clock that the test moves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The manifest in a stream: the same bytes and facts as from one piece, in every store, and damage is found in any line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """Files of metrics: written once, merged by sample over sets and passes, and estimates over all samples of a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow as pa

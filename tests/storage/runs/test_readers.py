@@ -1,7 +1,5 @@
 """Results as other programs read them: Hugging Face's datasets, pandas, DuckDB and polars."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Any

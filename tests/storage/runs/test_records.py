@@ -1,7 +1,5 @@
 """The result schema and its Parquet form."""
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime
 

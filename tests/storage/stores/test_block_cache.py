@@ -1,7 +1,5 @@
 """Parts of S3 objects: fetched once, ahead of use and in parallel, with a bound on what is kept."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from threading import Barrier, Thread

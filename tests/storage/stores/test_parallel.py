@@ -1,7 +1,5 @@
 """Promises: in order, side by side where the store is far away, and each error in its place."""
 
-from __future__ import annotations
-
 from threading import Barrier, Event, Lock
 
 import pytest

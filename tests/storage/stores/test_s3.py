@@ -1,7 +1,5 @@
 """What S3 does when the network doesn't: lost answers, slow-downs, broken bodies, ignored conditions."""
 
-from __future__ import annotations
-
 import pytest
 
 from draftmill.storage.errors import StoreError, StoreRefused, UserError

@@ -1,7 +1,5 @@
 """The verbs, the same over local disk, memory and S3."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

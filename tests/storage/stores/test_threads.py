@@ -1,7 +1,5 @@
 """Reading starts no thread of Arrow's: one that still lets go of Python's bytes while the interpreter ends aborts it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Uploads in parts: whole or not at all, whatever the network does, and nothing is left of those that came to nothing."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator
