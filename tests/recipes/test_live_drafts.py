@@ -1,7 +1,5 @@
 """Live drafts: every training step carries them one Jacobi iteration further, and a resumed training has the same ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +10,6 @@ from recipes.packing import IDS, Trajectory
 
 SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
 N, VERSIONS = 4, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

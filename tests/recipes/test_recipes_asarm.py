@@ -1,7 +1,5 @@
 """The recipe of the builtin model: corpus, tokenizer, orders, two-stream model, training, draft heads, folder."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -12,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XL
 from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
 from recipes import asarm, corpus, draft_heads, evaluation, folder, head_training, loop, masking, training
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
+from tests.recipes.recipes_of_tests import check_resumed, check_training, check_written, no_report, written_twice
 
 MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
 
@@ -29,11 +28,6 @@ def tokenizer(files: list[corpus.SourceFile]) -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def stream(files: list[corpus.SourceFile], tokenizer: PreTrainedTokenizerFast) -> corpus.TokenStream:
     return corpus.tokenise(tokenizer, files[:20])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def micro_plan(steps: int) -> training.Plan:
@@ -57,10 +51,6 @@ def canvas_of(ids: np.ndarray, masked: np.ndarray) -> tuple[Canvas, QueryRows]:
     rank = torch.from_numpy(masking.decoding_ranks(masked))
     index = torch.from_numpy(masked).flatten().nonzero().squeeze(1)
     return Canvas(torch.from_numpy(ids), rank, torch.from_numpy((~masked).sum(1))), QueryRows(index, rank)
-
-
-def no_report(step: int, *values: float) -> None:
-    """Training reports nothing here."""
 
 
 def test_the_split_is_stable_and_no_text_is_on_both_sides(files):
@@ -219,27 +209,11 @@ def test_the_rate_warms_up_stays_and_falls_to_zero():
 
 @pytest.mark.slow
 def test_training_is_deterministic_and_lowers_the_loss(stream):
-    runs = []
-    for _ in range(2):
-        trainer = micro_trainer(stream, 30)
-        runs.append([trainer.advance() for _ in range(30)])
-    assert runs[0] == runs[1]
-    assert np.mean(runs[0][-5:]) < np.mean(runs[0][:5]) - 0.2
+    check_training(lambda: micro_trainer(stream, 30))
 
 
 def test_a_resumed_training_ends_with_the_same_bits(stream, tmp_path):
-    straight = micro_trainer(stream, 6)
-    assert loop.run(straight, None, loop.Pace(), no_report)
-    first = micro_trainer(stream, 6)
-    for _ in range(3):
-        first.advance()
-    first.save(tmp_path)
-    second = micro_trainer(stream, 6, seed=99)
-    assert second.restore(tmp_path)
-    assert (second.step, second.tokens) == (3, first.tokens)
-    assert loop.run(second, tmp_path, loop.Pace(), no_report)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
+    check_resumed(tmp_path, micro_trainer(stream, 6), micro_trainer(stream, 6), micro_trainer(stream, 6, seed=99))
     assert not micro_trainer(stream, 6).restore(tmp_path / "nothing")
 
 
@@ -331,18 +305,7 @@ def test_the_folder_loads_in_transformers_and_back(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(files, tmp_path, monkeypatch):
-    train, held_out = corpus.split(files)
-    few = train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
-    monkeypatch.setattr(corpus, "standard_library", lambda: few)
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(tmp_path):
     flags = ["--size", "micro", "--steps", "2", "--head-steps", "2", "--threads", "1", "--batch-tokens", "1024"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert asarm.main([*flags, "--out", str(whole)]) == 0
-    again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(tmp_path / "state")]
-    assert asarm.main([*again, "--minutes", "0"]) == 3
-    assert asarm.main(again) == 0
-    for name in ("model.safetensors", "draft_head.safetensors", "tokenizer.json", "config.json"):
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
-    text = (whole / "README.md").read_text()
-    assert all(f"- `{file.path}`" in text for file in few[-2:])
-    assert "| 128 | 50% |" in text and "| 5% | markov |" in text
+    files = ("model.safetensors", "draft_head.safetensors", "tokenizer.json", "config.json")
+    check_written(written_twice(asarm, flags, tmp_path), files, "| 128 | 50% |", "| 5% | markov |")

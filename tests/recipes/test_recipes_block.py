@@ -1,7 +1,5 @@
 """The recipe of the builtin block-diffusion model: the doubled sequence against public code, masks, bound, training, folder."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -13,19 +11,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from recipes import (
     absorbing_quality,
-    ar,
     block,
     block_folder,
     block_quality,
     block_training,
     causal,
-    causal_folder,
     corpus,
     loop,
 )
@@ -41,31 +37,20 @@ from recipes.block_layout import (
     visibility,
 )
 from tests.decoders.backbones.masked_models import look_alone
-from tests.recipes.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
+from tests.recipes.recipes_of_tests import (
+    MODEL_FILES,
+    SHAPE,
+    check_resumed,
+    check_training,
+    check_written,
+    has_tokenizer,
+    short_schedule,
+    written_twice,
+)
 from tests.runs.causal_jobs import job_spec, run_here
 
 CPU = torch.device("cpu")
 CASES = [Layout(1, True), Layout(4, False), Layout(4, True), Layout(16, False)]
-
-
-@pytest.fixture(scope="module")
-def few() -> list[corpus.SourceFile]:
-    return few_files()
-
-
-@pytest.fixture(scope="module")
-def prepared(few: list[corpus.SourceFile]) -> corpus.Prepared:
-    return corpus.prepare(*corpus.split(few), PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_causal_model(tmp_path_factory.mktemp("causal"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> block_training.Trainer:
@@ -334,53 +319,28 @@ def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likel
 
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_is_repeatable(start, prepared):
-    runs = []
-    for _ in range(2):
-        trainer = trainer_of(start, prepared, 30)
-        runs.append([trainer.advance() for _ in range(30)])
-    assert runs[0] == runs[1]
-    assert np.mean(runs[0][-8:]) < np.mean(runs[0][:8]) - 0.2
+    check_training(lambda: trainer_of(start, prepared, 30))
 
 
 @pytest.mark.slow
 def test_a_resumed_training_ends_with_the_same_bits(start, prepared, tmp_path):
-    straight, first, second = (trainer_of(start, prepared, 6) for _ in range(3))
-    assert loop.run(straight, None, loop.Pace(), no_report)
-    for _ in range(3):
-        first.advance()
-    first.save(tmp_path)
-    assert second.restore(tmp_path)
-    assert loop.run(second, tmp_path, loop.Pace(), no_report)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
+    check_resumed(tmp_path, *(trainer_of(start, prepared, 6) for _ in range(3)))
 
 
 @pytest.fixture(scope="module")
-def written(few: list[corpus.SourceFile], start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What the recipe writes in one go, and in two."""
-    folder, flags = tmp_path_factory.mktemp("blocks"), ["--start", str(start), "--steps", "3", "--threads", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "standard_library", lambda: few)
         for name, value in {"DRAWS": 1, "PACE_WINDOWS": 1, "LAYOUTS": CASES[:3]}.items():
             patch.setattr(block_quality, name, value)
-        whole, resumed = folder / "whole", folder / "resumed"
-        assert block.main([*flags, "--out", str(whole)]) == 0
-        again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(folder / "state")]
-        assert block.main([*again, "--minutes", "0"]) == 3
-        assert block.main(again) == 0
-    return whole, resumed
+        flags = ["--start", str(start), "--steps", "3", "--threads", "1"]
+        return written_twice(block, flags, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(written, few):
-    whole, resumed = written
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
-    for name in causal_folder.TOKENIZER_FILES:
-        assert (whole / name).read_bytes() == (ar.TOKENIZER / name).read_bytes(), name
-    text = (whole / "README.md").read_text()
-    assert all(f"- `{file.path}`" in text for file in few[-2:])
-    assert "| 512 |" in text and "| 4 | token by token |" in text and "| 16 | 0.9 |" in text
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(written):
+    check_written(written, MODEL_FILES, "| 512 |", "| 4 | token by token |", "| 16 | 0.9 |")
+    assert has_tokenizer(written[0])
 
 
 @pytest.mark.slow

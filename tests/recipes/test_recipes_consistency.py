@@ -1,7 +1,5 @@
 """Progressive consistency distillation: the packed sequence, its mask and the loss against the public code, and the rounds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -17,11 +15,6 @@ from recipes.packing import Trajectory
 
 BUILTIN = Path(__file__).resolve().parents[2] / "decoders" / "builtin"
 SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def public_cases(golden: Path, kind: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The recipe of EAGLE-3 heads: training sees what drafting sees, and the folder is one that decodes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

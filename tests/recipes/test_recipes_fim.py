@@ -1,7 +1,5 @@
 """The recipe of the model that fills in the middle: rows with a hole, what they count, the start, training, the folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The recipe of the builtin masked-diffusion model: masks, the objective, training, measuring, a folder that decoders load."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -15,32 +13,21 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
-from recipes import absorbing, absorbing_folder, absorbing_quality, ar, causal, causal_folder, corpus, loop, mdm
+from recipes import absorbing, absorbing_folder, absorbing_quality, causal, corpus, mdm
 from tests.decoders.backbones.masked_models import look_alone
-from tests.recipes.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
+from tests.recipes.recipes_of_tests import (
+    MODEL_FILES,
+    SHAPE,
+    check_resumed,
+    check_training,
+    check_written,
+    has_tokenizer,
+    short_schedule,
+    written_twice,
+)
 from tests.runs.causal_jobs import job_spec, run_here
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def few() -> list[corpus.SourceFile]:
-    return few_files()
-
-
-@pytest.fixture(scope="module")
-def prepared(few: list[corpus.SourceFile]) -> corpus.Prepared:
-    return corpus.prepare(*corpus.split(few), PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_causal_model(tmp_path_factory.mktemp("causal"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
@@ -160,53 +147,27 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding(start, prepared, monk
 
 @pytest.mark.slow
 def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start, prepared):
-    runs = []
     source = causal.load_model(start, CPU).state_dict()
-    for _ in range(2):
-        trainer = trainer_of(start, prepared, 30)
-        assert all(torch.equal(tensor, source[name]) for name, tensor in trainer.model.state_dict().items())
-        runs.append([trainer.advance() for _ in range(30)])
-    assert runs[0] == runs[1]
-    assert np.mean(runs[0][-8:]) < np.mean(runs[0][:8]) - 0.2
+    begun = trainer_of(start, prepared, 30).model.state_dict()
+    assert all(torch.equal(tensor, source[name]) for name, tensor in begun.items())
+    check_training(lambda: trainer_of(start, prepared, 30))
 
 
 def test_a_resumed_training_ends_with_the_same_bits(start, prepared, tmp_path):
-    straight, first, second = (trainer_of(start, prepared, 6) for _ in range(3))
-    assert loop.run(straight, None, loop.Pace(), no_report)
-    for _ in range(3):
-        first.advance()
-    first.save(tmp_path)
-    assert second.restore(tmp_path)
-    assert loop.run(second, tmp_path, loop.Pace(), no_report)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
+    check_resumed(tmp_path, *(trainer_of(start, prepared, 6) for _ in range(3)))
 
 
 @pytest.fixture(scope="module")
-def written(few: list[corpus.SourceFile], start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What the recipe writes in one go, and in two."""
-    folder, flags = tmp_path_factory.mktemp("masked"), ["--start", str(start), "--steps", "3", "--threads", "1"]
-    flags += ["--batch-tokens", "1024"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "standard_library", lambda: few)
-        whole, resumed = folder / "whole", folder / "resumed"
-        assert mdm.main([*flags, "--out", str(whole)]) == 0
-        again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(folder / "state")]
-        assert mdm.main([*again, "--minutes", "0"]) == 3
-        assert mdm.main(again) == 0
-    return whole, resumed
+    flags = ["--start", str(start), "--steps", "3", "--threads", "1", "--batch-tokens", "1024"]
+    return written_twice(mdm, flags, tmp_path_factory.mktemp("masked"))
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(written, few):
-    whole, resumed = written
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
-    for name in causal_folder.TOKENIZER_FILES:
-        assert (whole / name).read_bytes() == (ar.TOKENIZER / name).read_bytes(), name
-    text = (whole / "README.md").read_text()
-    assert all(f"- `{file.path}`" in text for file in few[-2:])
-    assert "| 512 |" in text and "| 95% at random |" in text and "| suffix, mask 8 |" in text
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(written):
+    check_written(written, MODEL_FILES, "| 512 |", "| 95% at random |", "| suffix, mask 8 |")
+    assert has_tokenizer(written[0])
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The recipe of the diffusion drafter's draft head: rows of both models, the laws that decoders draft from, the folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +28,6 @@ from tests.decoders.references.causal import PlainCausal, PlainMasked
 
 SHAPE = ar.SIZES["micro-test"].shape
 PLAN = specdiff_head.HeadPlan(steps=60, rows=400, batch_rows=64, markov_hidden=32, warmup=5)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
