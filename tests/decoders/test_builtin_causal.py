@@ -17,11 +17,7 @@ from draftmill.actors.rows.text import load_tokenizer
 from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import (
-    ModelDrafterSettings,
-    NgramDrafterSettings,
-    SuffixDrafterSettings,
-)
+from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafterSettings, SuffixDrafterSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops

@@ -15,16 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
-from recipes import (
-    absorbing_quality,
-    block,
-    block_folder,
-    block_quality,
-    block_training,
-    causal,
-    corpus,
-    loop,
-)
+from recipes import absorbing_quality, block, block_folder, block_quality, block_training, causal, corpus, loop
 from recipes.block_layout import (
     BLOCK,
     BLOCK_SHARES,

@@ -19,14 +19,7 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from tests.decoders import enumeration
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
-from tests.decoders.enumeration import (
-    CoupledChooser,
-    Law,
-    decoded,
-    engine_of,
-    law_of,
-    total_variation,
-)
+from tests.decoders.enumeration import CoupledChooser, Law, decoded, engine_of, law_of, total_variation
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
 from tests.decoders.references.choosers import NoiseChooser, RejectionRule, enumerate_law
 from tests.decoders.support import decoder_settings

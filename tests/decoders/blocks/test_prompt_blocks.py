@@ -6,16 +6,7 @@ from typing import Any
 import pytest
 
 from draftmill.decoders.settings import check_model
-from tests.decoders.blocks.block_tables import (
-    GREEDY,
-    REJECTING,
-    SAMPLED,
-    check,
-    ours,
-    prompts,
-    refer,
-    table_info,
-)
+from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, prompts, refer, table_info
 from tests.decoders.references.fused_blocks import decode_fused
 from tests.decoders.support import decoder_settings, pairwise, texts
 

@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import (
-    ModelDrafterSettings,
-    NgramDrafterSettings,
-)
+from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafterSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine import sampler

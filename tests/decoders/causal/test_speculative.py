@@ -10,11 +10,7 @@ import torch
 
 from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import (
-    ModelDrafterSettings,
-    NgramDrafterSettings,
-    SuffixDrafterSettings,
-)
+from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafterSettings, SuffixDrafterSettings
 from draftmill.decoders.causal.speculative import Lookup
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key

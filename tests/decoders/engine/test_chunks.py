@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.base import HOLE, Outcome, Request
-from draftmill.decoders.causal.settings import (
-    NgramDrafterSettings,
-)
+from draftmill.decoders.causal.settings import NgramDrafterSettings
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm

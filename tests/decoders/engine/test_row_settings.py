@@ -10,9 +10,7 @@ import pytest
 
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.base import RowSettings
-from draftmill.decoders.causal.settings import (
-    SpeculativeSettings,
-)
+from draftmill.decoders.causal.settings import SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import NeverStops, Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi

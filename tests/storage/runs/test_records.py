@@ -8,13 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
-from draftmill.storage.runs.records import (
-    SCHEMA,
-    TIMING_COLUMNS,
-    TRACE_SCHEMA,
-    read_results,
-    table_from_rows,
-)
+from draftmill.storage.runs.records import SCHEMA, TIMING_COLUMNS, TRACE_SCHEMA, read_results, table_from_rows
 from draftmill.storage.stores.store import open_store
 from tests.storage.inputs.tables import failed_row, result_row, unit_table
 
