@@ -81,14 +81,6 @@ def test_speculative_text_is_sequential_text_token_for_token(model, requests, ba
 
 
 @pytest.mark.slow
-def test_the_batch_does_not_change_a_bit_of_the_sequential_text(model, requests, baseline):
-    backbone, info, _ = model
-    for rows in (1, 3, 64):
-        found = decode(backbone, info, decoder_settings("any_subset"), Sampling(), requests[:24], rows=rows)
-        assert texts(found) == {request.index: baseline[0][request.index] for request in requests[:24]}
-
-
-@pytest.mark.slow
 def test_the_draft_head_saves_forwards_and_changes_no_text(model, requests, baseline):
     backbone, info, heads = model
     assert heads is not None, "the builtin model ships with a draft head"
