@@ -100,6 +100,19 @@ def texts(outcomes):
     return {index: outcome.tokens.tolist() for index, outcome in outcomes.items()}
 
 
+class Pair:
+    """A stop text: these two tokens in a row, or any two equal ones."""
+
+    def __init__(self, *tokens):
+        self.tokens = list(tokens)
+
+    def find(self, tokens, num_checked):
+        for count in range(max(num_checked + 1, 2), len(tokens) + 1):
+            if list(tokens[count - 2 : count]) == (self.tokens or [tokens[count - 1]] * 2):
+                return count
+        return None
+
+
 def random_lengths(auto):
     """In place of AutoLength.__call__: any number of drafts for each iteration, the fewest and the most among them."""
     return int(torch.randint(auto.lengths[0], auto.lengths[-1] + 1, ()))

@@ -24,7 +24,7 @@ from tests.decoders.blocks.block_tables import (
     table,
     table_info,
 )
-from tests.decoders.support import decoder_settings, engine, pairwise
+from tests.decoders.support import Pair, decoder_settings, engine, pairwise
 
 # (prompt, canvas) lengths: no prompt, one token, below, at and above a block of 2, 3 or 4; canvases that cut blocks short.
 LENGTHS = [
@@ -125,16 +125,12 @@ def test_the_first_end_token_ends_a_completion_wherever_it_stands(kind, sampling
 
 
 def test_a_stop_string_that_crosses_blocks_ends_a_completion():
-    class Pair:
-        def find(self, tokens, num_checked):
-            return next((i + 2 for i in range(len(tokens) - 1) if list(tokens[i : i + 2]) == [2, 2]), None)
-
     info, settings = table_info(), decoder_settings("block_diffusion", block_size=2)
     requests = prompts([(1, 6)] * 24)
-    whole, stopped = (ours(requests, info, settings, SAMPLED, stops=stops) for stops in (None, Stops((), Pair())))
+    whole, stopped = (ours(requests, info, settings, SAMPLED, stops=stops) for stops in (None, Stops((), Pair(2, 2))))
     for index, outcome in stopped.items():
         text = whole[index].tokens.tolist()
-        keep = Pair().find(text, 0)
+        keep = Pair(2, 2).find(text, 0)
         assert (outcome.tokens.tolist(), outcome.finish) == (text[:keep], "length" if keep is None else "stop")
     assert {outcome.finish for outcome in stopped.values()} == {"length", "stop"}
 

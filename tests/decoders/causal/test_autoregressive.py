@@ -13,7 +13,7 @@ from draftmill.decoders.draws.keys import TARGET, sample_key
 from draftmill.decoders.draws.noise import gumbel_rows, key_words
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, engine, texts, token_info, toy_prompts
+from tests.decoders.support import Pair, decode, decoder_settings, engine, texts, token_info, toy_prompts
 
 AR = decoder_settings("autoregressive")
 VOCAB, LENGTH = 3, 5
@@ -68,21 +68,11 @@ def test_a_stop_id_ends_the_sample_and_is_its_last_token():
     assert 10 < ends < 50
 
 
-class Repeats:
-    """Stops at the second token of a pair of equals."""
-
-    def find(self, tokens, num_checked):
-        for place in range(max(1, num_checked), len(tokens)):
-            if tokens[place] == tokens[place - 1]:
-                return place + 1
-        return None
-
-
 def test_the_first_of_stop_id_and_stop_text_wins():
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH)
     free = texts(decode(table, token_info(VOCAB), AR, Sampling(), requests))
-    stopped = decode(table, token_info(VOCAB), AR, Sampling(), requests, stops=Stops(ids=(2,), text=Repeats()))
+    stopped = decode(table, token_info(VOCAB), AR, Sampling(), requests, stops=Stops(ids=(2,), text=Pair()))
     seen = set()
     for index, tokens in free.items():
         eos = tokens.index(2) if 2 in tokens else len(tokens)

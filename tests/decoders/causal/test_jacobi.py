@@ -15,7 +15,7 @@ from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import Pair, decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
 
 AR = decoder_settings("autoregressive")
 VOCAB, LENGTH = 3, 9
@@ -92,16 +92,6 @@ def test_a_full_row_of_slots_with_refill_in_any_order_gives_the_sequential_text(
     for number, settings in enumerate([jacobi(3), jacobi(3, "running"), *some_multi(2, 6)]):
         shuffled = random.Random(number).sample(requests, len(requests))
         agree(decode(table, INFO, settings, Sampling(), shuffled, rows=64), expected)
-
-
-class Pair:
-    """Stops at the second of two equal tokens."""
-
-    def find(self, tokens, num_checked):
-        for place in range(max(1, num_checked), len(tokens)):
-            if tokens[place] == tokens[place - 1]:
-                return place + 1
-        return None
 
 
 @pytest.mark.one_in(5)

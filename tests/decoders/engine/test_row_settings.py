@@ -18,6 +18,7 @@ from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_sp
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import (
+    Pair,
     decoder_settings,
     engine,
     run_all,
@@ -195,19 +196,6 @@ def test_so_it_is_where_chance_says_when_a_mask_is_revealed(predictor):
 
 
 # ---- stop strings and log-probabilities --------------------------------------------------------------------------
-
-
-class Pair:
-    """A stop text: the text ends with these two tokens."""
-
-    def __init__(self, *tokens):
-        self.tokens = list(tokens)
-
-    def find(self, tokens, num_checked):
-        for count in range(max(num_checked + 1, 2), len(tokens) + 1):
-            if list(tokens[count - 2 : count]) == self.tokens:
-                return count
-        return None
 
 
 @pytest.mark.one_in(7)

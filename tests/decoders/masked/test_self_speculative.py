@@ -15,7 +15,7 @@ from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decoder_settings, engine, run_all
+from tests.decoders.support import Pair, decoder_settings, engine, run_all
 
 VOCAB, POSITIONS = 4, 7
 SAMPLINGS = {
@@ -178,19 +178,6 @@ def test_room_counts_the_columns_of_all_nodes():
 # ---- ends ----------------------------------------------------------------------------------------------------------------
 
 
-class StopPair:
-    """A stop string as two tokens in a row."""
-
-    def __init__(self, *pair):
-        self.pair = list(pair)
-
-    def find(self, tokens, num_checked):
-        for end in range(max(num_checked, 1) + 1, len(tokens) + 1):
-            if list(tokens[end - 2 : end]) == self.pair:
-                return end
-        return None
-
-
 def completions(count, *, seed):
     rng = np.random.default_rng(seed)
     requests = []
@@ -212,7 +199,7 @@ def cut(tokens, stops):
 
 
 @pytest.mark.one_in(7)
-@pytest.mark.parametrize("stops", [Stops(ids=(1,)), Stops(text=StopPair(2, 0)), Stops(ids=(1,), text=StopPair(2, 0))])
+@pytest.mark.parametrize("stops", [Stops(ids=(1,)), Stops(text=Pair(2, 0)), Stops(ids=(1,), text=Pair(2, 0))])
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling):
     requests, model, seen = completions(40, seed=4), table(4), set()
