@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs.causal_jobs import job_spec, results_of, run_here
+from tests.runs.causal_jobs import next_job
 
 MASK = 64
 CANVASES: dict[str, list[int | None]] = {
@@ -19,22 +19,9 @@ ROWS: list[dict[str, Any]] = [{"id": name, "ids": ids} for name, ids in CANVASES
 INFILL: dict[str, Any] = {"kind": "infill", "mask": {"kind": "given"}}
 
 
-def decoded(
-    folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], task: dict[str, Any], **sections: Any
-) -> dict[str, dict[str, Any]]:
-    name = f"run-{len(list(folder.glob('run-*')))}"
-    spec = job_spec(
-        folder,
-        rows,
-        task=task,
-        decoder={"kind": "ancestral"} | decoder,
-        input={"path": str(folder / "rows.jsonl"), "columns": {"tokens": "ids"}},
-        model={"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
-        output={"path": str(folder / name), "unit_rows": 8},
-        **({"sampling": {"temperature": 1.0}} | sections),
-    )
-    run_here(spec)
-    return results_of(spec)
+def decoded(folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], task: Any, **sections: Any) -> Any:
+    sections = {"sampling": {"temperature": 1.0}} | sections
+    return next_job(folder, rows, task=task, decoder={"kind": "ancestral"} | decoder, **sections)
 
 
 @pytest.mark.one_in(2)

@@ -12,7 +12,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store
 from tests.golden_data import read_json
-from tests.runs.causal_jobs import job_spec, run_here
+from tests.runs.causal_jobs import next_job
 
 MASK, ROOM = 95, 11
 PROMPTS: dict[str, list[int]] = {
@@ -27,21 +27,13 @@ ALWAYS = {"kind": "s2d2", "block_size": 4, "causal_cache": True}
 
 def decoded(folder: Path, decoder: dict[str, Any], **sections: Any) -> dict[str, dict[str, Any]]:
     rows = sections.pop("rows", None) or [{"id": name, "ids": ids} for name, ids in PROMPTS.items()]
-    name = f"run-{len(list(folder.glob('run-*')))}"
-    spec = job_spec(
-        folder,
-        rows,
-        **{
-            "task": {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True},
-            "decoder": decoder,
-            "input": {"path": str(folder / "rows.jsonl"), "columns": {"tokens": "ids"}},
-            "model": {"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
-            "sampling": {"temperature": 1.0},
-            "output": {"path": str(folder / name), "unit_rows": 3, "trace": "steps"},
-        }
-        | sections,
-    )
-    return run_here(spec)
+    sections = dict[str, Any]() | {
+        "task": {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True},
+        "sampling": {"temperature": 1.0},
+        "output": {"path": str(folder / f"run-{len(list(folder.glob('run-*')))}"), "unit_rows": 3, "trace": "steps"},
+    } | sections
+    found: dict[str, dict[str, Any]] = next_job(folder, rows, decoder=decoder, **sections)
+    return found
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from draftmill.actors.checkpoints.models import builtin_models, fetch_model
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from tests.runs.causal_jobs import job_spec, run_here
+from tests.runs.causal_jobs import next_job
 
 MODEL = "builtin:mdm-tiny"
 WARPS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}]
@@ -20,10 +20,8 @@ def pieces(count: int, size: int) -> list[str]:
     return [text[700 * n : 700 * n + size + 9 * n] for n in range(count)]
 
 
-def decoded(folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], **sections: Any) -> dict[str, Any]:
-    sections = {"model": {"path": MODEL, "device": "cpu"}} | sections
-    output = {"path": str(folder / f"run-{len(list(folder.glob('run-*')))}"), "unit_rows": 8}
-    return run_here(job_spec(folder, rows, decoder=decoder, output=output, **sections))
+def decoded(folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], **sections: Any) -> Any:
+    return next_job(folder, rows, decoder=decoder, **{"model": {"path": MODEL, "device": "cpu"}} | sections)
 
 
 def same_text(found: dict[str, Any], expected: dict[str, Any]) -> bool:

@@ -100,9 +100,8 @@ def output(folder: Path, name: str) -> dict[str, Any]:
 
 def test_a_prompt_that_is_too_long_is_cut_and_the_row_says_how_much(world, tmp_path):
     text = "x = 1\n" * LONGEST
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
     source = {"path": str(tmp_path / "rows.jsonl"), "truncate": "left"}
-    job = job_spec(tmp_path, [{"id": "long", "prompt": text}, ROWS[0]], model=model, input=source)
+    job = world.spec(tmp_path, [{"id": "long", "prompt": text}, ROWS[0]], input=source)
     rows = run_here(job)
     ids = world.tokenizer.encode(text)
     kept = ids[-(LONGEST - ROOM) :]
@@ -115,8 +114,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_the_row_says_how_much(world, tmp_p
 
 def test_end_tokens_are_tokens_like_others_where_they_are_ignored(world, tmp_path):
     task = {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True}
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    rows = run_here(job_spec(tmp_path, ROWS[:1], task=task, model=model))
+    rows = run_here(world.spec(tmp_path, ROWS[:1], task=task))
     assert rows["one"]["tokens"] == world.expected(PROMPTS["one"], ends=[]) and rows["one"]["finish"] == "length"
 
 
@@ -125,8 +123,7 @@ def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world, tmp_path
     text = world.tokenizer.decode(free)
     stop = text[len(text) // 2 : len(text) // 2 + 2]
     task = {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True, "stop": [stop]}
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    row = run_here(job_spec(tmp_path, ROWS[1:2], task=task, model=model))["two"]
+    row = run_here(world.spec(tmp_path, ROWS[1:2], task=task))["two"]
     assert row["finish"] == "stop" and row["text"] == text[: text.index(stop)]
     assert row["tokens"] == free[: row["new_tokens"]] and stop in world.tokenizer.decode(row["tokens"])
     assert stop not in world.tokenizer.decode(row["tokens"][:-1]) and row["nfe"] == row["new_tokens"]
@@ -145,15 +142,14 @@ def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world, tmp_path
     ids=lambda decoder: "-".join([decoder["kind"], decoder.get("drafter", {}).get("kind", "")]),
 )
 def test_every_decoder_writes_the_text_of_the_sequential_one(world, tmp_path, decoder):
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
     if "path" in decoder.get("drafter", {}):
         save_model(tmp_path / "small", ends=[2], num_hidden_layers=1)
         decoder = decoder | {"drafter": {"kind": "model", "path": str(tmp_path / "small")}}
     sampling = {"temperature": 0.8, "top_p": 0.95}
     stops = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
-    sequential = run_here(job_spec(tmp_path, ROWS, task=stops, model=model, sampling=sampling))
+    sequential = run_here(world.spec(tmp_path, ROWS, task=stops, sampling=sampling))
     changes = {"decoder": decoder, "sampling": sampling, "output": output(tmp_path, "other")}
-    other = run_here(job_spec(tmp_path, ROWS, task=stops, model=model, **changes))
+    other = run_here(world.spec(tmp_path, ROWS, task=stops, **changes))
     assert {row["finish"] for row in sequential.values()} >= {"stop"}
     for name, row in sequential.items():
         said = {key: (row[key], other[name][key]) for key in ("tokens", "text", "finish", "error_kind")}
@@ -199,8 +195,7 @@ def no_weights(folder: Path) -> None:
 def test_a_drafter_that_can_not_draft_is_refused_at_the_start(world, tmp_path, make, message):
     make(tmp_path / "small")
     drafter = {"kind": "model", "path": str(tmp_path / "small")}
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    spec = job_spec(tmp_path, ROWS, model=model, decoder={"kind": "speculative", "drafter": drafter})
+    spec = world.spec(tmp_path, ROWS, decoder={"kind": "speculative", "drafter": drafter})
     with pytest.raises(UserError) as caught:
         run_here(spec)
     assert caught.value.field == "decoder.drafter.path" and message in str(caught.value)
@@ -214,23 +209,20 @@ def test_a_drafter_with_the_same_tokens_under_another_template_is_taken(world, t
         json.dumps(settings | {"chat_template": "{{ bos_token }}"})
     )
     drafter = {"kind": "model", "path": str(tmp_path / "small")}
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    spec = job_spec(tmp_path, ROWS[:1], model=model, decoder={"kind": "speculative", "drafter": drafter})
+    spec = world.spec(tmp_path, ROWS[:1], decoder={"kind": "speculative", "drafter": drafter})
     assert run_here(spec)["one"]["status"] == "ok"
 
 
 def test_rows_of_messages_without_a_chat_are_an_error_of_the_spec(world, tmp_path):
     rows = [{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}]}}]
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
     with pytest.raises(UserError, match=r"task\.chat: rows have no prompt or text, but they have messages"):
-        run_here(job_spec(tmp_path, rows, model=model))
+        run_here(world.spec(tmp_path, rows))
     with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
-        run_here(job_spec(tmp_path, rows, model=model, task={"kind": "complete", "chat": True}))
+        run_here(world.spec(tmp_path, rows, task={"kind": "complete", "chat": True}))
 
 
 def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(world, tmp_path, capsys):
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    spec = job_spec(tmp_path, ROWS, model=model)
+    spec = world.spec(tmp_path, ROWS)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(check_spec(spec.model_dump(mode="json")).model_dump(mode="json")))
     assert main(["validate", str(tmp_path / "job.yaml")]) == 0
     said = capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftmill.storage.errors import UserError
-from tests.runs.causal_jobs import job_spec, results_of, run_here
+from tests.runs.causal_jobs import next_job
 
 MASK, END = 90, 88
 CANVASES: dict[str, list[int | None]] = {
@@ -18,24 +18,10 @@ CANVASES: dict[str, list[int | None]] = {
     "none": [1, 2, 3],
 }
 INFILL: dict[str, Any] = {"kind": "infill", "mask": {"kind": "given"}}
-GIVEN: dict[str, Any] = {"columns": {"tokens": "ids"}}
 
 
-def decoded(
-    folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], task: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    name = f"run-{len(list(folder.glob('run-*')))}"
-    spec = job_spec(
-        folder,
-        rows,
-        task=task,
-        decoder=decoder,
-        input={"path": str(folder / "rows.jsonl")} | GIVEN,
-        model={"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
-        output={"path": str(folder / name), "unit_rows": 8},
-    )
-    run_here(spec)
-    return results_of(spec)
+def decoded(folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], task: dict[str, Any]) -> Any:
+    return next_job(folder, rows, task=task, decoder=decoder)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.results.test_measure import by_id, contents, right_but_f, write
 from tests.jobs.results.written_runs import spec_for, write_run
-from tests.runs.causal_jobs import World, job_spec, make_world, run_here
+from tests.runs.causal_jobs import World, make_world, run_here
 
 TEXTS = {
     "a": "import os\n",
@@ -71,8 +71,7 @@ def test_a_judge_gives_the_models_law(world, judged):
 
 def test_a_judge_gives_what_a_score_job_gives(world, judged, tmp_path):
     rows = [{"id": name, "completion": text} for name, text in TEXTS.items()]
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    scored = run_here(job_spec(tmp_path, rows, task={"kind": "score"}, model=model))
+    scored = run_here(world.spec(tmp_path, rows, task={"kind": "score"}))
     for name, row in scored.items():
         assert by_id(judged, "judge_logprob")[name] == row["logprob"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runs.causal_jobs import World, job_spec, make_world, run_here
+from tests.runs.causal_jobs import World, make_world, run_here
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,7 @@ TEXTS: list[dict[str, Any]] = [
 def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
     """Folder and results of a job that scores texts."""
     folder = tmp_path_factory.mktemp("scores")
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    return folder, run_here(job_spec(folder, TEXTS, task={"kind": "score"}, model=model))
+    return folder, run_here(world.spec(folder, TEXTS, task={"kind": "score"}))
 
 
 def law_of(world: World, ids: list[int], first: int) -> list[float]:
@@ -60,9 +59,8 @@ def test_a_greedy_text_is_greedy_and_another_is_not(world, tmp_path):
         for _ in range(12):
             ids.append(int(world.model(torch.tensor([ids])).logits[0, -1].argmax()))
     rows = [{"id": "chosen", "tokens": ids}, {"id": "other", "tokens": [*ids[:-1], (ids[-1] + 1) % 100]}]
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
     source = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}}
-    found = run_here(job_spec(tmp_path, rows, task={"kind": "score"}, model=model, input=source))
+    found = run_here(world.spec(tmp_path, rows, task={"kind": "score"}, input=source))
     assert {name: row["is_greedy"] for name, row in found.items()} == {"chosen": True, "other": False}
     assert found["chosen"]["logprob_stderr"] is None
 
