@@ -9,10 +9,10 @@ import torch
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.messages import Failure, Receipt
+from draftmill.actors.messages import Receipt
 from draftmill.decoders.backbones.split import GroupLostError
 from draftmill.decoders.base import Request
-from tests.actors.fakes import FakeClerk, FakeDecoder, lose_device, work
+from tests.actors.fakes import FakeClerk, FakeDecoder, lose_device, run_all, work
 
 MEMORY = [
     torch.OutOfMemoryError("Tried to allocate 2.00 GiB"),
@@ -88,13 +88,6 @@ def test_errors_are_told_apart_without_torch():
         "assert ran_out_of_memory(error); let_go(error); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
-    news: list[Receipt | Failure] = []
-    while runner.held:
-        news += runner.step()
-    return news
 
 
 def test_a_lost_device_ends_the_worker_and_no_row_is_blamed_for_it():

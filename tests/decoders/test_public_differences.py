@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.base import Request
 from tests.decoders.backbones.masked_models import load, look
-from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
-from tests.decoders.support import decoder_settings, run_all
+from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check_reveals, decoded
+from tests.decoders.support import decoder_settings
 
 LLADA_MASK, DREAM_MASK = 90, 91
 
@@ -51,8 +50,7 @@ class Loop:
 
 
 def ours(backbone, folder, settings, case, mask_id):
-    canvas = canvas_of(case, mask_id)
-    return run_all(built(backbone, folder, settings), [Request(0, 1, canvas)])[0]
+    return decoded(built(backbone, folder, settings), case, mask_id)
 
 
 # ---- LLaDA ---------------------------------------------------------------------------------------------------------------
@@ -116,7 +114,7 @@ def test_what_does_not_come_out_even_goes_to_the_first_steps_as_in_llada(golden,
             continue
         settings = decoder_settings("stepwise", block_length=masks, steps=options["steps"])
         outcome = ours(backbone, folder, settings, case, LLADA_MASK)
-        check(outcome, case, canvas_of(case, LLADA_MASK))
+        check_reveals(outcome, case, canvas_of(case, LLADA_MASK))
         assert [len(step.positions) for step in outcome.trace] == shares * num_blocks
         found += 1
     assert found

@@ -9,31 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.sweep import sweep as jobs_sweep
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.store import open_store
-from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal, write_rows
+from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal
+from tests.runs.test_sweep import write_sweep as write_sweep_of
 
 pytestmark = pytest.mark.ray
 
 
 def write_sweep(folder: Path, cases: dict[str, Any]) -> Path:
-    rows = write_rows(folder / "rows.jsonl", 12)
-    base = {
-        "task": {"kind": "infill", "mask": {"kind": "given"}},
-        "input": {"path": str(rows), "columns": {"id": "id", "tokens": "tokens"}},
-        "model": {"path": str(GOLDEN), "tokenizer": "none", "device": "cpu"},
-        "decoder": {"kind": "assd", "k": 3},
-        "output": {"unit_rows": 3},
-    }
-    path = folder / "sweep.yaml"
-    path.write_text(
-        yaml.safe_dump({"base": base, "cases": cases, "output": {"path": str(folder / "out")}}, sort_keys=False)
-    )
-    return path
+    return write_sweep_of(folder, cases, output={"unit_rows": 3})
 
 
 def ups(case: Path) -> list[dict[str, Any]]:

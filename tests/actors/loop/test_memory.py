@@ -18,7 +18,7 @@ from draftmill.actors.loop.memory import fit, free_bytes, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.measuring.measure import MeasureJob
-from draftmill.actors.messages import Failure, Receipt
+from draftmill.actors.messages import Receipt
 from draftmill.actors.metrics.registry import ReadyMetric
 from draftmill.actors.metrics.settings import Judge
 from draftmill.decoders.backbones import gpus
@@ -36,7 +36,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric
 from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
-from tests.actors.fakes import FakeClerk, FakeDecoder, work
+from tests.actors.fakes import FakeClerk, FakeDecoder, run_all, work
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decoder_settings, engine, token_info
 from tests.runs.causal_jobs import job_spec
@@ -151,10 +151,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
     unit_io.sample = prompted  # type: ignore[method-assign]
     runner = UnitRunner(decoder, unit_io)
     runner.add(work(0, 4))
-    news: list[Receipt | Failure] = []
-    while runner.held:
-        news += runner.step()
-    (receipt,) = news
+    (receipt,) = run_all(runner)
     assert isinstance(receipt, Receipt) and (receipt.tally.ok, receipt.tally.failed) == (3, 1)
     (failed,) = [sample for sample in unit_io.closed[0] if sample.error]
     assert failed.index == 0 and failed.error is not None and failed.error.kind == "out_of_memory"

@@ -9,14 +9,7 @@ from draftmill.actors.loop.runner import QUIET_STEPS, RowLimit, UnitRunner
 from draftmill.actors.messages import Failure, Receipt, WorkUnit
 from draftmill.decoders.base import Request
 from draftmill.storage.errors import StoreError
-from tests.actors.fakes import FakeClerk, FakeDecoder, work
-
-
-def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
-    news: list[Receipt | Failure] = []
-    while runner.held:
-        news += runner.step()
-    return news
+from tests.actors.fakes import FakeClerk, FakeDecoder, run_all, work
 
 
 def test_a_unit_is_closed_whole_and_its_samples_are_in_row_order():

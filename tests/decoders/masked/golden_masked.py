@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from tests.decoders.support import engine
+from tests.decoders.support import engine, run_all
 
 GREEDY = Sampling(temperature=0.0)
 CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
@@ -50,7 +51,19 @@ def reveal_calls(outcome, canvas):
     return [call_of[position] for position in np.flatnonzero(canvas < 0)]
 
 
-def check(outcome, case, canvas):
+def decoded(decoder, case, mask_id):
+    """The outcome of a case."""
+    return run_all(decoder, [Request(0, 1, canvas_of(case, mask_id))])[0]
+
+
+def check(decoder, case, mask_id):
+    """The public tokens, in the public order, in as many forwards."""
+    outcome = decoded(decoder, case, mask_id)
+    check_reveals(outcome, case, canvas_of(case, mask_id))
+    assert outcome.nfe == case["nfe"]
+
+
+def check_reveals(outcome, case, canvas):
     holes = np.flatnonzero(canvas < 0)
     assert outcome.tokens.tolist() == [case["output"][hole] for hole in holes]
     assert reveal_calls(outcome, canvas)[-len(case["reveal_call"]) :] == case["reveal_call"]

@@ -16,7 +16,7 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.masked import stepwise
 from draftmill.decoders.masked.stepwise import dream_quota, dream_times, within
 from tests.decoders.backbones.masked_models import load, look
-from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
+from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check, decoded
 from tests.decoders.support import decoder_settings, run_all
 
 CONFIDENCES: dict[str, Any] = {"maskgit_plus": "top1", "topk_margin": "margin", "entropy": "entropy"}
@@ -39,10 +39,7 @@ def test_stepwise_is_the_public_llada_by_its_steps(golden, kind):
         settings = decoder_settings(
             "stepwise", block_length=options["block_length"], steps=options["steps"], cache=cache
         )
-        canvas = canvas_of(case, 90)
-        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
-        check(outcome, case, canvas)
-        assert outcome.nfe == case["nfe"]
+        check(built(backbone, folder, settings), case, 90)
 
 
 @pytest.mark.one_in(2)
@@ -60,10 +57,7 @@ def test_threshold_is_the_public_fast_dllm(golden, kind):
             tau=options["threshold"],
             cache=CACHES[kind],
         )
-        canvas = canvas_of(case, 90)
-        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
-        check(outcome, case, canvas)
-        assert outcome.nfe == case["nfe"]
+        check(built(backbone, folder, settings), case, 90)
 
 
 def public_within(factor, sure):
@@ -85,15 +79,11 @@ def test_factor_is_the_public_fast_dllm_but_for_the_last_candidate(golden, kind,
         settings = decoder_settings(
             "factor", block_length=options["block_length"], factor=options["factor"], cache=CACHES[kind]
         )
-        canvas = canvas_of(case, 90)
         with monkeypatch.context() as public:
             public.setattr(stepwise, "within", public_within)
             decoder = built(backbone, folder, settings)
-        (outcome,) = run_all(decoder, [Request(0, 1, canvas)]).values()
-        check(outcome, case, canvas)
-        assert outcome.nfe == case["nfe"]
-        (own,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
-        more += own.nfe > case["nfe"]
+        check(decoder, case, 90)
+        more += decoded(built(backbone, folder, settings), case, 90).nfe > case["nfe"]
     assert more
 
 
@@ -119,10 +109,7 @@ def test_stepwise_is_the_public_dream_by_its_schedule(golden):
             steps=options["steps"],
             confidence=CONFIDENCES[options["alg"]],
         )
-        canvas = canvas_of(case, 91)
-        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
-        check(outcome, case, canvas)
-        assert outcome.nfe == case["nfe"]
+        check(built(backbone, folder, settings), case, 91)
 
 
 def test_dreams_schedule_reveals_as_many_as_the_public_code(golden):
@@ -156,8 +143,7 @@ def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
         options = case["settings"]
         settings = decoder_settings("stepwise", block_length=options["block_length"], steps=options["steps"])
         decoder = built(backbone, folder, settings, suppressed=(90,))
-        (outcome,) = run_all(decoder, [Request(0, 1, canvas_of(case, 90))]).values()
-        same += outcome.tokens.tolist() == public_text(case, 90)
+        same += decoded(decoder, case, 90).tokens.tolist() == public_text(case, 90)
     assert len(cases) / 2 < same <= len(cases)
 
 
