@@ -35,7 +35,8 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK, Ended
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
-from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import Resolved, resolve
 from draftmill.jobs.results.measure import Ready, kept_columns, measure_units, ready_metrics, units_to_measure
 from draftmill.jobs.results.passes import (
     PRUNED,
@@ -128,9 +129,9 @@ def _work(
         if not new_inputs.files:
             raise NothingLeft(f"nothing is new in {spec.input.shown}; no run is started")
     with make_display(quiet=options.quiet) as display:
-        prepared = prepare(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
-    ready = ready_for(spec, prepared.plan)
-    if prepared.plan is not None and is_closed(store):
+        resolved = resolve(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
+    ready = ready_for(spec, resolved.plan)
+    if resolved.plan is not None and is_closed(store):
         if store.exists(PRUNED):
             return options.say(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
         options.say(f"{store.url} is already finished")
@@ -146,10 +147,10 @@ def _work(
             delete_strays(store)
             with ExitStack() as stack:
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
-                if prepared.plan is None and spec.input.dedupe is None:
-                    stack.enter_context(backend.opening(display, prepared))
-                plan = prepared.plan or plan_run(backend, prepared, store, display, epoch=lease.epoch, path=path)
-                run = Run(spec, options, prepared, store, plan, lease, stop, display, backend)
+                if resolved.plan is None and spec.input.dedupe is None:
+                    stack.enter_context(backend.opening(display, resolved))
+                plan = resolved.plan or plan_run(backend, resolved, store, display, epoch=lease.epoch, path=path)
+                run = Run(resolved, plan, options, lease, stop, display, backend)
                 run.outcome = outcome
                 finish = decode(run)
                 if finish.how == "done" and ready is not None:
@@ -167,16 +168,16 @@ def _work(
 
 
 def plan_run(
-    backend: Backend, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None
+    backend: Backend, resolved: Resolved, store: Store, display: Display, *, epoch: int, path: str | None
 ) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
-    prepared = with_run_rows(prepared, store)
-    spec = prepared.spec
+    resolved = with_run_rows(resolved, store)
+    spec = resolved.spec
     if spec.input.dedupe is None:
-        return make_plan(prepared, store, display, epoch=epoch, survey=backend.survey(prepared, display))
+        return make_plan(resolved, store, display, epoch=epoch, survey=backend.survey(resolved, display))
     base = base_store(spec.place(base_path(spec, path)))
     with sifting(base, finished_runs(base), display) as sift:
-        return make_plan(prepared, store, display, epoch=epoch, sift=sift)
+        return make_plan(resolved, store, display, epoch=epoch, sift=sift)
 
 
 def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
@@ -309,7 +310,7 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     spec = spec_of(require_plan(store), place, overrides)
     finished_passes(passes_of(store))
     with make_display(quiet=options.quiet) as display:
-        prepared = prepare(spec, store, display)
+        resolved = resolve(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     probe(store)
@@ -322,15 +323,14 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
             print(f"{store.url}: no failed samples")
             judge(spec, passes)
             return OK
-        inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
-        finish = decode(Run(inside, options, prepared, plan.store, plan, lease, stop, display, backend))
+        finish = decode(Run(resolved, plan, options, lease, stop, display, backend))
     if finish.how != "done":
         raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
     ready = ready_for(spec, plan)
     if ready is not None:
         measure_run(store, spec, ready, options)
     passes = passes_of(store)
-    print_table(inside, passes[-1])
+    print_table(spec, passes[-1])
     print_metrics(store, passes)
     judge(spec, passes)
     return OK

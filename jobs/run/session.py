@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from draftmill.actors.job import Allocation
-from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import fitting_threads
 from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
@@ -24,7 +23,7 @@ from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.prepare import Prepared, weight_bytes
+from draftmill.jobs.plan.resolve import Resolved, weight_bytes
 from draftmill.jobs.plan.worker_job import limits_of, make_job
 from draftmill.jobs.results.run_input import source_of
 from draftmill.jobs.run.outcome import RunOutcome
@@ -69,11 +68,9 @@ class Run:
     `outcome` reports how the run ends; None for the parts of a sweep or an evaluation.
     """
 
-    spec: JobSpec
-    options: RunOptions
-    prepared: Prepared
-    store: Store
+    resolved: Resolved
     plan: Plan
+    options: RunOptions
     lease: Lease
     stop: StopFlag
     display: Display
@@ -88,12 +85,12 @@ def decode(run: Run) -> Finish:
     log = RunLog() if run.outcome is None else run.outcome.log
     if run.outcome is None:
         run.display = LoggedDisplay(before, log)
-    log.attach(run.store, run.lease.epoch, run.spec.name)
+    log.attach(run.plan.store, run.lease.epoch, run.resolved.spec.name)
     run.display.event(
         "started",
         units=run.plan.units,
         samples=run.plan.rows,
-        path=run.store.url,
+        path=run.plan.store.url,
         fingerprint=run.plan.fingerprint,
         code_version=__version__,
         owner=this_process(),
@@ -106,8 +103,8 @@ def decode(run: Run) -> Finish:
 
 
 def _decode_units(run: Run, log: RunLog) -> Finish:
-    done = done_units(run.store)
-    mask = getattr(run.plan.spec.task, "mask", None)
+    done = done_units(run.plan.store)
+    mask = getattr(run.resolved.recipe.task, "mask", None)
     totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
     totals.counts_open = getattr(mask, "kind", None) != "marker"
     left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
@@ -118,7 +115,7 @@ def _decode_units(run: Run, log: RunLog) -> Finish:
     finish = Finish("done")
     if left and not run.plan.is_readable:
         run.display.note("no row can be decoded: the model is not loaded, and the results say why")
-        run = replace(run, backend=ReadingBackend(run.prepared.info, run.prepared.tokenizer), loads=False)
+        run = replace(run, backend=ReadingBackend(run.resolved.info, run.resolved.tokenizer), loads=False)
     if left:
         with run.backend.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals, log)
@@ -129,18 +126,18 @@ def _decode_units(run: Run, log: RunLog) -> Finish:
 
 def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Finish, CommittedUnits]:
     allocation = allocate_workers(run, len(left))
-    for note in run.backend.lacking(run.spec, allocation):
+    for note in run.backend.lacking(run.resolved.spec, allocation):
         run.display.note(note)
     if run.loads:
-        size = size_text(weight_bytes(run.prepared.folder))
+        size = size_text(weight_bytes(run.resolved.folder))
         run.display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
-    job = make_job(run.spec, run.plan, inputs=run.prepared.inputs)
+    job = make_job(run.resolved, run.plan)
     pool = run.backend.pool(job, allocation)
-    demand = run.backend.demand(run.spec)
-    limits = limits_of(run.spec)
+    demand = run.backend.demand(run.resolved.spec)
+    limits = limits_of(run.resolved.spec)
     if demand is not None:
         limits = replace(limits, idle_s=IDLE_S)
-    files = FilesHere(run.store)
+    files = FilesHere(run.plan.store)
     driver = Driver(
         scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=run.plan.pass_),
         pool=pool,
@@ -178,19 +175,19 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
 def _watchers_of(run: Run) -> list[Watcher]:
     """What looks on while this run's units are decoded: notices, and metrics where there is a Ray to export them."""
     watchers: list[Watcher] = []
-    if run.outcome is not None and run.spec.notify:
+    if run.outcome is not None and run.resolved.spec.notify:
         watchers.append(run.outcome.stall_watcher())
     if not run.options.local and is_connected():
         from draftmill.jobs.drive.metrics import MetricsWatcher
 
-        watchers.append(MetricsWatcher(run.spec.name, run.spec.decoder.kind))
+        watchers.append(MetricsWatcher(run.resolved.spec.name, run.resolved.spec.decoder.kind))
     return watchers
 
 
 def allocate_workers(run: Run, units: int) -> Allocation:
     """The workers that fit now, with no more threads than the model can use."""
-    allocation = run.backend.allocate(run.spec, units=units)
-    size = run.prepared.info.num_parameters
+    allocation = run.backend.allocate(run.resolved.spec, units=units)
+    size = run.resolved.info.num_parameters
     return replace(allocation, kinds=tuple(fitting_threads(resources, size) for resources in allocation.kinds))
 
 
@@ -207,11 +204,11 @@ def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
 def _hopelessness(run: Run) -> Callable[[int], bool]:
     """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
     try:
-        before = read_sessions(run.store).committed.failed
+        before = read_sessions(run.plan.store).committed.failed
     except StoreError:  # the log is best effort
         before = 0
     is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
-    return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.spec.errors)
+    return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.resolved.spec.errors)
 
 
 IDLE_S = 20.0
@@ -272,27 +269,27 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int
     A disk keeps no metadata: there the logs have the facts of files that are the same, and only other files are read.
     """
     units = committed.facts
-    if is_local(run.store.url):
-        for unit in logged_units(run.store) if earlier else ():
+    if is_local(run.plan.store.url):
+        for unit in logged_units(run.plan.store) if earlier else ():
             if unit.unit in earlier and unit.unit not in committed:
-                stat = run.store.stat(unit_name(unit.unit))
+                stat = run.plan.store.stat(unit_name(unit.unit))
                 if stat is not None and (stat.etag, stat.size) == (unit.etag, unit.bytes):
                     with suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged line
                         committed.add(unit)
     names = (unit_name(unit) for unit in earlier if unit not in committed)
-    for _, facts in parallel_map(run.store, names, lambda name: committed_facts(run, name), reads=True):
+    for _, facts in parallel_map(run.plan.store, names, lambda name: committed_facts(run, name), reads=True):
         units.add(facts.result())
     write_manifest(
-        run.store,
+        run.plan.store,
         units,
         fingerprint=run.plan.fingerprint,
         units=run.plan.units,
         rows=run.plan.rows,
         lease=run.lease,
-        source=source_of(run.spec, run.plan.files, run.store) if run.plan.pass_ == 1 else None,
+        source=source_of(run.resolved.spec, run.plan.files, run.plan.store) if run.plan.pass_ == 1 else None,
     )
 
 
 def committed_facts(run: Run, name: str) -> CommittedUnit:
     """The facts of a unit that an earlier session committed."""
-    return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
+    return read_unit(run.plan.store, name, expected={"fingerprint": run.plan.fingerprint})

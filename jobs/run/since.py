@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import planned_inputs
-from draftmill.jobs.plan.prepare import Loaders
+from draftmill.jobs.plan.resolve import Loaders
 from draftmill.jobs.results.runs import FoundRun, base_store, finished_runs
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
@@ -61,7 +61,7 @@ class NewInputs:
         )
 
     def loaders(self) -> Loaders:
-        """Loaders for `prepare` that give these inputs."""
+        """Loaders for `resolve` that give these inputs."""
         return Loaders(inputs=lambda *_, **__: self.files)
 
 

@@ -27,7 +27,7 @@ def simulated() -> Iterator[dict[str, Any]]:
     at_work: dict[str, Any] = {}
     clock = lambda: at_work["world"].now_s  # noqa: E731
     fakes: dict[str, Any] = {
-        "make_job": lambda spec, plan, inputs: spec.process,
+        "make_job": lambda resolved, plan: resolved.process,
         "Driver": partial(Driver, clock=clock),
         "RunLog": partial(RunLog, clock=clock),
     }

@@ -214,13 +214,19 @@ class World:
             errors=ErrorSettings(attempts=self.job.attempts),
             model=SimpleNamespace(device="cpu"),
             input=SimpleNamespace(run=None),
+        )
+        resolved = SimpleNamespace(
+            spec=spec,
+            recipe=SimpleNamespace(task=None),
+            folder=Path("no-model"),
+            info=SimpleNamespace(num_parameters=1),
             process=(self, process),
         )
         plan = SimpleNamespace(
             units=len(self.job.rows),
             rows=sum(self.job.rows),
             tokens=sum(self.job.rows),
-            spec=SimpleNamespace(task=None),
+            store=store,
             fingerprint=FINGERPRINT,
             sizes=self.job.sizes,
             pass_=1,
@@ -229,9 +235,8 @@ class World:
         )
         options = SimpleNamespace(ray_address=None, grace_s=5.0, local=True)
         return SimpleNamespace(
-            spec=spec,
+            resolved=resolved,
             options=options,
-            store=store,
             plan=plan,
             lease=lease,
             stop=stop,
@@ -239,7 +244,6 @@ class World:
             backend=SimSite(self),
             loads=True,
             outcome=None,
-            prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1), inputs=()),
         )
 
     def pause(self) -> None:
