@@ -35,6 +35,7 @@ from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import hold_lease
 from draftmill.jobs.drive.progress import FiguresOnly, make_display
+from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
 from draftmill.jobs.exit_codes import Ended
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import Loaders, remembering, resolve
@@ -389,8 +390,8 @@ def _decode(job: JobSpec, *, quiet: bool) -> list[Row]:
     with hold_lease(store, stop.set) as lease, FiguresOnly(make_display(quiet=quiet)) as display:
         resolved = resolve(job, store, display, loaders=_KEPT.loaders)
         plan = make_plan(resolved, store, display, epoch=lease.epoch)
-        options = RunOptions(local=True, prints=False)
-        finish = decode(Run(resolved, plan, options, lease, stop, display, _KEPT.backend))
+        options, logged = RunOptions(local=True, prints=False), LoggedDisplay(display, RunLog())
+        finish = decode(Run(resolved, plan, options, lease, stop, logged, _KEPT.backend))
     if finish.how != "done":
         raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
     tables = tables_of(passes_of(store), plan.schema.names, order="input")

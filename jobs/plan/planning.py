@@ -152,7 +152,8 @@ def make_plan(
                 display.note(f"planning: {rows:,} rows")
         writer.finish()
         if not writer.totals.rows:
-            raise NothingLeft(f"{spec.input.shown}: no row is new", field="input.dedupe")
+            why = "finished runs have all its ids as ok"
+            raise NothingLeft(f"nothing is new in {spec.input.shown}: {why}; no run is started")
         if kept is not None and (absent := kept.absent()):
             field = "input.keep" if absent[0] in spec.input.keep else "input.columns.reference"
             raise UserError(f"no row has a column {absent[0]!r}", field=field)

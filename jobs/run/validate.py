@@ -21,7 +21,6 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
-from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date
 from draftmill.jobs.drive.notify import check_receivers
@@ -210,8 +209,7 @@ def model_lines(loaded: LoadedModel) -> Iterator[str]:
 
 def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
-    path = spec.output.path if has_date(spec.output.path) else None
-    spec = at_date(spec, datetime.now(UTC))
+    path, spec = spec.output.path, at_date(spec, datetime.now(UTC))
     check_places(spec)
     store = open_store(spec.place(spec.output.path))
     new_inputs = new_files(spec, store, path)

@@ -21,7 +21,7 @@ from draftmill.jobs.drive.driver import TOO_MANY, StopFlag
 from draftmill.jobs.drive.leases import hold_lease
 from draftmill.jobs.drive.progress import Display, make_display
 from draftmill.jobs.drive.ray_session import RayDidNotStart
-from draftmill.jobs.drive.run_log import read_sessions
+from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog, read_sessions
 from draftmill.jobs.drive.totals import ratio
 from draftmill.jobs.exit_codes import (
     INTERRUPTED,
@@ -138,7 +138,8 @@ def decode_case(
     assert case.plan is not None
     with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
         failpoint("sweep.before_case")
-        finish = decode(Run(case.resolved, case.plan, options, lease, stop, display, backend, loads=loads))
+        logged = LoggedDisplay(display, RunLog())
+        finish = decode(Run(case.resolved, case.plan, options, lease, stop, logged, backend, loads=loads))
         match finish.how:
             case "done":
                 case.code = judge_case(case)

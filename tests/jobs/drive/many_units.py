@@ -26,6 +26,7 @@ from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
 from draftmill.jobs.plan import packing
 from draftmill.jobs.plan import plan as plans
 from draftmill.jobs.plan.packing import PlanWriter
@@ -169,10 +170,10 @@ def job(folder: Path, units: int) -> dict[str, float]:
         plan=plan,
         lease=SimpleNamespace(epoch=1, check=lambda: None),
         stop=StopFlag(),
-        display=Silence(),
+        display=LoggedDisplay(Silence(), RunLog()),
         backend=ManyWorkers(),
         loads=False,
-        outcome=None,
+        watchers=(),
     )
     assert session.decode(run).how == "done"
     peaks["closed"] = peak_mb()
