@@ -31,7 +31,7 @@ from draftmill.jobs.drive.ray_session import (
 )
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.planning import Survey, survey
-from draftmill.jobs.plan.resolve import Resolved, place_of
+from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.rows import InputFile
@@ -145,7 +145,7 @@ class LocalBackend(Backend):
     def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
         from draftmill.actors.loop.worker import idle_gpus
 
-        idle = idle_gpus(place_of(spec).device)
+        idle = idle_gpus(spec.model_place().device)
         return [f"{counted(idle, 'GPU')} idle: --local uses one; without it each GPU has a worker"] if idle else []
 
     def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:

@@ -160,12 +160,12 @@ def store_plan(
         assert plan is not None
         compare_plan(plan, spec, results, inputs)
         return plan
-    return _plan_of(content, store)
+    return _plan_of(content, spec, store)
 
 
 def load_plan(store: Store) -> Plan | None:
     """Return the plan of a run directory, None if it has none; UserError if it is damaged or has another format."""
-    return _read_plan(store, lambda content: _plan_of(content, store))
+    return _read_plan(store, lambda content: _plan_of(content, check_spec(content["spec"]), store))
 
 
 def planned_inputs(store: Store) -> list[dict[str, Any]]:
@@ -271,7 +271,7 @@ class _Content:
     parts: list[_Part]
 
 
-def _plan_of(content: dict[str, Any], store: Store) -> Plan:
+def _plan_of(content: dict[str, Any], spec: JobSpec, store: Store) -> Plan:
     """The plan in the content of `_plan.json`; ValueError, KeyError, TypeError or OverflowError if it is damaged."""
     held = shaped(_Content, content)
     if digest(held.results) != held.fingerprint:
@@ -287,7 +287,7 @@ def _plan_of(content: dict[str, Any], store: Store) -> Plan:
     return Plan(
         fingerprint=held.fingerprint,
         code_version=held.code_version,
-        spec=check_spec(content["spec"]),
+        spec=spec,
         results=held.results,
         files=held.inputs,
         rows=held.totals.rows,

@@ -27,7 +27,6 @@ from draftmill.actors.checkpoints.models import (
     tokenizer_hash,
     user_error,
 )
-from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.constraints import node_of
@@ -43,7 +42,6 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.settings import check_model
 from draftmill.jobs.config.dates import read_date
-from draftmill.jobs.config.paths import with_absolute
 from draftmill.jobs.config.rules import sampling_problem
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
@@ -389,31 +387,12 @@ def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[st
     return template_of(task.fim, tokenizer, info).key()
 
 
-def place_of(spec: JobSpec) -> ModelPlace:
-    """The model section, with absolute local paths; `device: auto` of a job whose workers get no GPU is the CPU."""
-    model = with_absolute(spec.model)
-    without_gpus = all(shape.gpus == 0 for shape in spec.shapes)
-    return ModelPlace(
-        checkpoint=spec.place(model.path),
-        revision=model.revision,
-        family=model.family,
-        mask_id=model.mask_id,
-        tokenizer=model.tokenizer,
-        dtype=model.dtype,
-        device="cpu" if model.device == "auto" and without_gpus else model.device,
-        trust_remote_code=model.trust_remote_code,
-        adapter=model.adapter,
-        exact=model.exact,
-        weights=model.weights,
-    )
-
-
 def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:
     """SHA-256 of the drafter model, None without one; UserError if it can't be fetched or does not fit the model."""
     drafter = fetch_drafter(spec.decoder, spec.s3.options())
     if drafter is None:
         return None
-    return check_drafter(drafter, folder, info, tokenizer, place_of(spec), decoder=spec.decoder)
+    return check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder)
 
 
 def head_hash(spec: JobSpec) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from draftmill.actors.job import Job
-from draftmill.jobs.config.paths import absolute, with_absolute
+from draftmill.jobs.config.paths import absolute
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.resolve import Resolved, place_of
+from draftmill.jobs.plan.resolve import Resolved
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.storage.inputs.rows import InputFiles
 from draftmill.storage.runs.unit_table import parts_of
@@ -19,16 +19,16 @@ def make_job(resolved: Resolved, plan: Plan) -> Job:
 
     The inputs are those that this session found, whose content is the plan's: their location and date may have changed.
     """
-    spec, here = resolved.spec, {file.name: file for file in resolved.inputs}
+    spec, batching = resolved.spec, resolved.spec.batching
+    here = {file.name: file for file in resolved.inputs}
     current = [here.get(file.name, file) for file in plan.files]
-    batching = spec.batching
     return Job(
         store=plan.store.place.at(absolute(plan.store.url)),
         fingerprint=plan.fingerprint,
         code_version=plan.code_version,
         trace=spec.output.trace == "steps",
-        model=place_of(spec),
-        recipe=replace(resolved.recipe, decoder=with_absolute(spec.decoder)),
+        model=spec.model_place(),
+        recipe=resolved.recipe,
         max_rows=None if batching.max_rows == "auto" else batching.max_rows,
         max_tokens=None if batching.max_tokens == "auto" else batching.max_tokens,
         prompt_rows=None if batching.prompt_rows == "auto" else batching.prompt_rows,

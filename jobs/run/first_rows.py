@@ -27,10 +27,9 @@ from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import try_row
-from draftmill.jobs.config.paths import with_absolute
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.planning import check_names, each_sample, lacks_a_column, no_column, survey
-from draftmill.jobs.plan.resolve import Resolved, place_of
+from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.reader import iterate
@@ -154,7 +153,7 @@ def load(resolved: Resolved, unit_rows: int) -> LoadedModel:
     spec, recipe, threads = resolved.spec, resolved.recipe, torch.get_num_threads()
     batching = spec.batching
     try:
-        networks = load_networks(resolved.folder, place_of(spec), with_absolute(spec.decoder))
+        networks = load_networks(resolved.folder, spec.model_place(), recipe.decoder)
         most = most_canvases(recipe.task, recipe.decoder, unit_rows)
         decoder = build(
             networks,

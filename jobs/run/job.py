@@ -311,12 +311,8 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
 
 
 def spec_of(plan: Plan, place: Place, overrides: Sequence[str]) -> JobSpec:
-    """The spec with which the run was planned, with the run directory's current path and `overrides`.
-
-    The place's S3 options apply to the workers too.
-    """
-    spec = check_overridden(plan.spec.with_s3(place.s3).model_dump(mode="json"), overrides)
-    return spec.model_copy(update={"output": spec.output.model_copy(update={"path": place.url})})
+    """The spec with which the run was planned, with `overrides`; the place's S3 options apply to the workers too."""
+    return check_overridden(plan.spec.with_s3(place.s3).model_dump(mode="json"), overrides)
 
 
 def plan_pass(passes: Sequence[Pass], display: Display, *, epoch: int) -> Plan | None:

@@ -17,7 +17,7 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import Loaders, Resolved, place_of, remembering, resolve
+from draftmill.jobs.plan.resolve import Loaders, Resolved, remembering, resolve
 from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
 from draftmill.jobs.results.measure import Ready, units_to_measure
 from draftmill.jobs.results.passes import passes_of
@@ -75,7 +75,7 @@ class SweepCase:
     def network_keys(self) -> dict[str, Hashable]:
         """What its networks depend on, by name: `model`, `drafter`, `heads`."""
         drafter = fetch_drafter(self.spec.decoder, self.spec.s3.options())
-        return network_keys(self.resolved.folder, place_of(self.spec), self.spec.decoder, drafter)
+        return network_keys(self.resolved.folder, self.spec.model_place(), self.spec.decoder, drafter)
 
 
 def check_cases(

@@ -37,7 +37,7 @@ from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.progress import Silence
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import place_of, resolve
+from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric
@@ -327,7 +327,7 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     devices = [judging.on_ray(WorkerResources(1.0, gpus, 1)).metrics[0].place for gpus in (0.0, 0.5)]
     assert [place and place.device for place in devices] == ["cpu", "auto"]
     without = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny"}, workers={"gpus": 0})
-    assert place_of(without).device == "cpu", "--local and validate, too"
+    assert without.model_place().device == "cpu", "--local and validate, too"
 
 
 def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.MonkeyPatch):

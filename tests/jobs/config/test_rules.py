@@ -16,7 +16,6 @@ from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.config.yaml_file import apply_override
 from draftmill.jobs.plan.checks import check_chat, check_task
 from draftmill.jobs.plan.fingerprint import digest, results_key
-from draftmill.jobs.plan.resolve import place_of
 from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 
@@ -239,13 +238,13 @@ def test_a_prompt_that_does_not_fit_the_task_is_refused(
 def test_exact_models_are_in_the_fingerprint_only_where_they_are_demanded() -> None:
     plain, exact = (spec_of(COMPLETE, *more).results_key() for more in ((), ("model.exact=true",)))
     assert plain["model"] == {} and exact["model"] == {"exact": True}
-    assert place_of(spec_of(COMPLETE, "model.exact=true")).exact and not place_of(spec_of(COMPLETE)).exact
+    assert spec_of(COMPLETE, "model.exact=true").model_place().exact and not spec_of(COMPLETE).model_place().exact
 
 
 def test_small_weights_are_in_the_fingerprint_only_where_they_are_asked_for() -> None:
     keys = [spec_of(COMPLETE, f"model.weights={kind}").results_key()["model"] for kind in ("auto", "int8", "int4")]
     assert keys == [{}, {"weights": "int8"}, {"weights": "int4"}]
-    assert place_of(spec_of(COMPLETE, "model.weights=fp8")).weights == "fp8"
+    assert spec_of(COMPLETE, "model.weights=fp8").model_place().weights == "fp8"
 
 
 @pytest.mark.parametrize(
