@@ -35,8 +35,10 @@ from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import hold_lease
 from draftmill.jobs.drive.progress import FiguresOnly, make_display
+from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
 from draftmill.jobs.exit_codes import Ended
-from draftmill.jobs.plan.prepare import Loaders, make_plan, prepare, remembering
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import Loaders, remembering, resolve
 from draftmill.jobs.results.export import columns_of, own_columns, tables_of
 from draftmill.jobs.results.formats import plain_rows
 from draftmill.jobs.results.passes import count_failed, passes_of
@@ -383,10 +385,10 @@ def _decode(job: JobSpec, *, quiet: bool) -> list[Row]:
     _KEPT.refresh(job)
     _KEPT.backend.check(job)
     with hold_lease(store, stop.set) as lease, FiguresOnly(make_display(quiet=quiet)) as display:
-        prepared = prepare(job, store, display, loaders=_KEPT.loaders)
-        plan = make_plan(prepared, store, display, epoch=lease.epoch)
-        options = RunOptions(local=True, prints=False)
-        finish = decode(Run(job, options, prepared, store, plan, lease, stop, display, _KEPT.backend))
+        resolved = resolve(job, store, display, loaders=_KEPT.loaders)
+        plan = make_plan(resolved, store, display, epoch=lease.epoch)
+        options, logged = RunOptions(local=True, prints=False), LoggedDisplay(display, RunLog())
+        finish = decode(Run(resolved, plan, options, lease, stop, logged, _KEPT.backend))
     if finish.how != "done":
         raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
     tables = tables_of(passes_of(store), plan.schema.names, order="input")

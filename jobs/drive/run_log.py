@@ -140,7 +140,7 @@ class LoggedDisplay(Display):
     """A display whose notes, events and progress are in the run's log too."""
 
     def __init__(self, display: Display, log: RunLog) -> None:
-        self._display, self._log = display, log
+        self._display, self.log = display, log
 
     def step(self, what: str, done: int, total: int) -> None:
         self._display.step(what, done, total)
@@ -164,15 +164,15 @@ class LoggedDisplay(Display):
         self._display.__exit__(*error)
 
     def note(self, message: str) -> None:
-        self._log.add("note", message)
+        self.log.add("note", message)
         self._display.note(message)
 
     def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        self._log.add(event, message, level=level, **facts)
+        self.log.add(event, message, level=level, **facts)
         self._display.event(event, message, level=level, **facts)
 
     def show(self, totals: Totals) -> None:
-        self._log.show(totals)
+        self.log.show(totals)
         self._display.show(totals)
 
 

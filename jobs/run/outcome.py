@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.cost import HOUR_S, purposes_of
@@ -34,22 +34,49 @@ MESSAGES = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """A run that is being watched, and its log."""
+    """Reports how a run ends, to its log and the receivers of `notify`: the block in it finishes the run, or raises.
+
+    `prints`: Ended and NothingLeft are printed. Receivers are not notified of a run that wrote nothing, unless it failed, nor of
+    one that another driver has. Raises UserError before the block if a receiver of notices can't be used.
+    """
 
     spec: JobSpec
     store: Store
+    prints: bool = True
     log: RunLog = field(default_factory=RunLog)
+
+    def __enter__(self) -> Self:
+        check_receivers(self.spec.notify)
+        say_in_events(run=self.spec.name)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, AnotherDriver):
+            self.log.add("ended", str(error), level="warning")
+            self.log.flush()
+        elif isinstance(error, KeyboardInterrupt):
+            self.report(INTERRUPTED, MESSAGES[INTERRUPTED])
+        elif error is None or isinstance(error, NothingLeft):
+            if error is not None and self.prints:
+                print(error)
+            self.report(OK, MESSAGES[OK])
+        elif isinstance(error, Ended):
+            if self.prints:
+                print(f"draftmill: {error}", file=sys.stderr)
+            self.report(error.code, MESSAGES[error.code])
+        elif isinstance(error, Exception):
+            self.report(code_of(error), str(error), is_error=True)
 
     def warn(self, message: str) -> None:
         """Note on stderr and in the log that a notice was not taken."""
         self.log.add("note", message, level="warning")
         print(presentable(f"draftmill: {message}"), file=sys.stderr)
 
-    def stall_watcher(self) -> StallWatcher:
-        """The watcher that sends notices when the run makes no progress."""
-        return StallWatcher(self.spec.notify, self._stall_notice, self.warn)
+    def watchers(self) -> list[StallWatcher]:
+        """The watcher that sends notices when the run makes no progress, if anybody receives notices."""
+        return [StallWatcher(self.spec.notify, self._stall_notice, self.warn)] if self.spec.notify else []
 
     def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
         sums = totals.devices.sums
@@ -104,41 +131,6 @@ def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
     samples = facts["samples"]
     failed = f", {samples['failed']:,} failed" if samples["failed"] else ""
     return f"{message}; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}"
-
-
-@contextmanager
-def report_outcome(spec: JobSpec, store: Store, *, prints: bool = True) -> Iterator[RunOutcome]:
-    """Watch a run: the block finishes it, or raises; then the outcome is reported. `prints`: Ended and NothingLeft are printed.
-
-    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises
-    UserError before the block if a receiver of notices can't be used.
-    """
-    check_receivers(spec.notify)
-    say_in_events(run=spec.name)
-    outcome = RunOutcome(spec, store)
-    try:
-        yield outcome
-    except AnotherDriver as error:
-        outcome.log.add("ended", str(error), level="warning")
-        outcome.log.flush()
-        raise
-    except KeyboardInterrupt:
-        outcome.report(INTERRUPTED, MESSAGES[INTERRUPTED])
-        raise
-    except NothingLeft as nothing:
-        if prints:
-            print(nothing)
-        outcome.report(OK, MESSAGES[OK])
-        raise
-    except Ended as end:
-        if prints:
-            print(f"draftmill: {end}", file=sys.stderr)
-        outcome.report(end.code, MESSAGES[end.code])
-        raise
-    except Exception as error:
-        outcome.report(code_of(error), str(error), is_error=True)
-        raise
-    outcome.report(OK, MESSAGES[OK])
 
 
 def payload(store: Store) -> dict[str, Any]:

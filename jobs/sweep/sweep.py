@@ -21,7 +21,7 @@ from draftmill.jobs.drive.driver import TOO_MANY, StopFlag
 from draftmill.jobs.drive.leases import hold_lease
 from draftmill.jobs.drive.progress import Display, make_display
 from draftmill.jobs.drive.ray_session import RayDidNotStart
-from draftmill.jobs.drive.run_log import read_sessions
+from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog, read_sessions
 from draftmill.jobs.drive.totals import ratio
 from draftmill.jobs.exit_codes import (
     INTERRUPTED,
@@ -104,7 +104,7 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
     ready = in_order([case for case in cases if case.is_ready])
     with hold_lease(store, stops.lost), make_display(quiet=options.quiet) as display:
         delete_strays(store)
-        with backend.opening_for(display, [case.prepared for case in ready]) as refusals:
+        with backend.opening_for(display, [case.resolved for case in ready]) as refusals:
             for case, error in zip(ready, refusals, strict=True):
                 if error is not None:
                     case.fail(UNUSABLE, error)
@@ -136,19 +136,8 @@ def decode_case(
     assert case.plan is not None
     with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
         failpoint("sweep.before_case")
-        run = Run(
-            case.spec,
-            options,
-            case.prepared,
-            case.store,
-            case.plan,
-            lease,
-            stop,
-            display,
-            backend,
-            loads=loads,
-        )
-        finish = decode(run)
+        logged = LoggedDisplay(display, RunLog())
+        finish = decode(Run(case.resolved, case.plan, options, lease, stop, logged, backend, loads=loads))
         match finish.how:
             case "done":
                 case.code = judge_case(case)

@@ -10,9 +10,12 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.session import RunOptions
 from draftmill.jobs.run.validate import validate
 from draftmill.storage.errors import UserError
-from tests.runs.causal_jobs import TOKENIZER, job_spec, run_here, save_model
+from tests.runs.causal_jobs import TOKENIZER, job_spec, results_of, run_here, save_model
 from tests.runs.jobs_here import run, without_ray
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -187,19 +190,18 @@ def test_a_changed_column_of_settings_is_another_job(folder):
 
 
 def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_written(folder):
-    from draftmill.jobs.plan.prepare import prepare
+    from draftmill.jobs.plan.resolve import resolve
     from draftmill.storage.errors import UserError
     from draftmill.storage.stores.store import open_store
 
     task = {"kind": "complete", "stop": ["<sep>"]}
     spec = spec_of(folder, [{"id": "a", "prompt": "x"}], "unseen", task=task)
     with pytest.raises(UserError, match=r"task\.stop: '<sep>' contains the special token"):
-        prepare(spec, open_store(spec.output.path))
+        resolve(spec, open_store(spec.output.path))
     shown = check_spec(spec.model_dump(mode="json") | {"task": task | {"skip_special_tokens": False}})
-    assert prepare(shown, open_store(shown.output.path)).plan is None
+    assert resolve(shown, open_store(shown.output.path)).plan is None
 
 
-@pytest.mark.slow
 def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so(folder, tmp_path, capsys):
     shutil.copytree(folder / "model", tmp_path / "model")
     recommended = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "eos_token_id": 2}
@@ -211,10 +213,10 @@ def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so
         return spec.model_copy(update={"output": spec.output.model_copy(update={"path": str(tmp_path / out)})})
 
     asked = {"from_checkpoint": True, "temperature": 0.9}
-    used = run_here(job("used", asked))
-    said = run_here(job("said", {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3}))
-    plain = run_here(job("plain", {"temperature": 0.9}))
-    texts = [{name: row["text"] for name, row in found.items()} for found in (used, said, plain)]
+    same, texts = {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3}, []
+    for spec in (job("used", asked), job("said", same), job("plain", {"temperature": 0.9})):
+        assert run_job(spec, RunOptions(local=True, quiet=True)) == OK
+        texts.append({name: row["text"] for name, row in results_of(spec).items()})
     assert texts[0] == texts[1] != texts[2]
     assert validate(job("used", asked)) == 0, "the same job again"
     assert "top_k 5, repetition_penalty 1.3 (where the spec leaves them out)" in capsys.readouterr().out
