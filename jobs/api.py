@@ -1,12 +1,13 @@
 """draftmill as a library: `draftmill.run`, `draftmill.open_run` and `draftmill.generate`, each built on what its command does.
 
 All that a command would print of the end of a run is in the results, or in an exception with the same text (draftmill.Error).
-Nothing is printed but progress, on stderr; the process is left as it was.
+Nothing is printed: what happens is logged. The process is left as it was.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -34,7 +35,7 @@ from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import hold_lease
-from draftmill.jobs.drive.progress import FiguresOnly, make_display
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.exit_codes import Ended
 from draftmill.jobs.plan.prepare import Loaders, make_plan, prepare, remembering
 from draftmill.jobs.results.export import columns_of, own_columns, tables_of
@@ -64,6 +65,7 @@ Row: TypeAlias = dict[str, Any]
 Order: TypeAlias = Literal["plan", "input"]
 """Rows as they were planned, unit by unit (which needs the least memory), or as they stand in the inputs."""
 
+logging.getLogger("draftmill").addHandler(logging.NullHandler())  # in workers, Python's own handler shows warnings
 
 USUAL: Final = (
     *("status", "error_kind", "error", "text", "fills", "tokens", "finish", "new_tokens", "nfe", "logprob"),
@@ -214,7 +216,6 @@ def run(
     local: bool = False,
     ray_address: str | None = None,
     changes: Mapping[str, Any] | None = None,
-    quiet: bool = False,
 ) -> RunResults:
     """Run a job, or resume it, until it is finished; then open it. It is what `draftmill run` does.
 
@@ -232,7 +233,7 @@ def run(
         data = {"name": Path(spec).stem} | read_mapping(Path(spec))
     job = check_changed(data, changes or {})
     with _as_a_guest():
-        place = complete_job(job, RunOptions(ray_address, local, quiet, prints=False))
+        place = complete_job(job, RunOptions(ray_address, local, prints=False))
     return RunResults(find_run(job.place(place)))
 
 
@@ -311,7 +312,6 @@ def generate(
     prompts: Sequence[str | Mapping[str, Any]],
     *,
     ids: Sequence[str | int] | None = None,
-    quiet: bool = False,
     **sections: Any,
 ) -> list[Row]:
     """Decode a few prompts in this process, without Ray; returns their result rows in order, one for each sample.
@@ -322,7 +322,6 @@ def generate(
         model: the path of a model, as in `model.path`, or the whole section `model`.
         prompts: texts, or rows: dicts with the columns that the task reads.
         ids: the rows' ids; by default "0", "1" and so on, or a row's own `id`.
-        quiet: show no progress.
         sections: sections of a spec: seed, task, decoder, sampling, batching, input and s3. The task is `complete`, and the
             decoder the baseline of the model's family, unless they say otherwise.
 
@@ -338,7 +337,7 @@ def generate(
         job = _spec_of(model, sections, Path(folder))
         column = "text" if job.task.kind == "infill" else "prompt"
         (Path(folder) / ROWS).write_text("".join(_lines(column, prompts, ids)))
-        return _decode(job, quiet=quiet)
+        return _decode(job)
 
 
 def _lines(column: str, prompts: Sequence[str | Mapping[str, Any]], ids: Sequence[str | int] | None) -> Iterator[str]:
@@ -381,11 +380,11 @@ def _model_kind(job: JobSpec) -> ModelKind:
         raise user_error(error, FIELD) from None
 
 
-def _decode(job: JobSpec, *, quiet: bool) -> list[Row]:
+def _decode(job: JobSpec) -> list[Row]:
     store, stop = open_store(job.output.path), StopFlag()
     _KEPT.refresh(job)
     _KEPT.backend.check(job)
-    with hold_lease(store, stop.set) as lease, FiguresOnly(make_display(quiet=quiet)) as display:
+    with hold_lease(store, stop.set) as lease, Display() as display:
         prepared = prepare(job, store, display, loaders=_KEPT.loaders)
         plan = make_plan(prepared, store, display, epoch=lease.epoch)
         options = RunOptions(local=True, prints=False)

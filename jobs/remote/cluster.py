@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import re
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,8 @@ from draftmill.jobs.config.paths import absolute
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.ray_session import check_reachable
 from draftmill.storage.errors import StoreError, UserError
+
+_log = logging.getLogger(__name__)
 
 FIELD = "--address"
 PORT = 8265
@@ -277,7 +278,7 @@ SPEC = "draftmill.spec"
 
 def say(message: str) -> None:
     """Tell the user, on standard error."""
-    print(f"draftmill: {message}", file=sys.stderr, flush=True)
+    _log.info(message)
 
 
 def run_of(spec: JobSpec) -> str:

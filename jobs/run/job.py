@@ -12,7 +12,7 @@ measure` measures metrics on the results of a finished run.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -28,9 +28,9 @@ from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden
 from draftmill.jobs.drive.backend import Backend, backend_of
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import base_lease, hold_lease, wait_until_free
-from draftmill.jobs.drive.progress import Display, make_display
+from draftmill.jobs.drive.log import print_result
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import RayDidNotStart
-from draftmill.jobs.drive.run_log import LoggedDisplay
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, Ended
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
@@ -66,6 +66,8 @@ from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.stores.interface import Place, Store
 from draftmill.storage.stores.store import delete_strays, open_store, probe
+
+_log = logging.getLogger(__name__)
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
@@ -127,7 +129,7 @@ def _work(
         options.say(f"input.since: {new_inputs.text}")
         if not new_inputs.files:
             raise NothingLeft(f"nothing is new in {spec.input.shown}; no run is started")
-    with make_display(quiet=options.quiet) as display:
+    with Display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
     ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
@@ -141,8 +143,7 @@ def _work(
     backend.check(spec)
     probe(store)
     try:
-        with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
-            display = LoggedDisplay(shown, outcome.log)
+        with hold_lease(store, stop.set) as lease, Display(quiet=options.quiet, run_log=outcome.log) as display:
             delete_strays(store)
             with ExitStack() as stack:
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
@@ -198,7 +199,7 @@ def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions) 
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
-        with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
+        with hold_lease(store, stop.set), Display(quiet=options.quiet) as display:
             delete_strays(store)
             _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
     except RayDidNotStart as error:
@@ -253,9 +254,9 @@ def measure(
     try:
         measure_run(store, spec, ready, options)
     except KeyboardInterrupt:  # a signal before or after the units are measured; while they are, it only sets a flag
-        print("draftmill: interrupted; run it again to resume", file=sys.stderr)
+        _log.warning("interrupted; run it again to resume")
         return INTERRUPTED
-    print("\n".join([f"draftmill: metrics of {plan.spec.name}", *metric_lines(store, plan.rows)]))
+    print_result("\n".join([f"draftmill: metrics of {plan.spec.name}", *metric_lines(store, plan.rows)]))
     return OK
 
 
@@ -308,18 +309,18 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     store = open_store(place)
     spec = spec_of(require_plan(store), place, overrides)
     finished_passes(passes_of(store))
-    with make_display(quiet=options.quiet) as display:
+    with Display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     probe(store)
     stop = StopFlag()
-    with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+    with hold_lease(store, stop.set) as lease, Display(quiet=options.quiet) as display:
         passes = passes_of(store)  # read again: under the lease, no other driver can start a pass
         is_interrupted = passes[-1].manifest is None
         plan = passes[-1].plan if is_interrupted else plan_pass(passes, display, epoch=lease.epoch)
         if plan is None:
-            print(f"{store.url}: no failed samples")
+            print_result(f"{store.url}: no failed samples")
             judge(spec, passes)
             return OK
         inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})

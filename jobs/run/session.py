@@ -17,9 +17,10 @@ from draftmill.jobs.drive.allocation import fitting_threads
 from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.drive.leases import IfRunning
+from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import is_connected
-from draftmill.jobs.drive.run_log import INTERRUPTED_S, LoggedDisplay, RunLog, logged_units, read_sessions
+from draftmill.jobs.drive.run_log import INTERRUPTED_S, RunLog, logged_units, read_sessions
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
@@ -59,7 +60,7 @@ class RunOptions:
     def say(self, text: str) -> None:
         """Print a text, if this run prints."""
         if self.prints:
-            print(text)
+            print_result(text)
 
 
 @dataclass(slots=True)
@@ -84,10 +85,9 @@ class Run:
 
 def decode(run: Run) -> Finish:
     """Decode the units that are not done yet, and write the manifest if that completes the plan."""
-    before = run.display
+    before = run.display.run_log
     log = RunLog() if run.outcome is None else run.outcome.log
-    if run.outcome is None:
-        run.display = LoggedDisplay(before, log)
+    run.display.run_log = log
     log.attach(run.store, run.lease.epoch, run.spec.name)
     run.display.event(
         "started",
@@ -101,8 +101,8 @@ def decode(run: Run) -> Finish:
     try:
         return _decode_units(run, log)
     finally:
-        run.display = before
-        log.flush()
+        run.display.run_log = before
+        log.write_out()
 
 
 def _decode_units(run: Run, log: RunLog) -> Finish:
@@ -166,7 +166,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Fini
         totals.stop()
         if run.stop.reason is not None:
             log.patience_s = min(log.patience_s, INTERRUPTED_S)
-        log.flush(totals)
+        log.write_out(totals)
         driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
         if is_over:
             run.backend.retire(pool)

@@ -15,7 +15,7 @@ import pytest
 from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import CHANGED_INPUT, Failure, WorkUnit
 from draftmill.jobs.config.spec import JobSpec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan import plan as planning
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import make_plan, prepare
@@ -62,7 +62,7 @@ def planned(folder: Path, name: str = "rows.jsonl") -> tuple[JobSpec, Plan, Path
     spec = job_spec(folder, PLANNED, input={"path": str(path)})
     write(path, PLANNED)
     store = open_store(spec.output.path)
-    return spec, make_plan(prepare(spec, store), store, Silence()), path
+    return spec, make_plan(prepare(spec, store), store, Display(quiet=True)), path
 
 
 def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
@@ -149,7 +149,7 @@ def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(
 
         monkeypatch.setattr("draftmill.jobs.plan.prepare.build_plan", late)
     with pytest.raises(ChangedInput, match=r"^input\.path: .*rows\.jsonl has changed since it was listed"):
-        make_plan(prepared, store, Silence())
+        make_plan(prepared, store, Display(quiet=True))
     assert not store.exists("_plan.json")
 
 

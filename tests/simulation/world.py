@@ -31,7 +31,7 @@ from draftmill.jobs.config.spec import ErrorSettings
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import give_back, keep_once
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.run import session
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import SUCCESS
@@ -235,7 +235,7 @@ class World:
             plan=plan,
             lease=lease,
             stop=stop,
-            display=Silence(),
+            display=Display(quiet=True),
             backend=SimSite(self),
             loads=True,
             outcome=None,

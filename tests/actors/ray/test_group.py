@@ -15,7 +15,7 @@ from draftmill.actors.job import Allocation, Job, WorkerResources
 from draftmill.actors.messages import Died, Receipt, Reported, Up, WorkUnit
 from draftmill.actors.ray.pool import RayPool, is_running
 from draftmill.jobs.config.spec import JobSpec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job
@@ -30,7 +30,7 @@ ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 
 def planned(spec: JobSpec) -> tuple[Job, Plan]:
     store = open_store(spec.output.path)
-    plan = make_plan(prepare(spec, store), store, Silence())
+    plan = make_plan(prepare(spec, store), store, Display(quiet=True))
     return make_job(spec, plan), plan
 
 

@@ -16,7 +16,7 @@ from draftmill.actors.rows import makers
 from draftmill.decoders.base import EngineStats
 from draftmill.decoders.engine.engine import Engine
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.prepare import make_plan, prepare
 from draftmill.jobs.plan.worker_job import make_job
@@ -64,7 +64,7 @@ def planned(spec: JobSpec, *, by_length: bool = False) -> Plan:
     with ExitStack() as stack:
         if by_length:
             stack.enter_context(mock.patch.object(makers, "shares_beginnings", lambda task, info: False))
-        return make_plan(prepare(spec, store), store, Silence())
+        return make_plan(prepare(spec, store), store, Display(quiet=True))
 
 
 def decoded_apart(spec: JobSpec, plan: Plan) -> tuple[EngineStats, dict[str, float | None]]:

@@ -16,7 +16,7 @@ import pytest
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan import packing
 from draftmill.jobs.plan.fingerprint import Hashes, changed_files, results_key
 from draftmill.jobs.plan.packing import PlanWriter
@@ -148,7 +148,7 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, mon
     file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
     file.write_text('{"text": "def f"}')
     same = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"))
-    make_plan(prepare(same, store), store, Silence())
+    make_plan(prepare(same, store), store, Display(quiet=True))
     assert prepare(same, store).plan is not None
 
     def never(*_: object, **__: object) -> None:
@@ -196,12 +196,14 @@ def small_job(folder: Path, **changes: Any) -> tuple[JobSpec, Store, Path]:
 
 def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    made = make_plan(prepare(spec, store), store, Silence())
+    made = make_plan(prepare(spec, store), store, Display(quiet=True))
     assert made.files[0].sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     os.utime(file, (1, 1))
     again = prepare(spec, store)
     assert again.plan is not None and again.plan.fingerprint == made.fingerprint
-    assert make_plan(again, store, Silence()).fingerprint == made.fingerprint, "the plan that is there is taken"
+    assert make_plan(again, store, Display(quiet=True)).fingerprint == made.fingerprint, (
+        "the plan that is there is taken"
+    )
     shutil.copy(file, tmp_path / "copy")
     (tmp_path / "copy").rename(file)
     assert prepare(spec, store).plan is not None, "a copy has the same bytes, too"
@@ -209,7 +211,7 @@ def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path)
 
 def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    make_plan(prepare(spec, store), store, Silence())
+    make_plan(prepare(spec, store), store, Display(quiet=True))
     file.write_bytes(file.read_bytes().replace(b"def g", b"def h"))
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match=r"rows\.jsonl \(other content, of the same size\)") as caught:
@@ -221,7 +223,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, store, file = small_job(tmp_path)
-    make_plan(prepare(spec, store), store, Silence())
+    make_plan(prepare(spec, store), store, Display(quiet=True))
 
     def never(file: InputFile) -> InputFile:
         raise AssertionError(f"{file.name} is read")
@@ -238,7 +240,7 @@ def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
 ) -> None:
     monkeypatch.setattr("draftmill.jobs.plan.prepare.LIMITED_HASH_BYTES", 8)
     spec, store, file = small_job(tmp_path, input__limit=1)
-    assert make_plan(prepare(spec, store), store, Silence()).files[0].sha256 is None
+    assert make_plan(prepare(spec, store), store, Display(quiet=True)).files[0].sha256 is None
     assert prepare(spec, store).plan is not None
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match="mtime_s was "):
@@ -251,7 +253,7 @@ def test_a_file_that_grows_while_it_is_planned_is_refused(tmp_path: Path) -> Non
     with file.open("a") as more:
         more.write('{"text": "late"}\n')
     with pytest.raises(ChangedInput, match=r"has changed since it was listed: .* bytes instead of"):
-        make_plan(prepared, store, Silence())
+        make_plan(prepared, store, Display(quiet=True))
 
 
 def test_an_object_that_was_uploaded_again_is_known_by_its_etag() -> None:
@@ -377,13 +379,13 @@ def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(r
 def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path) -> None:
     store, spec = open_store("memory://meanwhile"), spec_for(rows)
     looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(*spec.input_places), plan=None)
-    first = make_plan(looked, store, Silence(), epoch=1)
+    first = make_plan(looked, store, Display(quiet=True), epoch=1)
     before = names(store)
-    assert make_plan(looked, store, Silence(), epoch=2).fingerprint == first.fingerprint
+    assert make_plan(looked, store, Display(quiet=True), epoch=2).fingerprint == first.fingerprint
     assert names(store) == before == ["_plan.json", part_name(0, 1)]
     other = dataclasses.replace(looked, spec=spec_for(rows, task__mask={"kind": "random", "rate": 0.1}))
     with pytest.raises(UserError, match="holds another job"):
-        make_plan(other, store, Silence(), epoch=3)
+        make_plan(other, store, Display(quiet=True), epoch=3)
 
 
 def test_a_damaged_plan_is_refused(rows: Path) -> None:
