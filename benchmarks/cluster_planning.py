@@ -71,7 +71,7 @@ def time_plan(path: Path, out: Path, survey_of: Callable[..., Survey]) -> tuple[
     store = open_store(spec.output.path)
     prepared = prepare(spec, store)
     began_s, spent_s = time.perf_counter(), time.process_time()
-    make_plan(prepared, store, Display(quiet=True), survey=survey_of(prepared))
+    make_plan(prepared, store, Display(), survey=survey_of(prepared))
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - spent_s
     return {file.name: file.read_bytes() for file in sorted(out.glob("plan/*"))}, wall_s, cpu_s
 

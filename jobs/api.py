@@ -233,7 +233,7 @@ def run(
         data = {"name": Path(spec).stem} | read_mapping(Path(spec))
     job = check_changed(data, changes or {})
     with _as_a_guest():
-        place = complete_job(job, RunOptions(ray_address, local, prints=False))
+        place = complete_job(job, RunOptions(ray_address, local))
     return RunResults(find_run(job.place(place)))
 
 
@@ -387,7 +387,7 @@ def _decode(job: JobSpec) -> list[Row]:
     with hold_lease(store, stop.set) as lease, Display() as display:
         prepared = prepare(job, store, display, loaders=_KEPT.loaders)
         plan = make_plan(prepared, store, display, epoch=lease.epoch)
-        options = RunOptions(local=True, prints=False)
+        options = RunOptions(local=True)
         finish = decode(Run(job, options, prepared, store, plan, lease, stop, display, _KEPT.backend))
     if finish.how != "done":
         raise_unfinished(store, plan, finish, by_signal=stop.by_signal)

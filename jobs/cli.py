@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None, *, is_program: bool = False) -> int:
     arguments = parser().parse_args(argv)
     arguments.is_program = is_program
     gc.set_threshold(COLLECT_AFTER)
-    with shown(as_json=getattr(arguments, "log", "text") == "json"):
+    as_json = getattr(arguments, "log", "text") == "json"
+    with shown(as_json=as_json, quiet=getattr(arguments, "quiet", False)):
         return _run(arguments)
 
 

@@ -30,9 +30,6 @@ FACTS: dict[str, Any] = {}
 LOST: dict[str, str] = {}
 """stdout and stderr once they can't be written any more, with the reasons."""
 
-_shown_as: list[logging.Formatter] = []
-"""How a command shows records; empty in the library."""
-
 
 def event_record(
     event: str, message: str | None = None, *, level: int = logging.INFO, **facts: Any
@@ -93,6 +90,15 @@ class JsonLines(logging.Formatter):
 class _ToStderr(logging.Handler):
     """Writes a record in one go, so that threads do not mix their lines, to what is stderr then: a live line replaces it."""
 
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        super().__init__(FACTS_ONLY if as_json else logging.INFO)
+        self.as_json, self.quiet = as_json, quiet
+        self.setFormatter(JsonLines("output", FACTS) if as_json else TextLines())
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        event = getattr(record, "event", None)
+        return self.as_json if event == "ended" else event is None or not self.quiet  # people see an error, or a table
+
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is None:  # it was closed from the start
             return
@@ -104,40 +110,56 @@ class _ToStderr(logging.Handler):
             self.handleError(record)
 
 
+_of_command: list[_ToStderr] = []
+"""The handler of the command that runs; empty in the library."""
+
+
 @contextmanager
-def shown(*, as_json: bool) -> Iterator[None]:
-    """During the block, records are shown on stderr: those of draftmill for people, or with `as_json` all of them as events."""
-    handler, package = _ToStderr(FACTS_ONLY if as_json else logging.INFO), logging.getLogger("draftmill")
+def shown(*, as_json: bool = False, quiet: bool = False) -> Iterator[None]:
+    """During the block, a command's, results are printed, and records are shown on stderr; with `quiet` not those of runs.
+
+    They are draftmill's for people, or with `as_json` those of all libraries, as events.
+    """
+    handler, package = _ToStderr(as_json=as_json, quiet=quiet), logging.getLogger("draftmill")
     logger, level = logging.getLogger() if as_json else package, package.level
-    _shown_as.append(JsonLines("output", FACTS) if as_json else TextLines())
-    handler.setFormatter(_shown_as[-1])
-    if not as_json:
-        handler.addFilter(lambda record: getattr(record, "event", "") != "ended")  # people see the error, or the table
     LOST.clear()
     FACTS.clear()
     package.setLevel(handler.level)
     logger.addHandler(handler)
     logging.captureWarnings(as_json)
+    _of_command.append(handler)
     try:
         yield
     finally:
+        _of_command.remove(handler)
         logging.captureWarnings(False)
         logger.removeHandler(handler)
         package.setLevel(level)
-        _shown_as.pop()
+
+
+def is_command() -> bool:
+    """Whether a command runs; in the library nothing is printed."""
+    return bool(_of_command)
+
+
+def shows_progress() -> bool:
+    """Whether a command shows how its runs get on."""
+    return is_command() and not _of_command[-1].quiet
 
 
 def has_terminal() -> bool:
-    """Whether a person watches the command at a terminal."""
-    return bool(_shown_as) and isinstance(_shown_as[-1], TextLines) and sys.stderr is not None and sys.stderr.isatty()
+    """Whether it does so at a terminal, for people."""
+    return shows_progress() and not _of_command[-1].as_json and sys.stderr is not None and sys.stderr.isatty()
 
 
 def print_result(text: str, end: str = "\n") -> None:
-    """Print what a command has to show, as events if it shows those. Nobody's pipe and no full disk may end the work."""
-    if _shown_as and isinstance(_shown_as[-1], JsonLines):
+    """Print a command's result, as events if it shows those. Nobody's pipe and no full disk may end the work."""
+    if not is_command():
+        return
+    if _of_command[-1].as_json:
         lines = (line for line in text.split("\n") if line.strip())
         records = (logging.LogRecord(RUN.name, logging.INFO, "", 0, line, (), None) for line in lines)
-        text, end = "".join(f"{_shown_as[-1].format(record)}\n" for record in records), ""
+        text, end = "".join(f"{_of_command[-1].format(record)}\n" for record in records), ""
     with unfailing("stdout"):
         print(text, end=end, flush=True)
 

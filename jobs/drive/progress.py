@@ -28,7 +28,7 @@ BAR = 16
 
 
 class Display(Notes):
-    """Takes notes, events and figures, for the logger and a run's log; with `quiet` for the run's log alone.
+    """Takes notes, events and figures, for the logger and a run's log.
 
     Inside `with`, a command at a terminal has the figures as a live line; else they are logged now and then. `heading` begins
     each line of a run's figures.
@@ -36,17 +36,14 @@ class Display(Notes):
 
     heading = ""
 
-    def __init__(
-        self, *, quiet: bool = False, run_log: RunLog | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.run_log = run_log
-        self._is_quiet, self._clock = quiet, clock
+    def __init__(self, *, run_log: RunLog | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run_log, self._clock = run_log, clock
         self._live: LiveLine | None = None
         self._began_s = self._last_s = clock()
         self._decoding_s: float | None = None
 
     def __enter__(self) -> Self:
-        if not self._is_quiet and has_terminal():
+        if has_terminal():
             self._live = LiveLine()
             self._live.start()
         return self
@@ -64,8 +61,7 @@ class Display(Notes):
         record = event_record(event, message, level=level, **facts)
         if self.run_log is not None:
             self.run_log.handle(record)
-        if not self._is_quiet:
-            log_record(record)
+        log_record(record)
 
     def show(self, totals: Totals) -> None:
         """Show the current totals; may be called often."""
@@ -73,25 +69,28 @@ class Display(Notes):
             self.run_log.show(totals)
         if self._decoding_s is None and totals.started_s is not None:
             self._decoding_s = self._clock()
-        if not self._is_quiet:
+        if self._is_due():
             share, text = ratio(totals.rows_done, totals.rows), self.heading + progress_line(totals)
             self._figures(share, "progress", text, **progress_facts(totals))
 
     def line(self, share: float, text: str) -> None:
         """Show a line of figures, and which share of the work is done; may be called often."""
-        self._figures(share, "note", text)
+        if self._is_due():
+            self._figures(share, "note", text)
 
     def step(self, what: str, done: int, total: int) -> None:
-        self._figures(ratio(done, total), "note", f"{what}: {size_text(done)} of {size_text(total)}")
+        self.line(ratio(done, total), f"{what}: {size_text(done)} of {size_text(total)}")
 
     def _figures(self, share: float, event: str, text: str, **facts: Any) -> None:
         if self._live is not None:
             self._live.draw(share, text)
-        elif not self._is_quiet and self._is_due():
+        else:
             log_record(event_record(event, text, **facts))
 
     def _is_due(self) -> bool:
-        """Whether it is time for figures: every LINE_EVERY_S seconds, at first every FIRST_EVERY_S."""
+        """Whether it is time for figures: every LINE_EVERY_S seconds, at first every FIRST_EVERY_S; in a live line always."""
+        if self._live is not None:
+            return True
         now_s = self._clock()
         is_first = now_s - (self._decoding_s or self._began_s) < FIRST_S
         if now_s - self._last_s < (FIRST_EVERY_S if is_first else LINE_EVERY_S):

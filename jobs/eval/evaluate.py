@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.jobs.config.spec import JobSpec
-from draftmill.jobs.drive.log import print_result
+from draftmill.jobs.drive.log import print_result, shows_progress
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.eval.options import EvalOptions
@@ -61,12 +61,12 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
     spec = read_eval_spec(path, overrides)
     if find_spec("lm_eval") is None:
         raise UserError("draftmill eval needs lm-evaluation-harness: pip install 'draftmill[lm-eval]'")
-    if run_options.quiet:
+    if not shows_progress():
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     model = _load_model(spec, options)
     from draftmill.jobs.eval.model import Finder, check_tasks
 
-    tasks = Finder(options, Display(quiet=run_options.quiet).note).load()
+    tasks = Finder(options, Display().note).load()
     check_tasks(tasks.tasks, spec, model.info, options)
     with ExitStack() as stack:
         try:
@@ -96,7 +96,7 @@ def _runner(options: RunOptions, stack: ExitStack) -> Callable[[JobSpec], int]:
     def run(job: JobSpec) -> int:
         nonlocal is_up
         if not is_up and not is_closed(open_store(job.place(job.output.path))):
-            stack.enter_context(ray_session(options.ray_address, note=Display(quiet=options.quiet).note))
+            stack.enter_context(ray_session(options.ray_address, note=Display().note))
             is_up = True
         with redirect_stdout(sys.stderr):  # standard output is for lm_eval's table
             return run_job(job, options)

@@ -180,9 +180,6 @@ class MeasureDisplay(Display):
         super().__init__()
         self._display = display
 
-    def note(self, message: str) -> None:
-        self._display.note(message)
-
     def event(self, event: str, message: str | None = None, *, level: int = logging.INFO, **facts: Any) -> None:
         if event == "quarantined":  # the rows of a unit are here the values to measure, see actors/measuring/measure.py
             count = counted(facts["stop"] - facts["start"], "value")

@@ -98,7 +98,7 @@ def catch_up(spec: JobSpec, options: RunOptions, first: datetime | None = None) 
         return OK
     with ExitStack() as stack:
         if not options.local:  # one Ray for all of the runs
-            stack.enter_context(ray_session(options.ray_address, note=Display(quiet=options.quiet).note))
+            stack.enter_context(ray_session(options.ray_address, note=Display().note))
         return _run_all(spec, options, due)
 
 

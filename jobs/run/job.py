@@ -80,9 +80,10 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     def code() -> int:
         try:
             _in_name(spec, dated, options)
-        except NothingLeft:
-            return OK
+        except NothingLeft as nothing:
+            print_result(str(nothing))
         except Ended as end:
+            _log.error(str(end))
             return end.code
         return OK
 
@@ -117,7 +118,7 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
     reported to its log and to the receivers of `notify`.
     """
     store = open_store(spec.place(spec.output.path))
-    with report_outcome(spec, store, prints=options.prints) as outcome:
+    with report_outcome(spec, store) as outcome:
         _work(spec, store, options, stop, outcome, path=path)
 
 
@@ -126,24 +127,24 @@ def _work(
 ) -> None:
     new_inputs = new_files(spec, store, path)
     if new_inputs is not None:
-        options.say(f"input.since: {new_inputs.text}")
+        print_result(f"input.since: {new_inputs.text}")
         if not new_inputs.files:
             raise NothingLeft(f"nothing is new in {spec.input.shown}; no run is started")
-    with Display(quiet=options.quiet) as display:
+    with Display() as display:
         prepared = prepare(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
     ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
         if store.exists(PRUNED):
-            return options.say(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
-        options.say(f"{store.url} is already finished")
+            return print_result(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
+        print_result(f"{store.url} is already finished")
         if ready is not None:
             measure_run(store, spec, ready, options)
-        return close(spec, store, prints=options.prints)
+        return close(spec, store)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     probe(store)
     try:
-        with hold_lease(store, stop.set) as lease, Display(quiet=options.quiet, run_log=outcome.log) as display:
+        with hold_lease(store, stop.set) as lease, Display(run_log=outcome.log) as display:
             delete_strays(store)
             with ExitStack() as stack:
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
@@ -164,7 +165,7 @@ def _work(
         raise StoreError(f"{error}; {hint}") from error
     if finish.how != "done":
         raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
-    close(spec, store, prints=options.prints)
+    close(spec, store)
 
 
 def plan_run(
@@ -199,7 +200,7 @@ def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions) 
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
-        with hold_lease(store, stop.set), Display(quiet=options.quiet) as display:
+        with hold_lease(store, stop.set), Display() as display:
             delete_strays(store)
             _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
     except RayDidNotStart as error:
@@ -309,13 +310,13 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     store = open_store(place)
     spec = spec_of(require_plan(store), place, overrides)
     finished_passes(passes_of(store))
-    with Display(quiet=options.quiet) as display:
+    with Display() as display:
         prepared = prepare(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     probe(store)
     stop = StopFlag()
-    with hold_lease(store, stop.set) as lease, Display(quiet=options.quiet) as display:
+    with hold_lease(store, stop.set) as lease, Display() as display:
         passes = passes_of(store)  # read again: under the lease, no other driver can start a pass
         is_interrupted = passes[-1].manifest is None
         plan = passes[-1].plan if is_interrupted else plan_pass(passes, display, epoch=lease.epoch)

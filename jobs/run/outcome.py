@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.cost import HOUR_S, purposes_of
-from draftmill.jobs.drive.log import FACTS, now_text, print_result
+from draftmill.jobs.drive.log import FACTS, is_command, now_text, print_result
 from draftmill.jobs.drive.notify import TIMEOUT_S, StallWatcher, check_receivers, send
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
@@ -108,8 +108,8 @@ def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def report_outcome(spec: JobSpec, store: Store, *, prints: bool = True) -> Iterator[RunOutcome]:
-    """Watch a run: the block finishes it, or raises; then the outcome is reported. `prints`: Ended and NothingLeft are printed.
+def report_outcome(spec: JobSpec, store: Store) -> Iterator[RunOutcome]:
+    """Watch a run: the block finishes it, or raises; then the outcome is reported.
 
     Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises
     UserError before the block if a receiver of notices can't be used.
@@ -126,14 +126,10 @@ def report_outcome(spec: JobSpec, store: Store, *, prints: bool = True) -> Itera
     except KeyboardInterrupt:
         outcome.report(INTERRUPTED, MESSAGES[INTERRUPTED])
         raise
-    except NothingLeft as nothing:
-        if prints:
-            print_result(str(nothing))
+    except NothingLeft:
         outcome.report(OK, MESSAGES[OK])
         raise
     except Ended as end:
-        if prints:
-            _log.error(presentable(str(end)))
         outcome.report(end.code, MESSAGES[end.code])
         raise
     except Exception as error:
@@ -173,13 +169,12 @@ def payload(store: Store) -> dict[str, Any]:
     }
 
 
-def close(spec: JobSpec, store: Store, *, prints: bool = True) -> None:
-    """Print the table of a finished run, if it `prints`; raises Ended if too many samples are still failed."""
+def close(spec: JobSpec, store: Store) -> None:
+    """Print the table of a finished run; raises Ended if too many samples are still failed."""
     passes = passes_of(store)
-    if prints:
-        print_table(spec, passes[0])
-        print_metrics(store, passes)
-    judge(spec, passes, prints=prints)
+    print_table(spec, passes[0])
+    print_metrics(store, passes)
+    judge(spec, passes)
 
 
 def print_metrics(store: Store, passes: Sequence[Pass]) -> None:
@@ -197,13 +192,13 @@ def print_table(spec: JobSpec, part: Pass) -> None:
     print_result("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
 
 
-def judge(spec: JobSpec, passes: Sequence[Pass], *, prints: bool = True) -> None:
-    """Print how many samples are still failed after several passes, if it `prints`; raises Ended if they are too many."""
+def judge(spec: JobSpec, passes: Sequence[Pass]) -> None:
+    """Print how many samples are still failed after several passes; raises Ended if they are too many."""
     rows, failed, count = passes[0].plan.rows, count_failed(passes), len(finished_passes(passes))
-    if count > 1 and prints:
+    if count > 1:
         print_result(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
     if too_many_failed(failed, rows, spec.errors):
-        reasons = "; see the table above" if prints else "".join(f"\n  {line}" for line in _reasons(passes))
+        reasons = "; see the table above" if is_command() else "".join(f"\n  {line}" for line in _reasons(passes))
         most = most_failed(rows, spec.errors)
         raise Ended(
             f"{failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}){reasons}", TOO_MANY_FAILED

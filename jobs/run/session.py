@@ -17,7 +17,6 @@ from draftmill.jobs.drive.allocation import fitting_threads
 from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.drive.leases import IfRunning
-from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import is_connected
 from draftmill.jobs.drive.run_log import INTERRUPTED_S, RunLog, logged_units, read_sessions
@@ -47,20 +46,12 @@ class RunOptions:
 
     ray_address: str | None = None
     local: bool = False
-    quiet: bool = False
     grace_s: float = 30.0
     if_running: IfRunning = "fail"
-    prints: bool = True
-    """Print the table and how the run ends, as a command does; else all of it is in exceptions and in the results."""
 
     def __post_init__(self) -> None:
         if self.local and self.ray_address is not None:
             raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
-
-    def say(self, text: str) -> None:
-        """Print a text, if this run prints."""
-        if self.prints:
-            print_result(text)
 
 
 @dataclass(slots=True)

@@ -74,7 +74,7 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     """
     spec = load_sweep(path, overrides)
     backend = backend_of(address=options.ray_address, local=options.local, keep=True)
-    with Display(quiet=options.quiet) as display:
+    with Display() as display:
         cases, problems = check_cases(spec.cases, backend, display)
     say_problems(problems, len(spec.cases))
     if any(case.spec.notify for case in cases):
@@ -107,7 +107,7 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
     stops = Stops()
     probe(store)
     ready = in_order([case for case in cases if case.is_ready])
-    with hold_lease(store, stops.lost), Display(quiet=options.quiet) as display:
+    with hold_lease(store, stops.lost), Display() as display:
         delete_strays(store)
         with backend.opening_for(display, [case.prepared for case in ready]) as refusals:
             for case, error in zip(ready, refusals, strict=True):

@@ -92,7 +92,7 @@ def run_here(spec: JobSpec, *, only: int | None = None) -> dict[str, dict[str, A
     """Plan the job and decode all of its units, or one, by one worker in this process; returns the result rows by id."""
     store = open_store(spec.output.path)
     prepared = prepare(spec, store)
-    plan = make_plan(prepared, store, Display(quiet=True))
+    plan = make_plan(prepared, store, Display())
     runner = build_runner(make_job(prepared.spec, plan), name="w", node="n", threads=1)
     for size in (size for size in plan.sizes() if only in {None, size.unit}):
         runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))

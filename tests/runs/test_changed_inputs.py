@@ -62,7 +62,7 @@ def planned(folder: Path, name: str = "rows.jsonl") -> tuple[JobSpec, Plan, Path
     spec = job_spec(folder, PLANNED, input={"path": str(path)})
     write(path, PLANNED)
     store = open_store(spec.output.path)
-    return spec, make_plan(prepare(spec, store), store, Display(quiet=True)), path
+    return spec, make_plan(prepare(spec, store), store, Display()), path
 
 
 def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
@@ -149,7 +149,7 @@ def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(
 
         monkeypatch.setattr("draftmill.jobs.plan.prepare.build_plan", late)
     with pytest.raises(ChangedInput, match=r"^input\.path: .*rows\.jsonl has changed since it was listed"):
-        make_plan(prepared, store, Display(quiet=True))
+        make_plan(prepared, store, Display())
     assert not store.exists("_plan.json")
 
 

@@ -235,7 +235,7 @@ class World:
             plan=plan,
             lease=lease,
             stop=stop,
-            display=Display(quiet=True),
+            display=Display(),
             backend=SimSite(self),
             loads=True,
             outcome=None,

@@ -245,7 +245,7 @@ def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: 
             tmp_path, rows, model={"path": "builtin:ar-tiny"}, batching={"prompt_rows": given}, output=output
         )
         store = open_store(spec.output.path)
-        job = make_job(spec, make_plan(prepare(spec, store), store, Display(quiet=True)))
+        job = make_job(spec, make_plan(prepare(spec, store), store, Display()))
         runner = build_runner(job, name="w", node="n", threads=1)
         runner.add(work(0, len(rows)))
         while not runner.step():
@@ -313,7 +313,7 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     """Raylets may show all GPUs to a worker that asked for none; one that has a GPU must not decode on its CPU."""
     spec = job_spec(tmp_path, [{"id": "a", "prompt": "def"}], model={"path": "builtin:ar-tiny"})
     store = open_store(spec.output.path)
-    auto = make_job(spec, make_plan(prepare(spec, store), store, Display(quiet=True)))
+    auto = make_job(spec, make_plan(prepare(spec, store), store, Display()))
     fixed = replace(auto, model=replace(auto.model, device="cuda:0"))
     assert auto.model.device == "auto"
     found = [WorkerResources(1.0, gpus, 1).job_on_ray(auto).model.device for gpus in (0.0, 0.5, 2.0)]

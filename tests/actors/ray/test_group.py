@@ -30,7 +30,7 @@ ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 
 def planned(spec: JobSpec) -> tuple[Job, Plan]:
     store = open_store(spec.output.path)
-    plan = make_plan(prepare(spec, store), store, Display(quiet=True))
+    plan = make_plan(prepare(spec, store), store, Display())
     return make_job(spec, plan), plan
 
 

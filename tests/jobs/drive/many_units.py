@@ -169,7 +169,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
         plan=plan,
         lease=SimpleNamespace(epoch=1, check=lambda: None),
         stop=StopFlag(),
-        display=Display(quiet=True),
+        display=Display(),
         backend=ManyWorkers(),
         loads=False,
         outcome=None,

@@ -143,14 +143,14 @@ def files_of(place: Path) -> dict[str, bytes]:
 
 def planned_here(spec: JobSpec) -> dict[str, bytes]:
     store = open_store(spec.output.path)
-    make_plan(prepare(spec, store), store, Display(quiet=True), survey=survey)
+    make_plan(prepare(spec, store), store, Display(), survey=survey)
     return files_of(Path(spec.output.path))
 
 
 def planned_there(spec: JobSpec, **changes: Any) -> dict[str, bytes]:
     """The plan made by tasks; `changes` replace attributes of the pool."""
     store = open_store(spec.output.path)
-    make_plan(prepare(spec, store), store, Display(quiet=True), survey=surveyed_there(spec, **changes))
+    make_plan(prepare(spec, store), store, Display(), survey=surveyed_there(spec, **changes))
     return files_of(Path(spec.output.path))
 
 
@@ -236,7 +236,7 @@ def test_a_task_that_is_killed_in_the_middle_is_done_again(
 def error_of(spec: JobSpec, survey: Any) -> tuple[str, str | None]:
     store = open_store(spec.output.path)
     with pytest.raises(UserError) as raised:
-        make_plan(prepare(spec, store), store, Display(quiet=True), survey=survey)
+        make_plan(prepare(spec, store), store, Display(), survey=survey)
     assert not list(Path(spec.output.path).glob("plan/*")), "nothing is left"
     return raised.value.message.replace(spec.output.path, "RUN"), raised.value.field
 
@@ -316,6 +316,6 @@ def test_small_jobs_and_local_ones_are_planned_by_the_driver(
     assert surveys.pays(prepared, 2, is_ours=False) and not surveys.pays(prepared, 1, is_ours=False)
     few = prepare(spec_for(folder, tmp_path / "run", {"limit": 10}), open_store(spec.output.path))
     assert not surveys.pays(few, 8, is_ours=False)
-    assert LocalBackend().survey(prepared, Display(quiet=True)) is survey
+    assert LocalBackend().survey(prepared, Display()) is survey
     monkeypatch.setattr("draftmill.jobs.drive.backend.cluster_nodes", lambda: [NodeRoom(1, 0)])
-    assert RayBackend(None).survey(prepared, Display(quiet=True)) is survey
+    assert RayBackend(None).survey(prepared, Display()) is survey

@@ -32,7 +32,7 @@ from draftmill.jobs.config.spec import load_spec
 from draftmill.storage.stores.store import open_store
 spec = load_spec(sys.argv[1], [])
 store = open_store(spec.output.path)
-plan = make_plan(prepare(spec, store), store, Display(quiet=True))
+plan = make_plan(prepare(spec, store), store, Display())
 found = sorted(set({HEAVY!r}) & set(sys.modules))
 sys.exit(f"imported {{found}}" if found else 0 if plan.rows == 3 else "no plan")
 """

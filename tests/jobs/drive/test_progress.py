@@ -178,10 +178,8 @@ def test_a_terminal_that_vanishes_ends_no_work(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ["quiet", "json", "library"])
 def test_no_other_display_has_a_live_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    with (
-        nullcontext() if kind == "library" else shown(as_json=kind == "json"),
-        Display(quiet=kind == "quiet") as display,
-    ):
+    command = nullcontext() if kind == "library" else shown(as_json=kind == "json", quiet=kind == "quiet")
+    with command, Display() as display:
         display.show(totals_after(10.0))
         display.note("resuming")
     assert len(terminal.parts) == (kind == "json")

@@ -78,11 +78,10 @@ def test_events_have_units_workers_and_progress_in_figures(capsys: pytest.Captur
     assert (events[3]["samples"], events[3]["samples_done"], events[3]["workers"]) == (100, 0, 0)
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything(quiet: bool) -> None:
-    store = open_store(f"memory://run-log-early-{quiet}")
+def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything() -> None:
+    store = open_store("memory://run-log-early")
     log = RunLog()
-    display = Display(quiet=quiet, run_log=log)
+    display = Display(run_log=log)
     display.note("hashing the model")
     log.write_out()
     assert list(store.list()) == [] and not log.is_attached

@@ -64,7 +64,7 @@ def planned(spec: JobSpec, *, by_length: bool = False) -> Plan:
     with ExitStack() as stack:
         if by_length:
             stack.enter_context(mock.patch.object(makers, "shares_beginnings", lambda task, info: False))
-        return make_plan(prepare(spec, store), store, Display(quiet=True))
+        return make_plan(prepare(spec, store), store, Display())
 
 
 def decoded_apart(spec: JobSpec, plan: Plan) -> tuple[EngineStats, dict[str, float | None]]:

@@ -148,7 +148,7 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, mon
     file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
     file.write_text('{"text": "def f"}')
     same = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"))
-    make_plan(prepare(same, store), store, Display(quiet=True))
+    make_plan(prepare(same, store), store, Display())
     assert prepare(same, store).plan is not None
 
     def never(*_: object, **__: object) -> None:
@@ -196,14 +196,12 @@ def small_job(folder: Path, **changes: Any) -> tuple[JobSpec, Store, Path]:
 
 def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    made = make_plan(prepare(spec, store), store, Display(quiet=True))
+    made = make_plan(prepare(spec, store), store, Display())
     assert made.files[0].sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     os.utime(file, (1, 1))
     again = prepare(spec, store)
     assert again.plan is not None and again.plan.fingerprint == made.fingerprint
-    assert make_plan(again, store, Display(quiet=True)).fingerprint == made.fingerprint, (
-        "the plan that is there is taken"
-    )
+    assert make_plan(again, store, Display()).fingerprint == made.fingerprint, "the plan that is there is taken"
     shutil.copy(file, tmp_path / "copy")
     (tmp_path / "copy").rename(file)
     assert prepare(spec, store).plan is not None, "a copy has the same bytes, too"
@@ -211,7 +209,7 @@ def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path)
 
 def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    make_plan(prepare(spec, store), store, Display(quiet=True))
+    make_plan(prepare(spec, store), store, Display())
     file.write_bytes(file.read_bytes().replace(b"def g", b"def h"))
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match=r"rows\.jsonl \(other content, of the same size\)") as caught:
@@ -223,7 +221,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, store, file = small_job(tmp_path)
-    make_plan(prepare(spec, store), store, Display(quiet=True))
+    make_plan(prepare(spec, store), store, Display())
 
     def never(file: InputFile) -> InputFile:
         raise AssertionError(f"{file.name} is read")
@@ -240,7 +238,7 @@ def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
 ) -> None:
     monkeypatch.setattr("draftmill.jobs.plan.prepare.LIMITED_HASH_BYTES", 8)
     spec, store, file = small_job(tmp_path, input__limit=1)
-    assert make_plan(prepare(spec, store), store, Display(quiet=True)).files[0].sha256 is None
+    assert make_plan(prepare(spec, store), store, Display()).files[0].sha256 is None
     assert prepare(spec, store).plan is not None
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match="mtime_s was "):
@@ -253,7 +251,7 @@ def test_a_file_that_grows_while_it_is_planned_is_refused(tmp_path: Path) -> Non
     with file.open("a") as more:
         more.write('{"text": "late"}\n')
     with pytest.raises(ChangedInput, match=r"has changed since it was listed: .* bytes instead of"):
-        make_plan(prepared, store, Display(quiet=True))
+        make_plan(prepared, store, Display())
 
 
 def test_an_object_that_was_uploaded_again_is_known_by_its_etag() -> None:
@@ -379,13 +377,13 @@ def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(r
 def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path) -> None:
     store, spec = open_store("memory://meanwhile"), spec_for(rows)
     looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(*spec.input_places), plan=None)
-    first = make_plan(looked, store, Display(quiet=True), epoch=1)
+    first = make_plan(looked, store, Display(), epoch=1)
     before = names(store)
-    assert make_plan(looked, store, Display(quiet=True), epoch=2).fingerprint == first.fingerprint
+    assert make_plan(looked, store, Display(), epoch=2).fingerprint == first.fingerprint
     assert names(store) == before == ["_plan.json", part_name(0, 1)]
     other = dataclasses.replace(looked, spec=spec_for(rows, task__mask={"kind": "random", "rate": 0.1}))
     with pytest.raises(UserError, match="holds another job"):
-        make_plan(other, store, Display(quiet=True), epoch=3)
+        make_plan(other, store, Display(), epoch=3)
 
 
 def test_a_damaged_plan_is_refused(rows: Path) -> None:

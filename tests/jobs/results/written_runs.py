@@ -42,7 +42,7 @@ def spec_for(folder: Path, rows: Sequence[Row], **sections: Any) -> JobSpec:
 def write_run(spec: JobSpec, texts: Callable[[str], Written]) -> Store:
     """Plan the job and write its units: `texts` gives the result rows of an input row (by id) as their differing columns."""
     store = open_store(spec.place(spec.output.path))
-    write_units(make_plan(prepare(spec, store), store, Display(quiet=True)), texts)
+    write_units(make_plan(prepare(spec, store), store, Display()), texts)
     return store
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from draftmill.jobs.drive import leases as module
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import IfRunning, base_lease, hold_lease, wait_until_free
+from draftmill.jobs.drive.log import shown
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from draftmill.storage.stores.interface import S3Options, Store
@@ -37,6 +39,13 @@ class DayAhead:
 NOW_S = time.time()
 
 
+@pytest.fixture
+def command() -> Iterator[None]:
+    """Results are printed, as in a command."""
+    with shown():
+        yield
+
+
 def held_elsewhere(base: Path, seconds: float) -> None:
     """Let a driver of another machine hold the base path."""
     base.mkdir(parents=True, exist_ok=True)
@@ -59,6 +68,7 @@ def test_a_broken_spec_leaves_no_base_path_behind(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "nightly").exists()
 
 
+@pytest.mark.usefixtures("command")
 def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     other = acquire(store, "elsewhere:boot-1:77", 3600.0)
     calls, sleeps = [], []
@@ -80,6 +90,7 @@ def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, caps
     assert capsys.readouterr().err.count("draftmill: waiting") == 1
 
 
+@pytest.mark.usefixtures("command")
 def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +146,7 @@ def test_without_a_date_the_option_means_the_lease_of_the_run_directory(
     assert "another driver holds this run directory: elsewhere:boot-1:77" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("command")
 @pytest.mark.parametrize("if_running", ["skip", "wait"])
 def test_a_lease_of_a_wrong_clock_is_taken_over_unless_renewed(
     store: Store, if_running: IfRunning, capsys: pytest.CaptureFixture[str]
