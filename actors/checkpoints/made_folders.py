@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -24,6 +25,8 @@ from typing import Any
 from draftmill.storage.errors import UserError
 from draftmill.storage.json_text import parse_json
 from draftmill.version import ROOT
+
+_log = logging.getLogger(__name__)
 
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
@@ -76,9 +79,9 @@ def _hold_lock(path: Path) -> Iterator[None]:
 def run_maker(module: str, arguments: Sequence[str], *, field: str, what: str) -> None:
     """Run `python -m MODULE ARGUMENTS...`; UserError with the module's message if it refuses, RuntimeError if it fails.
 
-    Prints `what` it does on standard error, since a large model takes minutes.
+    Logs `what` it does, since a large model takes minutes.
     """
-    print(f"{what}, once; the result is kept in {cache_folder()}", file=sys.stderr, flush=True)
+    _log.info(f"{what}, once; the result is kept in {cache_folder()}")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],

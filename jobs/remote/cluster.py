@@ -34,8 +34,6 @@ from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.ray_session import check_reachable
 from draftmill.storage.errors import StoreError, UserError
 
-_log = logging.getLogger(__name__)
-
 FIELD = "--address"
 PORT = 8265
 USUAL_PORT = f"its port is usually {PORT}, not that of --ray-address"
@@ -274,11 +272,6 @@ def _token() -> str:
 RUN = "draftmill.run"
 SPEC = "draftmill.spec"
 """Keys of a job's metadata: its run directory, and a hash of what was asked."""
-
-
-def say(message: str) -> None:
-    """Tell the user, on standard error."""
-    _log.info(message)
 
 
 def run_of(spec: JobSpec) -> str:
