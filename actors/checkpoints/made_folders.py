@@ -26,8 +26,6 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.json_text import parse_json
 from draftmill.version import ROOT
 
-_log = logging.getLogger(__name__)
-
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
 
@@ -77,11 +75,11 @@ def _hold_lock(path: Path) -> Iterator[None]:
 
 
 def run_maker(module: str, arguments: Sequence[str], *, field: str, what: str) -> None:
-    """Run `python -m MODULE ARGUMENTS...`; UserError with the module's message if it refuses, RuntimeError if it fails.
+    """Run `python -m MODULE ARGUMENTS...`, which takes minutes for a large model, and log `what` it does.
 
-    Logs `what` it does, since a large model takes minutes.
+    UserError with the module's message if it refuses, RuntimeError if it fails.
     """
-    _log.info(f"{what}, once; the result is kept in {cache_folder()}")
+    logging.getLogger(__name__).info(f"{what}, once; the result is kept in {cache_folder()}")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],

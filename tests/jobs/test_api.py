@@ -197,19 +197,16 @@ def test_a_dict_and_a_file_are_the_same_job_and_a_finished_one_is_only_opened(
 def test_records_go_to_the_users_own_handlers_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    places, spec = [str(tmp_path / name) for name in ("silent", "info", "debug")], job_of(tmp_path)
-    draftmill.run(spec, local=True, changes={"output.path": places[0]})
-    assert [record for record in caplog.records if record.name.startswith("draftmill")] == []
-    with caplog.at_level(logging.INFO, "draftmill"):
-        draftmill.run(spec, local=True, changes={"output.path": places[1]})
-    assert "planned: 4 samples" in caplog.text and "done" not in caplog.messages
-    with caplog.at_level(logging.DEBUG, "draftmill.run"):
-        draftmill.run(spec, local=True, changes={"output.path": places[2]})
-    done = [vars(record)["facts"] for record in caplog.records if vars(record).get("event") == "done"]
-    assert [(facts["unit"], facts["rows"]) for facts in done] == [(0, 2), (1, 2)]
-    assert capfd.readouterr() == ("", "")
-    logs = [[event["event"] for event in events_of(open_store(place))] for place in places]
+    logs = []
+    for level in (logging.WARNING, logging.INFO, logging.DEBUG):
+        with caplog.at_level(level, "draftmill"):
+            run = draftmill.run(job_of(tmp_path), local=True, changes={"output.path": str(tmp_path / str(level))})
+        records = [vars(record) for record in caplog.records if record.name == "draftmill.run"]
+        units = [record["facts"]["unit"] for record in records if record["event"] == "done"]
+        assert (bool(records), units) == (level < logging.WARNING, [0, 1] if level == logging.DEBUG else [])
+        logs.append([event["event"] for event in events_of(open_store(run.path))])
     assert logs[0] == logs[1] == logs[2] and logs[0][-3:] == ["done", "done", "ended"]
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,9 @@ def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(
 
     monkeypatch.setattr("draftmill.actors.checkpoints.models.builtin_models", careless)
     assert main(["models"]) == 1
-    for as_json in (False, True):
-        with shown(as_json=as_json):
-            Display().note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
-            logging.getLogger("draftmill.storage").warning("retrying: %s\x1b[31m", planted["HF_TOKEN"])
+    with shown(), shown(as_json=True):
+        Display().note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
+        logging.getLogger("draftmill.storage").warning("retrying: %s\x1b[31m", planted["HF_TOKEN"])
     said = capsys.readouterr().err
     assert "denied" in said and said.count("worker died") == said.count("retrying") == 2
     assert not leaks(said) and all(line.isprintable() for line in said.splitlines())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import logging
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -93,7 +91,7 @@ def test_workers_that_are_not_up_yet_load_the_model():
 def test_what_takes_long_before_the_first_token_has_a_line_with_sizes(capsys: pytest.CaptureFixture[str]):
     now = iter([0.0, 3.0, 6.0, 9.0])
     lines = Display(clock=lambda: next(now))
-    with shown(as_json=False):
+    with shown():
         for done in (10**9, 2 * 10**9, 3 * 10**9):
             lines.step("hashing the model", done, 15 * 10**9)
     assert capsys.readouterr() == ("", "hashing the model: 2.0 GB of 15.0 GB\n")
@@ -118,7 +116,7 @@ def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty(capsys: 
     now = [0.0]
     lines = Display(clock=lambda: now[0])
     seconds = []
-    with shown(as_json=False):
+    with shown():
         for second in range(400):
             now[0], totals = float(second), Totals(units=1, rows=10)
             totals.started_s = 200.0 if second >= 200 else None
@@ -129,60 +127,58 @@ def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty(capsys: 
 
 
 class Terminal(io.StringIO):
-    """A terminal that keeps each write apart, and fails them once `is_gone`."""
+    """A terminal in the place of stderr. It keeps each write apart, and fails them once `is_gone`."""
 
     is_gone = False
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.parts: list[str] = []
+        monkeypatch.setattr(sys, "stderr", self)
 
     def isatty(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
         if self.is_gone:
-            raise OSError(errno.EIO, "Input/output error")
+            raise OSError("gone")
         self.parts.append(text)
         return len(text)
 
 
-def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    return stream
-
-
 def test_a_terminal_has_a_live_line_with_the_notes_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = open_terminal(monkeypatch)
-    with shown(as_json=False), Display() as display:
-        display.show(totals_after(10.0))
-        display.note("resuming")
-        display.step("hashing the model", 3, 12)
-        display.event("done", unit=1)
-    assert sys.stderr is terminal
+    terminal = Terminal(monkeypatch)
+    with Display() as of_the_library:
+        of_the_library.note("planning")
+    with shown():
+        Display().note("starting Ray")
+        logging.getLogger("draftmill.jobs.cli").error("no: %s", "nothing")
+        assert terminal.parts == ["starting Ray\n", "draftmill: no: nothing\n"], "one write each: threads do not mix"
+        with Display() as display:
+            display.show(totals_after(10.0))
+            display.note("resuming")
+            display.step("hashing the model", 3, 12)
+            display.event("done", unit=1)
     text = "".join(terminal.parts)
-    assert "resuming" in text and "3 bytes of 12 bytes" in text and "done" not in text
+    assert "resuming" in text and "3 bytes of 12 bytes" in text and "done" not in text and sys.stderr is terminal
 
 
 def test_a_terminal_that_vanishes_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = open_terminal(monkeypatch)
-    with shown(as_json=False):
-        with Display() as display:
-            terminal.is_gone = True
-            display.show(totals_after(10.0))
-            display.note("resuming")
-        assert LOST == {"stderr": "Input/output error"}
-
-
-@pytest.mark.parametrize("kind", ["quiet", "json", "library"])
-def test_no_other_display_has_a_live_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = open_terminal(monkeypatch)
-    command = nullcontext() if kind == "library" else shown(as_json=kind == "json", quiet=kind == "quiet")
-    with command, Display() as display:
+    terminal = Terminal(monkeypatch)
+    with shown(), Display() as display:
+        terminal.is_gone = True
         display.show(totals_after(10.0))
         display.note("resuming")
-    assert len(terminal.parts) == (kind == "json")
+    assert LOST == {"stderr": "OSError"}
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_no_other_display_has_a_live_line(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    with shown(as_json=as_json, quiet=not as_json), Display() as display:
+        display.show(totals_after(10.0))
+        display.note("resuming")
+    assert len(terminal.parts) == as_json
 
 
 def test_a_receipt_counts_its_samples():
@@ -201,11 +197,3 @@ def test_efficiency_leaves_out_what_was_not_counted():
 
 def test_durations_are_short():
     assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
-
-
-def test_a_note_is_one_write_so_that_threads_do_not_mix_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = open_terminal(monkeypatch)
-    with shown(as_json=False):
-        Display().note("starting Ray")
-        logging.getLogger("draftmill.jobs.cli").error("no: %s", "nothing")
-    assert terminal.parts == ["starting Ray\n", "draftmill: no: nothing\n"]

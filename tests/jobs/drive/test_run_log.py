@@ -55,27 +55,22 @@ def test_as_json_everything_that_is_logged_or_shown_is_an_event(
     printed = capsys.readouterr()
     out, err = lines_of(printed.out), lines_of(printed.err)
     assert [event["message"] for event in out] == ["a table", "  its row"] and {e["level"] for e in out} == {"info"}
-    assert [event["message"] for event in err][:2] == ["no: [hidden]", "old"] and "older" in err[2]["message"]
-    assert {(e["event"], e["run"]) for e in out + err} == {("output", "job")}
-    assert [e["level"] for e in err] == ["error", "warning", "warning"]
+    assert [(e["level"], e["message"]) for e in err[:2]] == [("error", "no: [hidden]"), ("warning", "old")]
+    assert "older" in err[2]["message"] and {(e["event"], e["run"]) for e in out + err} == {("output", "job")}
 
 
 def test_events_have_units_workers_and_progress_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Hand()
     display = Display(clock=clock)
-    totals = Totals(units=4, rows=100, clock=clock)
+    clock.now_s += 30.0
     with shown(as_json=True):
-        display.note("planning")
         display.event("worker_died", "worker w1 died: killed", level=logging.WARNING, worker="w1", reason="killed")
         display.event("done", unit=7, worker="w0", rows=25)
-        display.show(totals)
-        clock.now_s += 30.0
-        display.show(totals)
-    events = lines_of(capsys.readouterr().err)
-    assert [event["event"] for event in events] == ["note", "worker_died", "done", "progress"]
-    assert (events[1]["worker"], events[1]["level"], events[2]["unit"]) == ("w1", "warning", 7)
-    assert (events[2]["level"], "message" in events[2]) == ("info", False)
-    assert (events[3]["samples"], events[3]["samples_done"], events[3]["workers"]) == (100, 0, 0)
+        display.show(Totals(units=4, rows=100, clock=clock))
+    died, done, figures = lines_of(capsys.readouterr().err)
+    assert (died["event"], died["worker"], died["level"]) == ("worker_died", "w1", "warning")
+    assert (done["unit"], done["level"], "message" in done) == (7, "info", False)
+    assert (figures["event"], figures["samples"], figures["workers"]) == ("progress", 100, 0)
 
 
 def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything() -> None:

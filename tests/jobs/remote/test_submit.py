@@ -170,14 +170,13 @@ def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up():
 
 
 def test_an_interrupt_ends_the_following_and_not_the_job(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-
     def interrupted(asked: int) -> None:
         raise KeyboardInterrupt
 
     cluster = FakeCluster(FakeJob("draftmill-x-1"))
     cluster.script = interrupted
-    assert follow(cluster, "draftmill-x-1") == 4
+    with caplog.at_level(logging.INFO):
+        assert follow(cluster, "draftmill-x-1") == 4
     assert "draftmill stop draftmill-x-1 --address http://head:8265" in caplog.text
     assert cluster.known["draftmill-x-1"].status == "RUNNING"
 
