@@ -4,7 +4,7 @@
 #   make test-all all tests, as they must pass before a change lands
 #   make soak     what takes too long for each change: 200 kills, 50,000 simulated schedules, 2,000 damaged files, every case of the large matrices, all of HumanEval (half an hour)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
-#   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
+#   make papers   the five papers' claims, tested on the builtin models; writes benchmarks/PAPERS.md (a quarter of an hour)
 #   make check    ruff, mypy, import layers
 #   make gpu      add Triton to .venv, so that the tests of the GPU's kernels run, too, and print how the kernels compile (no GPU needed)
 #   make docs     the pages of docs/ as a site in site/, to read from site/index.html

@@ -45,23 +45,23 @@ class Columns(Settings):
     If no column is named, the task reads its default columns (`reads`). A null in a column means the job's own value.
     """
 
-    id: str | None = Field(default=None, description="the sample's id, text or integer; else the column id or file:row")
+    id: str | None = Field(default=None, description="a text or integer; else the column id or file:row")
     text: str | None = Field(default=None, description="the text; else the column text, else prompt")
     prompt: str | None = Field(default=None, description="the prompt (complete, score)")
     completion: str | None = Field(default=None, description="the text to score after the prompt (score)")
-    messages: str | None = Field(default=None, description="a conversation (complete and score with chat)")
-    prefix: str | None = Field(default=None, description="the text before the one hole (mask marker)")
-    suffix: str | None = Field(default=None, description="the text after the one hole (mask marker)")
+    messages: str | None = Field(default=None, description="a conversation (with chat)")
+    prefix: str | None = Field(default=None, description="the text before the hole (marker)")
+    suffix: str | None = Field(default=None, description="the text after the hole (marker)")
     spans: str | None = Field(default=None, description="[start, end) or {start, end} ranges of characters (spans)")
-    sentences: str | None = Field(default=None, description="a list of strings (mask sentences)")
-    reference: str | None = Field(default=None, description="what belongs in the place of the generated text")
+    sentences: str | None = Field(default=None, description="a list of texts (sentences)")
+    reference: str | None = Field(default=None, description="what the generated text should be")
     seed: str | None = Field(default=None, description="a whole number in place of the job's seed")
     max_new_tokens: str | None = Field(default=None, description="in place of task.max_new_tokens")
     temperature: str | None = Field(default=None, description="in place of sampling.temperature")
-    top_p: str | None = Field(default=None, description="in place of sampling.top_p; 1 cuts nothing off")
-    top_k: str | None = Field(default=None, description="in place of sampling.top_k; 0 cuts nothing off")
-    stop: str | None = Field(default=None, description="a text or a list in place of task.stop; an empty list: none")
-    constraint: str | None = Field(default=None, description="in place of task.constraint, an object or JSON text")
+    top_p: str | None = Field(default=None, description="in place of sampling.top_p; 1: none")
+    top_k: str | None = Field(default=None, description="in place of sampling.top_k; 0: none")
+    stop: str | None = Field(default=None, description="in place of task.stop; an empty list: none")
+    constraint: str | None = Field(default=None, description="in place of task.constraint: an object or JSON text")
     tokens: str | None = Field(default=None, description="token ids, null where masked; else without nulls")
     system: str | None = Field(default=None, description="in place of prompt.system and of a conversation's own")
     template_kwargs: str | None = Field(default=None, description="an object, over chat.template_kwargs")
@@ -93,7 +93,7 @@ class Columns(Settings):
 class ConstraintSettings(Settings):
     """What a generated text must match as a whole: exactly one of these."""
 
-    regex: Spelling | None = Field(default=None, description="a regular expression, which the whole text matches")
+    regex: Spelling | None = Field(default=None, description="a regular expression for the whole text")
     choice: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
         default=None, description="one of these texts"
     )
@@ -103,7 +103,7 @@ class ConstraintSettings(Settings):
     ] = Field(default=None, description="a JSON Schema, or a file that holds one")
     grammar: Spelling | None = Field(default=None, description="a Lark grammar (causal models)")
     ignore: Annotated[tuple[Spelling, ...], BeforeValidator(as_tuple)] = Field(
-        default=(), description="keywords of the JSON Schema that texts need not satisfy"
+        default=(), description="keywords of the schema that are not enforced"
     )
     name: Spelling | None = Field(default=None, description="its name in the results; null: its kind")
 
@@ -269,7 +269,7 @@ class Fim(Settings):
 
     prefix: Spelling = Field(description="the token of the text before the hole, P")
     suffix: Spelling = Field(description="the token of the text after the hole, S")
-    middle: Spelling | None = Field(default=None, description="the token before the hole's text; null only with spm")
+    middle: Spelling | None = Field(default=None, description="the token before the hole's text; optional with spm")
     order: Literal["psm", "spm"] = Field(default="psm", description="psm: prefix P suffix S middle; spm: S first")
     ends: Spellings = Field(default=(), description="more tokens that end a hole")
 
@@ -291,7 +291,7 @@ class Infill(Settings):
     mask: Mask = Field(description="which tokens are generated")
     fim: Literal["auto"] | Fim = Field(default="auto", description="the prompt's special tokens; auto: the tokenizer's")
     max_new_tokens: NewTokens | None = Field(default=None, description="causal models: most tokens a hole; null: 128")
-    skip_special_tokens: bool = Field(default=True, description="leave generated special tokens out of the texts")
+    skip_special_tokens: bool = Field(default=True, description="leave special tokens out of the texts")
     constraint: Constraints | None = Field(default=None, description="what holes match: one, a list, or names")
 
 
@@ -328,15 +328,13 @@ class Complete(Settings):
     goal: ClassVar[str] = "to generate, at most"
     done: ClassVar[str] = "generated"
     kind: Literal["complete"]
-    max_new_tokens: NewTokens = Field(default=128, description="most generated tokens; fewer if the model has no room")
-    stop: Stops = Field(
-        default=(), description="generation ends with the first token after which the text contains one of them"
-    )
+    max_new_tokens: NewTokens = Field(default=128, description="most generated tokens")
+    stop: Stops = Field(default=(), description="texts that end generation; they may span tokens")
     ignore_eos: bool = Field(default=False, description="end tokens have no special meaning")
     chat: bool = Field(default=False, description="render the prompt with the tokenizer's chat template")
-    chat_date: Day = Field(default=None, description="the date that a template prints; null: logical date or plan's")
-    skip_special_tokens: bool = Field(default=True, description="leave special tokens out of the text, not of tokens")
-    constraint: ConstraintSettings | None = Field(default=None, description="what the generated text matches")
+    chat_date: Day = Field(default=None, description="date for the template; null: logical date or plan's")
+    skip_special_tokens: bool = Field(default=True, description="leave special tokens out of the text")
+    constraint: ConstraintSettings | None = Field(default=None, description="what the text matches")
 
 
 class Score(Settings):
@@ -348,7 +346,7 @@ class Score(Settings):
     kind: Literal["score"]
     chat: bool = Field(default=False, description="score the answer to a conversation")
     chat_date: Day = Field(default=None, description="as for complete")
-    mask: Mask | None = Field(default=None, description="score what it hides, given the rest; null: text or completion")
+    mask: Mask | None = Field(default=None, description="score what it hides, given the rest")
     estimate: Estimate | None = Field(default=None, description="how bounds are estimated; null: the defaults")
 
 
@@ -364,13 +362,14 @@ class Examples(Settings):
     path: Annotated[Spelling | None, PathMark(("s3", "hf"))] = Field(
         default=None, description="a file or more, as in input.path"
     )
-    k: Annotated[int, Field(ge=1, le=MOST_EXAMPLES)] | None = Field(default=None, description="how many of its rows")
-    seed: Seed | None = Field(default=None, description="draw them from the whole file; null: the first k")
+    k: Annotated[int, Field(ge=1, le=MOST_EXAMPLES)] | None = Field(default=None, description="how many rows of it")
+    seed: Seed | None = Field(default=None, description="draw them; null: the first k")
     rows: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(
-        default=None, description="the examples themselves, in place of path and k"
+        default=None, description="in place of path and k"
     )
     answer: Spelling | None = Field(
-        default=None, description="column of the reply: examples become turns of the chat; null: the template has them"
+        default=None,
+        description="column of the reply: examples become turns of the chat; null: the template shows them",
     )
 
     @model_validator(mode="after")
@@ -385,7 +384,7 @@ class Examples(Settings):
 class Prompt(Settings):
     """How a row's columns become its prompt."""
 
-    template: Spelling | None = Field(default=None, description="Jinja over the columns; for infill it gives the text")
+    template: Spelling | None = Field(default=None, description="Jinja over the columns")
     system: Spelling | None = Field(default=None, description="a chat's system message, unless the row has one")
     examples: Examples | None = Field(default=None, description="few-shot examples")
 
@@ -393,9 +392,7 @@ class Prompt(Settings):
 class Chat(Settings):
     """How the tokenizer's chat template is rendered."""
 
-    template_kwargs: dict[str, Any] = Field(
-        default={}, description="arguments of the template, for example {enable_thinking: false}"
-    )
+    template_kwargs: dict[str, Any] = Field(default={}, description="its arguments, such as {enable_thinking: false}")
 
 
 NO_PROMPT: Final = Prompt()

@@ -5,7 +5,7 @@
 The bare loop runs in this process: the same decoder, slots and canvases, read and tokenized beforehand, nothing written. The
 job then runs with one worker and the same threads, and with the workers that `auto` chooses. `--shape base` runs random weights
 in the recipe's base shape (8 layers of 512, 28 million parameters) instead of the shipped model. The table also has the job's
-efficiency figures; the goals are those of the design (docs/decisions/project.md).
+efficiency figures; docs/engine.md has their goals.
 """
 
 from __future__ import annotations

@@ -65,51 +65,49 @@ class Sampling(Settings):
     temperature: float = Field(
         default=1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0: the likeliest token, ties to the lowest id"
     )
-    top_k: int | None = Field(default=None, ge=1, description="draw from this many of the most probable tokens only")
+    top_k: int | None = Field(default=None, ge=1, description="draw from this many of the likeliest tokens")
     top_p: float | None = Field(
-        default=None, gt=0.0, le=1.0, description="draw from the fewest tokens of this probability, after top_k"
+        default=None, gt=0.0, le=1.0, description="draw from the fewest tokens of this probability"
     )
     min_p: float | None = Field(
         default=None,
         ge=0.0,
         le=1.0,
-        description="draw from tokens of this share of the best one's probability, after top_p",
+        description="draw from tokens of this share of the best one's probability",
     )
     repetition_penalty: float = Field(
         default=1.0,
         gt=0.0,
         le=100.0,
-        description="divides positive logits of tokens of prompt and text, multiplies others",
+        description="divides positive logits of known tokens, multiplies negative ones",
     )
     presence_penalty: float = Field(
-        default=0.0, ge=-2.0, le=2.0, description="subtracted from the logits of tokens that were generated"
+        default=0.0, ge=-2.0, le=2.0, description="subtracted from logits of generated tokens"
     )
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, description="the same, once for each time")
     no_repeat_ngram_size: int = Field(
-        default=0, ge=0, le=64, description="no run of this many tokens comes twice, in prompt or text; 0: any may"
+        default=0, ge=0, le=64, description="no run of this many tokens comes twice; 0: any may"
     )
     logit_bias: Annotated[dict[Token, Bias], BeforeValidator(_biases)] = Field(
-        default={}, description="added to logits; keys are token ids, or texts of one token"
+        default={}, description="added to logits, by token id or text"
     )
     bad_words: Annotated[tuple[TokenRun, ...], BeforeValidator(_as_tuple)] = Field(
-        default=(), description="texts, with and without a space before them, or lists of ids, that are never generated"
+        default=(), description="texts, also after a space, or lists of ids"
     )
     suppress_tokens: Annotated[tuple[Token, ...], BeforeValidator(_as_tuple)] = Field(
-        default=(), description="tokens that are never generated: ids, or texts of one token"
+        default=(), description="ids, or texts of one token"
     )
-    min_new_tokens: int = Field(
-        default=0, ge=0, le=2**20, description="no end token or stop string among the first N tokens (complete)"
-    )
+    min_new_tokens: int = Field(default=0, ge=0, le=2**20, description="no end among the first N tokens (complete)")
     top_logprobs: int = Field(
-        default=0, ge=0, le=MOST_TOP_LOGPROBS, description="record so many of the model's best tokens in each place"
+        default=0, ge=0, le=MOST_TOP_LOGPROBS, description="record the N best tokens of each place"
     )
     from_checkpoint: bool = Field(
-        default=False, description="keys that are left out here have the values of the model's generation_config.json"
+        default=False, description="take the other keys from the model's generation_config.json"
     )
     acceptance: Literal["coupled", "rejection"] = Field(
         default="coupled", description="coupled keeps the baseline's text, rejection its distribution"
     )
-    n: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="samples of each row, each with its own result row")
+    n: int = Field(default=1, ge=1, le=MOST_SAMPLES, description="samples of each row")
 
     @property
     def bans(self) -> tuple[str, ...]:

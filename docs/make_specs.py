@@ -40,7 +40,7 @@ from draftmill.jobs.config.worker_shape import WorkerShape
 
 PAGES: Final = tuple(Path(__file__).resolve().parent / name for name in ("specs.md", "metrics.md", "watching.md"))
 REGION: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)
-HEAD: Final = "| key | values | default | meaning |\n|---|---|---|---|\n"
+HEAD: Final = "| key | values (default) | meaning |\n|---|---|---|\n"
 
 
 def keys(model: type[BaseModel]) -> str:
@@ -57,7 +57,7 @@ def decoder(kind: str) -> str:
         shared = [name for name in own if own[name] == known.get(name)]
         if len(shared) > 2:
             rest = "".join(line for name, line in own.items() if name not in shared)
-            return HEAD + row(", ".join(shared), "", "", f"as in {other}") + rest
+            return HEAD + row(", ".join(shared), "", f"as in {other}") + rest
     return HEAD + "".join(own.values())
 
 
@@ -65,7 +65,7 @@ def rows(model: type[BaseModel]) -> dict[str, str]:
     """The row of each key that has a description."""
     shapes = model.model_json_schema()["properties"]
     return {
-        name: row(name, allowed(shapes[name], default(field)), default(field), field.description)
+        name: row(name, values(shapes[name], default(field)), field.description)
         for name, field in model.model_fields.items()
         if field.description is not None
     }
@@ -89,6 +89,12 @@ def tasks() -> str:
     return head + "".join(
         row(kind_of(one), summary(one), ", ".join(decoders_for(kind_of(one)))) for one in (Infill, Complete, Score)
     )
+
+
+def values(shape: Mapping[str, Any], preset: str) -> str:
+    """The values of a key, with its default in brackets unless that is null or empty."""
+    shown = {"required": ", required", "null": "", "[]": "", "{}": ""}.get(preset, f" ({preset})")
+    return allowed(shape, preset) + shown
 
 
 def settings(model: type[BaseModel]) -> Iterator[str]:
@@ -139,12 +145,14 @@ def allowed(shape: Mapping[str, Any], unset: str = "") -> str:
         return "section"
     if "anyOf" in shape:
         kinds = dict.fromkeys(allowed(one) for one in shape["anyOf"])
-        return ", ".join(kind for kind in kinds if (kind, unset) != ("null", "null"))
+        shown = [kind for kind in kinds if kind.removeprefix("list: ") == kind or kind[6:] not in kinds]
+        many = ["or a list of them"] if len(shown) < len(kinds) else []
+        return ", ".join(kind for kind in shown + many if (kind, unset) != ("null", "null"))
     if "enum" in shape or "const" in shape:
         return ", ".join(map(str, shape.get("enum", [shape.get("const")])))
     if shape["type"] == "array":
         return f"list: {allowed(shape['items'])}" if "items" in shape else "list"
-    words = {"boolean": "true, false", "string": "text", "object": "mapping"}
+    words = {"string": "text", "object": "mapping"}
     return " ".join([words.get(shape["type"], shape["type"]), *limits(shape)])
 
 
@@ -154,7 +162,7 @@ def limits(shape: Mapping[str, Any]) -> Sequence[str]:
     if least == -(2**63):
         return ["of 64 bits"]
     if least is not None and most is not None:
-        return [f"{least:g} to {int(most)}"]
+        return [f"{least:g}..{int(most)}"]
     signs = ((">=", least), (">", above), ("<=", most))
     bounds = [f"{sign} {bound:g}" for sign, bound in signs if bound is not None]
     return [", ".join(bounds)] if bounds else []

@@ -42,7 +42,7 @@ class AssdSettings(DecoderChoice):
     runs: ClassVar = "draftmill.decoders.any_subset.assd:algorithm"
     kind: Literal["assd"]
     k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
-        default=5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
+        default=5, description="most tokens of a draft; auto: as many as pay (not under rejection)"
     )
     drafter: Literal["self", "ngram"] = Field(default="self", description="the model itself, or n-grams of the canvas")
     head: Annotated[str, FOLDER] = Field(

@@ -1,21 +1,20 @@
 """Attention of flat token rows over the slot cache; transformers' modules call it instead of their own.
 
 A forward's rows run through a model as one flat sequence, so that products compute no padding. Without kernels only this
-module accesses the cache: it writes the rows' keys and values, spreads the queries over a rectangle with one line per slot,
-attends to the visible columns, and gathers the results. On a GPU a kernel reads the cache by the rows' intervals instead. The
-`Layout` or `FlatLayout` that it needs is passed through the model's keyword arguments as one object; nothing is kept between
-forwards. Under grouped-query attention the queries of a group become further query rows of their key head: keys and values are
-never repeated.
+module accesses the cache: it writes the rows' keys and values and attends to the visible columns, tile by tile: the rows of one
+slot, or those of several, spread over a rectangle. On a GPU a kernel reads the cache by the rows' intervals instead. The `Layout`
+or `FlatLayout` that it needs is passed through the model's keyword arguments as one object; nothing is kept between forwards.
+Under grouped-query attention the queries of a group become further query rows of their key head: keys and values are never
+repeated.
 
 Legend: N flat rows (padding after the valid ones), K key heads, G = H / K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,53 +22,60 @@ from torch.nn import functional
 
 from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.invariance import EXACT_DTYPES, ShapeRules, weigh_values
+from draftmill.decoders.backbones.packed import can_pack
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.kernels.find import Attend
 from draftmill.decoders.kernels.seen import Seen
 
-# Scores computed at once: on a CPU few enough for its cache; on a GPU small compared with the weights. Never fewer rows than
-# this, so that parts stay above what the shape rules ask for.
+# Scores that are computed at once: on a CPU few enough for its cache; on a GPU small compared with the weights.
 _CPU_SCORES: Final = 1 << 20
 _GPU_SCORES: Final = 1 << 28
-_LEAST_ROWS: Final = 64
-# Keys that are copied out in the order of positions at once.
-_MOST_COPIED: Final = 1 << 21
-# The cost of copying a slot's keys and values, in lines of attention; the share of a rectangle below which it is cut.
+# Rows of one slot that attend together. The first ones of a prompt see fewer columns than the last ones.
+_MOST_LINES: Final = 64
+# Numbers of keys and values that are copied out of the cache at once.
+_MOST_COPIED: Final = 1 << 22
+# The costs of attention, in lines: reading the keys and values of a slot, copying them; and a call, in numbers of keys.
+_READ: Final = 3
 _COPY: Final = 8
-_WORTH_CUTTING: Final = 0.75
-
-
-Band = tuple[Tensor | None, slice, slice]
-"""Some slots (None: all of them), some of their lines, and the columns that these see."""
+_CALL: Final = 1 << 17
+# Fewer query rows of a key head than these leave half precision to torch's fused attention.
+_MANY_ROWS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the `count` flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
+class Tile:
+    """Rows of a forward that attend together: those of some slots that follow each other, with `num_lines` rows each and their
+    first columns.
 
-    `order_BW` are the columns of each slot that the rectangle's columns stand for; None: the same ones, in their order.
-    `rectangle_N` is None where the rows fill the rectangle in order. `bands` are the parts of the rectangle that hold rows
-    (`cut_ragged`). `sights` are additive biases over the rectangle by window; `windows` gives the window of each layer, None for
-    one that sees everything.
+    `place_N` are the rows' places in the rectangle [slots, lines], None where they fill it. `order_BW` are the columns of each
+    slot that stand for the tile's columns; None: the same ones, in their order. `sights` are additive biases [B, T, W] by window.
     """
 
-    cache: SlotCache
-    slots: Tensor | slice
-    order_BW: Tensor | None
-    count: int
+    rows: slice
+    slots: slice | Tensor
     num_slots: int
-    num_rows: int
-    rules: ShapeRules
-    places: Tensor
-    rectangle_N: Tensor | None
-    bands: tuple[Band, ...]
-    windows: tuple[int | None, ...]
+    num_lines: int
+    place_N: Tensor | None
+    order_BW: Tensor | None
     sights: Mapping[int | None, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the `count` flat rows of one forward sit in the cache, and the tiles in which they attend. `windows` gives the window
+    of each layer, None for one that sees everything."""
+
+    cache: SlotCache
+    count: int
+    rules: ShapeRules
+    places: Tensor
+    windows: tuple[int | None, ...]
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where the `count` rows of one forward sit in the cache and what they see, for attention that needs no rectangle."""
+    """Where the `count` rows of one forward sit in the cache and what they see, for attention that needs no tiles."""
 
     cache: SlotCache
     count: int
@@ -82,64 +88,100 @@ class FlatLayout:
 AnyLayout = Layout | FlatLayout
 
 
-def cut_ragged(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Band, ...]:
-    """Cut a rectangle of lines and columns into a part that nearly all slots fill, and parts for the few larger slots.
+class Cut(NamedTuple):
+    """The part of a forward's rows that becomes a tile: `num_rows` rows from `first_row` on, of `num_slots` of its slots from
+    `first_slot` on. Each has at most `num_lines` rows, which see no column at or beyond `num_columns`. The slots are copied out
+    of the cache, unless they follow each other there."""
 
-    If one slot has many rows or sees many columns, every other slot would be padded to the same size. The few large slots are
-    copied out of the cache, so this is done only if it saves a large share: either the lines beyond a cut for the slots with
-    more lines, or the whole work of the slots that see more columns than a cut (a multiple of `multiple`). The result's bits
-    don't depend on it. The rectangle stays whole on a GPU, where reading the sizes would wait for the device, and in a compiled
-    graph.
+    first_row: int
+    num_rows: int
+    first_slot: int
+    num_slots: int
+    num_lines: int
+    num_columns: int
+    is_copied: bool
+
+
+def cut_rows(
+    rows: TokenRows, num_columns: int, cache: SlotCache, num_heads: int, multiple: int, *, ordered: bool
+) -> list[Cut]:
+    """Cut the rows of a forward into tiles. A slot with many rows is cut into parts, since its first rows see fewer columns.
+    Slots that are alike go together, since each call costs something. The result's bits don't depend on it.
+
+    `num_heads` are those of queries, `multiple` is that of columns, and slots that are `ordered` are always copied. A compiled
+    graph has one tile: no size may be read in it. On a GPU this waits for the device; kernels need no tiles.
     """
-    num_slots, num_lines = rows.shape.num_slots, rows.shape.num_lines
-    every_line, every_column = slice(0, num_lines), slice(0, num_columns)
-    if rows.slots_G.device.type != "cpu" or num_slots == 1 or torch.compiler.is_compiling():
-        return ((None, every_line, every_column),)
-    lines_B, columns_B = _extents(rows, num_columns, multiple)
-    slots = list(zip(lines_B.tolist(), columns_B.tolist(), strict=True))
-    most = _WORTH_CUTTING * num_slots * num_lines * num_columns
-    if sum(lines * columns for lines, columns in slots) > most:  # no cut costs less than this
-        return ((None, every_line, every_column),)
+    shape = rows.shape
+    is_small = shape.num_slots == 1 and shape.num_lines <= _MOST_LINES
+    if is_small or torch.compiler.is_compiling():
+        copied = ordered or shape.slots is None
+        return [Cut(0, rows.num_rows, 0, shape.num_slots, shape.num_lines, num_columns, copied)]
+    _, _, key_heads, _, width = cache.layers_2SKWd[0].shape
+    most_scores = _CPU_SCORES if rows.slots_G.device.type == "cpu" else _GPU_SCORES
+    end_N = rows.high_IN.where(rows.low_IN < rows.high_IN, 0).amax(0).tolist()
+    slots, counts = rows.slots_G.tolist(), rows.owner_N.bincount(minlength=shape.num_slots).tolist()
 
-    def cost_of_lines(cut: int) -> int:
-        more = sum(lines > cut for lines, _ in slots)
-        return (num_slots * cut + (num_lines - cut + _COPY) * more) * num_columns
+    def cost(cut: Cut) -> int:
+        lines = cut.num_lines + _READ + (_COPY if cut.is_copied else 0)
+        return _CALL // (key_heads * width) + cut.num_slots * lines * cut.num_columns
 
-    def near_lines(cut: int) -> int:
-        return max((lines for lines, columns in slots if columns <= cut), default=0)
+    def joined(cut: Cut, other: Cut) -> Cut | None:
+        """Both as one tile, where that costs less and is not too large."""
+        follows = slots[other.first_slot] == slots[other.first_slot - 1] + 1
+        both = Cut(
+            cut.first_row,
+            cut.num_rows + other.num_rows,
+            cut.first_slot,
+            cut.num_slots + 1,
+            max(cut.num_lines, other.num_lines),
+            max(cut.num_columns, other.num_columns),
+            cut.is_copied or other.is_copied or not follows,
+        )
+        cells = both.num_slots * both.num_columns
+        fits = cells * num_heads * both.num_lines <= most_scores
+        fits &= not both.is_copied or cells * 2 * key_heads * width <= _MOST_COPIED
+        return both if fits and cost(both) <= cost(cut) + cost(other) else None
 
-    def cost_of_columns(cut: int) -> int:
-        more = sum(columns > cut for _, columns in slots)
-        return num_slots * near_lines(cut) * cut + (num_lines + _COPY) * more * num_columns
-
-    lines = min((cost_of_lines(cut), cut) for cut in {lines for lines, _ in slots})
-    columns = min((cost_of_columns(cut), cut) for cut in {columns for _, columns in slots})
-    if min(lines, columns)[0] > most:
-        return ((None, every_line, every_column),)
-    if lines <= columns:
-        more_B = (lines_B > lines[1]).nonzero().squeeze(1)
-        return ((None, slice(0, lines[1]), every_column), (more_B, slice(lines[1], num_lines), every_column))
-    more_B = (columns_B > columns[1]).nonzero().squeeze(1)
-    return ((None, slice(0, near_lines(columns[1])), slice(0, columns[1])), (more_B, every_line, every_column))
-
-
-def _extents(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Tensor, Tensor]:
-    """How many lines each slot has, and how many columns its rows see at most, rounded up; int64 [B] each."""
-    lines_B = rows.owner_N.bincount(minlength=rows.shape.num_slots)
-    end_N = rows.high_IN.where(rows.low_IN < rows.high_IN, 0).amax(0)
-    columns_B = torch.zeros_like(lines_B).scatter_reduce_(0, rows.owner_N, end_N, "amax")
-    return lines_B, (-(-columns_B // multiple) * multiple).clamp(max=num_columns)
+    cuts, first, can_join = list[Cut](), 0, False
+    for slot, count in enumerate(counts):
+        parts = -(-count // _MOST_LINES)
+        for part in range(parts):
+            start, end = first + count * part // parts, first + count * (part + 1) // parts
+            seen = min(num_columns, max(1, -(-max(end_N[start:end]) // multiple)) * multiple)
+            cut = Cut(start, end - start, slot, 1, end - start, seen, ordered)
+            if parts == 1 and can_join and (both := joined(cuts[-1], cut)) is not None:
+                cuts[-1] = both
+            else:
+                cuts.append(cut)
+        first, can_join = first + count, parts == 1
+    return cuts
 
 
-def bias_of(seen_NW: Tensor, shape: tuple[int, int], rectangle_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What rows see, as an additive bias (0 or -inf) over the rectangle of this shape, [*shape, W]. Places without a row see
-    everything, since a softmax over nothing is NaN."""
-    bias_NW = torch.where(seen_NW, 0.0, -torch.inf).to(dtype)
-    if rectangle_N is None:
-        return bias_NW.view(*shape, -1)
-    bias_PW = bias_NW.new_zeros(shape[0] * shape[1], bias_NW.shape[1])
-    bias_PW[rectangle_N] = bias_NW
-    return bias_PW.view(*shape, -1)
+def bias_of(seen_NW: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rows see, as an additive bias (0 or -inf)."""
+    return torch.where(seen_NW, 0.0, -torch.inf).to(dtype)
+
+
+def tile_of(cut: Cut, rows: TokenRows, order_BW: Tensor | None, biases: Mapping[int | None, Tensor]) -> Tile:
+    """The tile of a part of the rows; `biases` are those of all rows, [N, W]. Places without a row see everything, since a
+    softmax over nothing is NaN."""
+    first, num_slots, num_lines = cut.first_slot, cut.num_slots, cut.num_lines
+    some, columns = slice(cut.first_row, cut.first_row + cut.num_rows), slice(0, cut.num_columns)
+    place_N = None
+    if cut.num_rows < num_slots * num_lines:
+        place_N = (rows.owner_N[some] - first) * num_lines + rows.line_N[some]
+    sights = {}
+    for window, bias_NW in biases.items():
+        sight = bias_NW[some, columns]
+        if place_N is not None:
+            sight = sight.new_zeros(num_slots * num_lines, cut.num_columns).index_copy_(0, place_N, sight)
+        sights[window] = sight.unflatten(0, (num_slots, num_lines))
+    slots: slice | Tensor = rows.slots_G[first : first + num_slots]
+    if not cut.is_copied:
+        start = rows.shape.slots.start + first if rows.shape.slots is not None else int(rows.slots_G[first])
+        slots = slice(start, start + num_slots)
+    order = None if order_BW is None else order_BW[first : first + num_slots, columns]
+    return Tile(some, slots, num_slots, num_lines, place_N, order, sights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,108 +255,32 @@ def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scores: Scor
         asked = query_PHd[:count], held_2SKWd, layout.seen
         mixed_NHd = layout.attend(*asked, scaling=scores.scaling, window=window, **more)
     else:
-        mixed_NHd = _mix(query_PHd[:count], layer, layout, layout.sights[window], scores)
+        mixed_NHd = _mix(query_PHd[:count], layer, layout, scores)
     padding = query_PHd.shape[0] - count
     return functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd
 
 
-def _mix(query_NHd: Tensor, layer: int, layout: Layout, bias_BTW: Tensor, scores: Scores) -> Tensor:
-    """Spread the valid rows over the rectangle, attend part by part, gather them; [valid N, H, d]."""
-    held: Held | Scattered
-    if layout.order_BW is None:
-        held = Held(*layout.cache.read(layer, layout.slots, bias_BTW.shape[2]))
+def _mix(query_NHd: Tensor, layer: int, layout: Layout, scores: Scores) -> Tensor:
+    """Attend tile by tile, [valid N, H, d]."""
+    parts = [_attend_tile(query_NHd[tile.rows], layer, layout, tile, scores) for tile in layout.tiles]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_tile(query_NHd: Tensor, layer: int, layout: Layout, tile: Tile, scores: Scores) -> Tensor:
+    """Spread the rows of a tile over its rectangle, attend, and gather them; [N, H, d]."""
+    bias_BTW = tile.sights[layout.windows[layer]]
+    if tile.order_BW is None:
+        held = layout.cache.read(layer, tile.slots, bias_BTW.shape[2])
     else:
-        assert isinstance(layout.slots, Tensor), "each slot is named with its columns"
-        held = Scattered(layout.cache, layer, layout.slots, layout.order_BW)
-    attend = partial(attend_grouped, scores=scores, rules=layout.rules)
+        assert isinstance(tile.slots, Tensor), "slots whose columns have an order are copied"
+        held = layout.cache.read_in_order(layer, tile.slots, tile.order_BW)
     spread = query_NHd
-    if layout.rectangle_N is not None:
-        spread = query_NHd.new_zeros(layout.num_slots * layout.num_rows, *query_NHd.shape[1:])
-        spread[layout.rectangle_N] = query_NHd
-    query_BTHd = spread.reshape(layout.num_slots, layout.num_rows, *query_NHd.shape[1:])
-    if len(layout.bands) == 1:
-        mixed = _in_parts(attend, query_BTHd, held, bias_BTW)
-    else:
-        # Cells outside of the bands stay as they are, since no row is gathered from there. A later band overwrites an earlier
-        # one.
-        mixed = torch.empty_like(query_BTHd)
-        for slots, lines, columns in layout.bands:
-            some: slice | Tensor = slice(None) if slots is None else slots
-            near_bias = bias_BTW[some, lines, columns]
-            mixed[some, lines] = _in_parts(attend, query_BTHd[some, lines], held.part(some, columns), near_bias)
-    mixed = mixed.flatten(0, 1)
-    return mixed if layout.rectangle_N is None else mixed[layout.rectangle_N]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Keys and values of some slots and columns, [B, K, W, d] each: views of the cache where its slots follow each other."""
-
-    key: Tensor
-    value: Tensor
-
-    @property
-    def most_slots(self) -> int | None:
-        """Of how many slots they are read at once; None: of any number."""
-        return None
-
-    def part(self, some: slice | Tensor, columns: slice) -> Held:
-        """Those of some of the slots and of the columns."""
-        return Held(self.key[some, :, columns], self.value[some, :, columns])
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """The keys and the values."""
-        return self.key, self.value
-
-
-@dataclass(frozen=True, slots=True)
-class Scattered:
-    """Keys and values of some slots, each with columns of its own, which are copied when they are read."""
-
-    cache: SlotCache
-    layer: int
-    slots_B: Tensor
-    order_BW: Tensor
-
-    @property
-    def most_slots(self) -> int | None:
-        """See Held."""
-        _, _, num_heads, _, width = self.cache.layers_2SKWd[self.layer].shape
-        return max(1, _MOST_COPIED // (num_heads * width * self.order_BW.shape[1]))
-
-    def part(self, some: slice | Tensor, columns: slice) -> Scattered:
-        """See Held."""
-        return Scattered(self.cache, self.layer, self.slots_B[some], self.order_BW[some, columns])
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """See Held."""
-        return self.cache.read_in_order(self.layer, self.slots_B, self.order_BW)
-
-
-def _in_parts(attend: Callable[..., Tensor], query_BTHd: Tensor, held: Held | Scattered, bias_BTW: Tensor) -> Tensor:
-    """Attend in parts of slots and lines whose scores, and keys that must be copied, stay small."""
-    num_slots, num_rows, num_heads, _ = query_BTHd.shape
-    limit = _CPU_SCORES if query_BTHd.device.type == "cpu" else _GPU_SCORES
-    most_slots = held.most_slots or num_slots
-    if num_slots * num_rows * num_heads * bias_BTW.shape[2] <= limit and num_slots <= most_slots:
-        return attend(query_BTHd, *held.read(), bias_BTW)
-    mixed = torch.empty_like(query_BTHd)
-    for some, lines in _parts(query_BTHd, bias_BTW.shape[2], limit, most_slots):
-        near = held.part(some, slice(None)).read()
-        mixed[some, lines] = attend(query_BTHd[some, lines], *near, bias_BTW[some, lines])
-    return mixed
-
-
-def _parts(query_BTHd: Tensor, num_columns: int, limit: int, most_slots: int) -> list[tuple[slice, slice]]:
-    """Cut a rectangle into parts (slots, lines) whose scores fit into memory at once, of at most `most_slots` slots."""
-    num_slots, num_rows, num_heads, _ = query_BTHd.shape
-    rows_at_once = max(_LEAST_ROWS, limit // (num_heads * num_columns))
-    if rows_at_once >= num_rows:
-        step = min(rows_at_once // num_rows, most_slots)
-        return [(slice(first, first + step), slice(None)) for first in range(0, num_slots, step)]
-    count = -(-num_rows // rows_at_once)
-    lines = [slice(num_rows * part // count, num_rows * (part + 1) // count) for part in range(count)]
-    return [(slice(slot, slot + 1), line) for slot in range(num_slots) for line in lines]
+    if tile.place_N is not None:
+        spread = query_NHd.new_zeros(tile.num_slots * tile.num_lines, *query_NHd.shape[1:])
+        spread[tile.place_N] = query_NHd
+    query_BTHd = spread.unflatten(0, (tile.num_slots, tile.num_lines))
+    mixed = attend_grouped(query_BTHd, *held, bias_BTW, scores=scores, rules=layout.rules).flatten(0, 1)
+    return mixed if tile.place_N is None else mixed[tile.place_N]
 
 
 def attend_grouped(
@@ -322,15 +288,18 @@ def attend_grouped(
 ) -> Tensor:
     """Softmax attention with an additive bias that all heads share; head h of the queries reads key head h // G. [B, T, H, d].
     In float32 and float64 on a CPU the products keep the shape rules (invariance.py), so that a row's bits depend on no
-    neighbour; elsewhere they are left to torch's fused attention, which keeps scores in float32 or better."""
+    neighbour. Elsewhere most are left to torch's fused attention. Scores are float32 or better everywhere."""
     num_slots, num_rows, num_heads, width = query_BTHd.shape
     key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
     group = num_heads // key_heads
     count, rows = num_slots * key_heads, num_rows * group
     grouped = (num_slots, num_rows, key_heads, group, width)
-    is_exact = query_BTHd.device.type == "cpu" and query_BTHd.dtype in EXACT_DTYPES
-    if is_exact or not scores.is_plain:
-        wide = torch.promote_types(query_BTHd.dtype, torch.float32)
+    device, dtype = query_BTHd.device, query_BTHd.dtype
+    is_half = dtype not in EXACT_DTYPES
+    # oneDNN multiplies bfloat16 much faster than fused attention does, and rounds the products: values may be, scores may not.
+    by_onednn = is_half and rows >= _MANY_ROWS and can_pack(dtype, device)
+    if by_onednn or not scores.is_plain or (device.type == "cpu" and not is_half):
+        wide = torch.promote_types(dtype, torch.float32)
         query_CRd = (query_BTHd.to(wide) * scores.scaling).reshape(grouped).transpose(1, 2).reshape(count, rows, width)
         # Rows that are too few are repeated, and what the others give is cut off.
         times = -(-rules.min_queries // rows)
@@ -344,10 +313,11 @@ def attend_grouped(
             score_CRW.view(all_rows).add_(bias_BTW[:, None, None, :, None])
         weight_CRW, by_head = score_CRW.softmax(-1), (num_slots, key_heads, times * num_rows, group, num_columns)
         left = scores.left(score_CRW.view(by_head), weight_CRW.view(by_head))
-        mixed_CRd = weigh_values(weight_CRW, value_BKWd.to(wide).flatten(0, 1), rules.sum_columns)
+        number, most_columns = (dtype, num_columns) if by_onednn else (wide, rules.sum_columns)
+        mixed_CRd = weigh_values(weight_CRW.to(number), value_BKWd.to(number).flatten(0, 1), most_columns)
         if left is not None:
             mixed_CRd = mixed_CRd * left.reshape(count, times * rows, 1)
-        mixed = mixed_CRd[:, :rows].to(query_BTHd.dtype)
+        mixed = mixed_CRd[:, :rows].to(dtype)
         if num_rows == 1:
             return mixed.reshape(query_BTHd.shape)
     else:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged
+from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_rows, tile_of
 from draftmill.decoders.backbones.cache import OnSlots, SlotCache
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
@@ -199,30 +199,19 @@ class ModuleBackbone(OnSlots):
             return self._flat_layout(rows, self._attend)
         self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
         places = self.cache.places(rows.slot_N, rows.column_N)
-        slots = rows.slots_G if shape.slots is None else shape.slots
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         order_BW = None
         if shape.num_positions is not None:
             # Some positions may stand beside their own columns. Sums run in the order of positions, as if none did.
-            num_columns, slots = self.rules.columns(shape.num_positions, self.cache.num_columns), rows.slots_G
+            num_columns = self.rules.columns(shape.num_positions, self.cache.num_columns)
             order_BW, length_B = columns_in_order(rows, self.cache.positions_SW, num_columns)
             end_1N = length_B[rows.owner_N].unsqueeze(0)
             rows = replace(rows, low_IN=torch.zeros_like(end_1N), high_IN=end_1N)
-        rectangle_N = None if rows.fills else rows.owner_N * shape.num_lines + rows.line_N
-        return Layout(
-            cache=self.cache,
-            slots=slots,
-            order_BW=order_BW,
-            count=rows.num_rows,
-            num_slots=shape.num_slots,
-            num_rows=shape.num_lines,
-            rules=self.rules,
-            places=places,
-            rectangle_N=rectangle_N,
-            bands=cut_ragged(rows, num_columns, self.rules.column_multiple),
-            windows=self.windows,
-            sights=self._sights(rows, num_columns, order_BW, rectangle_N),
-        )
+        heads, multiple = self._heads["num_heads"], self.rules.column_multiple
+        cuts = cut_rows(rows, num_columns, self.cache, heads, multiple, ordered=order_BW is not None)
+        biases = self._biases(rows, num_columns, order_BW)
+        tiles = tuple(tile_of(cut, rows, order_BW, biases) for cut in cuts)
+        return Layout(self.cache, rows.num_rows, self.rules, places, self.windows, tiles)
 
     def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
         start_N, places = self.cache.cells(rows.slot_N, rows.column_N, rows.start_N)
@@ -240,13 +229,10 @@ class ModuleBackbone(OnSlots):
         )
         return FlatLayout(self.cache, rows.num_rows, places, self.windows, seen, attend)
 
-    def _sights(
-        self, rows: TokenRows, num_columns: int, order_BW: Tensor | None, rectangle_N: Tensor | None
-    ) -> dict[int | None, Tensor]:
-        """The attention mask of each window, as an additive bias over the rectangle."""
+    def _biases(self, rows: TokenRows, num_columns: int, order_BW: Tensor | None) -> dict[int | None, Tensor]:
+        """What rows see in each window, as an additive bias (0 or -inf), [N, W]."""
         seen_NW = seen_columns(rows.low_IN, rows.high_IN, num_columns)
-        shape = rows.shape.num_slots, rows.shape.num_lines
-        sights: dict[int | None, Tensor] = {}
+        biases: dict[int | None, Tensor] = {}
         for window in dict.fromkeys(self.windows):
             within_NW = seen_NW
             if window is not None:
@@ -254,8 +240,8 @@ class ModuleBackbone(OnSlots):
                 if order_BW is not None:
                     near_NW = torch.arange(num_columns, device=self.device).expand(rows.num_rows, -1)
                 within_NW = seen_NW & (near_NW > rows.position_N.unsqueeze(1) - window)
-            sights[window] = bias_of(within_NW, shape, rectangle_N, self.dtype)
-        return sights
+            biases[window] = bias_of(within_NW, self.dtype)
+        return biases
 
     # ---- both ends -----------------------------------------------------------------------------------------------
 

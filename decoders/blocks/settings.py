@@ -60,8 +60,7 @@ class Hysteresis(Settings):
 
 
 class Bandit(Settings):
-    """Learn within each sample what pays (UCB), for each bin of span, progress and entropy. `beta` weighs the bonus of rare
-    actions; `entropy_of`: the mean over the span, or over all masks of the block."""
+    """Learn within each sample what pays (UCB), by span, progress and entropy (of the span, or of all masks of the block)."""
 
     kind: Literal["bandit"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
@@ -156,15 +155,13 @@ class BlockSettings(DecoderChoice):
         default="dynamic", description="which masks a step reveals"
     )
     steps: _Count | None = Field(default=None, description="denoising steps of a block; null: one per position")
-    tau: float = Field(
-        default=0.9, ge=0.0, allow_inf_nan=False, description="threshold of dynamic (confidence) and entropy (nats)"
-    )
-    sub_block: _Count | None = Field(default=None, description="denoise blocks in parts of N positions, left to right")
+    tau: float = Field(default=0.9, ge=0.0, allow_inf_nan=False, description="threshold of dynamic and entropy")
+    sub_block: _Count | None = Field(default=None, description="denoise blocks in parts of N positions")
     tau_edit: float | None = Field(
         default=None, ge=0.0, allow_inf_nan=False, description="replace a revealed token if another exceeds this"
     )
-    post_steps: int = Field(default=16, ge=0, le=2**20, description="with tau_edit: most steps after the last mask")
-    causal_cache: bool = Field(default=False, description="prompt and finished blocks see only what is to their left")
+    post_steps: int = Field(default=16, ge=0, le=2**20, description="with tau_edit: steps after the last mask")
+    causal_cache: bool = Field(default=False, description="finished blocks see only what is to their left")
     fused: bool = Field(default=False, description="draft a block in the forward that adds what is before it")
     draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
 

@@ -79,7 +79,7 @@ class SpeculativeSettings(CausalSettings):
     runs: ClassVar = "draftmill.decoders.causal.speculative:algorithm"
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
-        default=5, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
+        default=5, description="most tokens of a draft; auto: as many as pay (not under rejection)"
     )
     drafter: ModelDrafterSettings | HeadDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings = Field(
         default=NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts"
@@ -102,14 +102,14 @@ class SpecDiffSettings(CausalSettings):
     runs: ClassVar = "draftmill.decoders.causal.specdiff:algorithm"
     kind: Literal["specdiff"]
     gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
-        default=8, description="maximum number of tokens drafted at a time; auto: as many as pay (not under rejection)"
+        default=8, description="most tokens of a draft; auto: as many as pay (not under rejection)"
     )
     steps: int = Field(default=2, ge=1, le=256, description="forwards of the drafter for one draft, at most")
     order: Literal["left_to_right", "native"] = Field(
-        default="left_to_right", description="which draft comes first; native (at random) is lossy under rejection"
+        default="left_to_right", description="order of the drafts; native (random) is lossy under rejection"
     )
     window: Literal["short", "full"] = Field(default="short", description="masks of the draft or of the trained length")
-    drafter: DrafterPlace = Field(description="a masked-diffusion model with the same vocabulary, except the mask")
+    drafter: DrafterPlace = Field(description="a masked-diffusion model with the same vocabulary")
     head: Annotated[str, FOLDER] = Field(
         default="auto", min_length=1, description="auto: the drafter's own; none; or a head's folder"
     )
@@ -156,5 +156,5 @@ class MultiblockJacobiSettings(CausalSettings):
     block_size: int = Field(default=16, ge=1, le=256, description="tokens of a block")
     blocks: int = Field(default=2, ge=1, le=8, description="blocks at once")
     spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0, description="accepted share when the next block starts")
-    verify_size: int = Field(default=4, ge=1, le=16, description="rows verified together: the draft and its candidates")
-    pool_size: int = Field(default=4, ge=0, le=256, description="rejected runs of tokens kept as candidates; 0: none")
+    verify_size: int = Field(default=4, ge=1, le=16, description="the draft and its candidates")
+    pool_size: int = Field(default=4, ge=0, le=256, description="rejected runs of tokens kept as candidates")

@@ -32,10 +32,10 @@ class MaskedSettings(DecoderChoice):
     finds_lengths: ClassVar[bool] = True
     block_length: _Count | None = Field(default=32, description="positions of a block; null: the canvas is one block")
     confidence: Literal["top1", "margin", "entropy", "random"] = Field(
-        default="top1", description="which position comes next: by probability, lead, negative entropy, or at random"
+        default="top1", description="which position comes next"
     )
     cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = Field(
-        default="none", description="what a forward reads instead of computing it; dual_relaxed is lossy in ssd"
+        default="none", description="what a forward reads instead of computing it"
     )
     refresh: _Count | None = Field(default=None, description="refresh the cache after N tokens; null: once a block")
     draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
@@ -43,7 +43,7 @@ class MaskedSettings(DecoderChoice):
     guidance_scale: float = Field(
         default=0.0, ge=0.0, le=100.0, allow_inf_nan=False, description="classifier-free guidance (LLaDA); doubles nfe"
     )
-    suppress_end: bool = Field(default=False, description="end tokens come last, as if their confidence was 0 (LLaDA)")
+    suppress_end: bool = Field(default=False, description="end tokens come last (LLaDA)")
 
     @property
     def draws_anew(self) -> bool:
@@ -73,7 +73,7 @@ class StepwiseSettings(MaskedSettings):
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.masked.stepwise:algorithm"
     kind: Literal["stepwise"]
-    tokens_per_step: int = Field(default=1, ge=1, description="tokens that a forward reveals; more than 1 is lossy")
+    tokens_per_step: int = Field(default=1, ge=1, description="tokens that a forward reveals; above 1 lossy")
     steps: Annotated[int, Field(ge=1)] | None = Field(default=None, description="instead: the number of forwards")
     schedule: Literal["even", "dream"] = Field(default="even", description="steps: dream is Dream's, without blocks")
 
@@ -132,9 +132,9 @@ class AncestralSettings(DecoderChoice):
     scores_any: ClassVar = True
     runs: ClassVar = "draftmill.decoders.masked.ancestral:algorithm"
     kind: Literal["ancestral"]
-    steps: int = Field(default=128, ge=1, le=2**20, description="steps until no mask is left; one more takes the rest")
+    steps: int = Field(default=128, ge=1, le=2**20, description="steps until no mask is left")
     predictor: Literal["auto", "ddpm", "analytic", "euler"] = Field(
-        default="auto", description="the rule that reveals masks: ddpm (MDLM), analytic or euler (SEDD)"
+        default="auto", description="ddpm is MDLM's, the others SEDD's"
     )
 
     def check_model(self, info: ModelInfo) -> None:

@@ -1,4 +1,4 @@
-"""`make papers`: runs the presets as sweeps, compares their cases, and writes docs/papers.md.
+"""`make papers`: runs the presets as sweeps, compares their cases, and writes benchmarks/PAPERS.md.
 
     python -m examples.papers [--full] [--only PRESET ...] [--inputs] [--runs DIR] [--out FILE]
 
@@ -27,7 +27,7 @@ from examples.papers.page import Answer, CaseRow, Section, page
 HERE = Path(__file__).parent
 INPUT = Path("runs/papers/inputs/humaneval_lines.jsonl")
 RUNS = Path("runs/papers")
-PAGE = HERE.parent.parent / "docs" / "papers.md"
+PAGE = HERE.parent.parent / "benchmarks" / "PAPERS.md"
 
 CUT_DOWN = {
     "assd": 32,

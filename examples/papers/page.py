@@ -1,4 +1,4 @@
-"""Writes docs/papers.md: a table of claims and a table of cases for every paper."""
+"""Writes benchmarks/PAPERS.md: a table of claims and a table of cases for every paper."""
 
 from __future__ import annotations
 

@@ -428,7 +428,7 @@ def _code_problem(metric: PassAtK, place: str, samples: int | None) -> Problem |
     if not metric.allow_code_execution:
         return (
             f"{place}.allow_code_execution",
-            "pass_at_k runs code that a model wrote, in a sandbox (docs/security.md); allowed: true",
+            "pass_at_k runs code that a model wrote, in a sandbox (docs/guarantees.md); allowed: true",
         )
     if samples is not None and max(metric.k) > samples:
         return f"{place}.k", f"{max(metric.k)} is more than the samples of a row (sampling.n: {samples})"

@@ -69,22 +69,20 @@ class InputSettings(Settings):
     path: Annotated[
         Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None,
         PathMark(("s3", "hf")),
-    ] = Field(default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib; or a list of them")
-    run: Annotated[Text | None, PathMark(("s3",))] = Field(
-        default=None, description="a finished run, whose result rows are the input; not with path"
-    )
+    ] = Field(default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib")
+    run: Annotated[Text | None, PathMark(("s3",))] = Field(default=None, description="a finished run, in place of path")
     where: Annotated[Text, AfterValidator(_where)] | None = Field(
-        default=None, description="which of the run's rows, for example `exact_match >= 1`; null: all that are ok"
+        default=None, description="rows of the run, such as `exact_match >= 1`; null: all that are ok"
     )
     columns: Columns = Field(default=Columns(), description="which column holds what")
-    limit: Positive | None = Field(default=None, description="use only the first rows, this many over all files")
-    chunk_chars: Positive | None = Field(default=None, description="cut text files into rows of at most N characters")
+    limit: Positive | None = Field(default=None, description="the first N rows over all files")
+    chunk_chars: Positive | None = Field(default=None, description="cut text files into rows of N characters")
     delimiter: Annotated[str, AfterValidator(_delimiter)] | None = Field(
-        default=None, description="of csv fields: one character, or tab; null: a comma, in .tsv a tab"
+        default=None, description="of csv: a character, or tab; null: a comma, in .tsv a tab"
     )
-    truncate: Side | None = Field(default=None, description="part of a long prompt that is cut; null: its row fails")
+    truncate: Side | None = Field(default=None, description="side of a long prompt that is cut; null: its row fails")
     keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
-        default=(), description="input columns that are copied into the result rows, in a struct keep"
+        default=(), description="columns that are copied into the results"
     )
     since: Literal["last_success"] | None = Field(default=None, description="skip files that a finished run has read")
     dedupe: Literal["ids"] | None = Field(default=None, description="skip rows that a finished run already has as ok")
@@ -127,19 +125,19 @@ class ModelSettings(Settings):
     adapter: Annotated[Text | None, MODEL] = Field(
         default=None, description="a PEFT LoRA adapter: a folder, s3://..., or a hub id"
     )
-    family: Text = Field(default="auto", description="auto: model_type of config.json; draftmill models lists all")
-    revision: str | None = Field(default=None, description="of a hub model; refused for any other")
+    family: Text = Field(default="auto", description="`draftmill models` lists all")
+    revision: str | None = Field(default=None, description="of a hub model")
     mask_id: Annotated[int, Field(ge=0)] | None = Field(default=None, description="null: the family's own, if any")
     tokenizer: Annotated[Text, FOLDER] = Field(
         default="auto", description="auto (the model's), a folder, or none (rows give tokens)"
     )
     dtype: Dtype = Field(default="auto", description="auto: float32, which is exact, on CPU; bfloat16 on GPU")
     weights: Literal["auto", "int8", "int4", "fp8"] = Field(
-        default="auto", description="auto: in dtype; else the layers' matrices are held so; int8 multiplies integers"
+        default="auto", description="the layers' matrices; auto: in dtype"
     )
     device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto prefers GPU; cpu; cuda:N")
-    trust_remote_code: bool = Field(default=False, description="for tokenizers' loaders; models never run remote code")
-    exact: bool = Field(default=False, description="true: a text has the same bits in any batch, or the job is refused")
+    trust_remote_code: bool = Field(default=False, description="for tokenizers' loaders, never for models")
+    exact: bool = Field(default=False, description="refuse the job unless texts have the same bits in any batch")
 
 
 class BatchingSettings(Settings):
@@ -148,7 +146,7 @@ class BatchingSettings(Settings):
     max_tokens: Auto | Positive = Field(default="auto", description="most cache columns of all slots")
     max_rows: Auto | Positive = Field(default="auto", description="most slots of a worker")
     prompt_rows: Auto | Positive = Field(default="auto", description="most rows of prompts in a forward")
-    window: Positive = Field(default=65536, description="rows that are sorted and cut into units together")
+    window: Positive = Field(default=65536, description="rows that are sorted together")
 
 
 class ErrorSettings(Settings):
@@ -156,7 +154,7 @@ class ErrorSettings(Settings):
 
     max_rate: Annotated[float, Field(ge=0.0, le=1.0)] = Field(default=0.01, description="largest share of failed rows")
     max_count: Annotated[int, Field(ge=0)] | None = Field(default=None, description="most failed samples")
-    attempts: Positive = Field(default=3, description="failures of a unit by its data before its rows are examined")
+    attempts: Positive = Field(default=3, description="failures of a unit before its rows are examined")
 
 
 def _date(value: Any) -> Any:
@@ -168,11 +166,9 @@ def _date(value: Any) -> Any:
 class OutputSettings(Settings):
     """Where the results go. A path with a date, as in `base/{date:%Y-%m-%d}`, is that of a recurring job."""
 
-    path: Annotated[Text, PathMark(("s3", "memory"))] = Field(
-        description="a folder or s3://bucket/prefix; {date:...} for a recurring job"
-    )
+    path: Annotated[Text, PathMark(("s3", "memory"))] = Field(description="a folder or s3://bucket/prefix")
     logical_date: Annotated[str, BeforeValidator(_date)] | None = Field(
-        default=None, description="the date for {date:...}; null: the time of the start"
+        default=None, description="date for {date:...}; null: the start's"
     )
     trace: Literal["none", "steps"] = Field(default="none", description="steps: one row per decoder iteration")
     unit_rows: Auto | Positive = Field(default="auto", description="rows of a unit, at most 2^19 tokens")
@@ -192,7 +188,7 @@ class S3Settings(Settings):
     region: str | None = Field(default=None, description="as for boto3")
     addressing: Literal["auto", "path", "virtual"] = Field(default="auto", description="auto: path with an endpoint")
     checksums: Literal["auto", "when_required", "when_supported"] = Field(
-        default="auto", description="auto: SHA-256 with every write; when_required: none; when_supported: boto3's"
+        default="auto", description="auto: SHA-256; when_required: none; when_supported: boto3's"
     )
 
     def options(self) -> S3Options:
@@ -219,7 +215,7 @@ class JobSpec(Settings):
         default="job", description="in tables; else the file's name"
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
-        default=0, description="gives, with a sample's id, the sample's key and so all its randomness"
+        default=0, description="with a sample's id, decides all its randomness"
     )
     task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings

@@ -33,17 +33,17 @@ class WorkerShape(Settings):
 
     count: Literal["auto"] | Positive = Field(default="auto", description="auto: as many as GPUs, else CPUs, allow")
     gpus: Literal["auto"] | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = Field(
-        default="auto", description="per worker, all on one node; auto: one if a selected node has any"
+        default="auto", description="per worker; auto: one if a selected node has any"
     )
     cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = Field(default=1, description="per worker (Ray's CPUs)")
-    gpus_per_model: Positive = Field(default=1, description="processes on one node that one model is split over")
+    gpus_per_model: Positive = Field(default=1, description="processes over which one model is split")
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = Field(
-        default_factory=dict, description="only nodes with these labels: VALUE, !VALUE, in(A, B), !in(A, B)"
+        default_factory=dict, description="nodes' labels: VALUE, !VALUE, in(A, B), !in(A, B)"
     )
     max_rows: Positive | None = Field(default=None, description="in place of batching.max_rows")
     max_tokens: Positive | None = Field(default=None, description="in place of batching.max_tokens")
     stall_s: Seconds = Field(default=600.0, description="a worker without progress for N seconds is killed")
-    start_s: Seconds = Field(default=1800.0, description="a worker that is not up after N seconds is requested again")
+    start_s: Seconds = Field(default=1800.0, description="a worker not up after N seconds is requested again")
 
     @field_validator("gpus")
     @classmethod

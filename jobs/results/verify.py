@@ -1,4 +1,4 @@
-"""`draftmill verify`: checks a run's promises (docs/promises.md) from its files alone. It reads and hashes every file.
+"""`draftmill verify`: checks a run's promises (docs/guarantees.md) from its files alone. It reads and hashes every file.
 
 It checks the plan against the data files, the data files against the manifest, and `_SUCCESS` against both. It checks each
 later pass in the same way, and that the pass has exactly the rows that failed in the one before. It checks files of metrics

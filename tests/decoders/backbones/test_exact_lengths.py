@@ -23,6 +23,7 @@ from tests.decoders.backbones.causal_models import MODELS, in_a_row, load, play,
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, look, random_canvas
 from tests.decoders.backbones.masked_models import load as load_masked
 from tests.decoders.backbones.test_block_models import in_blocks
+from tests.decoders.backbones.test_transformer import one_tile
 from tests.decoders.backbones.test_xlnet import save_random as save_random_xlnet
 from tests.decoders.support import decode, texts
 
@@ -168,34 +169,27 @@ def test_a_causal_row_has_the_same_bits_beside_any_longer_one(tmp_path, name):
             assert torch.equal(apart[slot], together[slot]), f"{LENGTHS[slot]} tokens"
 
 
-def test_few_long_slots_are_cut_out_of_the_columns_and_nothing_changes(tmp_path, monkeypatch):
+def test_long_slots_have_tiles_of_their_own_and_nothing_changes(tmp_path, monkeypatch):
     save_random(tmp_path, "qwen2-sliding", max_position_embeddings=2048)
     backbone = load(tmp_path)
     texts = {slot: random_tokens(700 if slot == 4 else 20 + slot, seed=slot) for slot in range(16)}
-    backbone.allocate(16, 704)
     prompts = {slot: in_a_row(text[:-1]) for slot, text in texts.items()}
     steps = {slot: in_a_row(text[-1:], len(text) - 1) for slot, text in texts.items()}
-    found, bands = [], []
-    cut_ragged = attention.cut_ragged
+    found, numbers = [], []
+    for cut in (attention.cut_rows, one_tile):
 
-    def uncut(rows, num_columns, multiple):
-        return ((None, slice(0, rows.shape.num_lines), slice(0, num_columns)),)
+        def counted(*of, cut=cut, ordered):
+            cuts = cut(*of, ordered=ordered)
+            numbers.append(len(cuts))
+            return cuts
 
-    for cut in (cut_ragged, uncut):
-
-        def noted(*rectangle, cut=cut):
-            bands.append(cut(*rectangle))
-            return bands[-1]
-
-        monkeypatch.setattr("draftmill.decoders.backbones.transformer.cut_ragged", noted)
+        monkeypatch.setattr("draftmill.decoders.backbones.transformer.cut_rows", counted)
         backbone.forget()
         backbone.allocate(16, 704)
         found.append([play(backbone, prompts), play(backbone, steps)])
-    assert [len(one) for one in bands] == [2, 2, 1, 1]
-    for one in bands[:2]:
-        assert one[0][2].stop == 64 and one[1][0].tolist() == [4]
-    for cut, whole in zip(*found, strict=True):
-        assert all(torch.equal(cut[slot], whole[slot]) for slot in texts)
+    assert numbers[0] > 11 and numbers[1] > 1 and numbers[2:] == [1, 1]
+    for parts, whole in zip(*found, strict=True):
+        assert all(torch.equal(parts[slot], whole[slot]) for slot in texts)
 
 
 @pytest.mark.one_in(2)

@@ -15,8 +15,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftmill.decoders.backbones import attention, transformer
+from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
+from draftmill.decoders.backbones.invariance import INEXACT_RULES
 from draftmill.decoders.backbones.network import Norm
+from draftmill.decoders.backbones.packed import can_pack
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.self_test import check_masking
 from tests.decoders.backbones.causal_models import (
@@ -168,65 +171,87 @@ def test_float32_rows_have_the_same_bits_in_any_batch(tmp_path, name):
             assert torch.equal(backbone.logits(alone[2][-1:])[0], backbone.logits(together[slot])[-1])
 
 
-def test_attention_in_parts_is_the_same_attention(tmp_path, monkeypatch):
-    save_random(tmp_path)
-    backbone = load(tmp_path)
-    whole = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
-    for scores in (1 << 9, 1 << 11):
-        monkeypatch.setattr(attention, "_CPU_SCORES", scores)
-        monkeypatch.setattr(attention, "_LEAST_ROWS", 4)
-        backbone.forget()
-        parts = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
-        for slot in TEXTS:
-            torch.testing.assert_close(parts[slot], whole[slot], atol=1e-5, rtol=1e-5)
+def rows_of(slots, lines, columns):
+    """Rows of slots with these numbers of rows, which see these numbers of columns at most: the last row all of them."""
+    column_N = torch.cat([torch.arange(count) for count in lines])
+    ends = [max(1, seen - back) for count, seen in zip(lines, columns, strict=True) for back in reversed(range(count))]
+    end_1N = torch.tensor([ends])
+    return token_rows(slots, lines, column_N, column_N, column_N, (torch.zeros_like(end_1N), end_1N))
 
 
 @pytest.mark.parametrize(
-    ("lines", "cut"),
+    ("slots", "lines", "columns", "found"),
     [
-        ([1] * 15 + [40], 1),  # one long prompt among single rows
-        ([3, 2, 3, 3, 1, 3, 3, 3, 2, 3, 60, 50], 3),  # two among drafts
-        ([5, 4, 5, 5], None),  # nearly even: whole
-        ([20, 40], None),  # to copy one of two slots saves too little
+        (range(8), [1] * 8, [30] * 8, [(8, 1, 32, False)]),
+        (range(8), [1, 3, 2, 1, 1, 3, 2, 2], [30] * 8, [(8, 3, 32, False)]),  # drafts: a little padding
+        (range(4), [1] * 4, [4000, 30, 40, 3990], [(1, 1, 4000, False), (2, 1, 64, False), (1, 1, 4000, False)]),
+        (
+            range(3),
+            [1, 130, 1],
+            [30, 2000, 30],
+            [(1, 1, 32, False)]
+            + [(1, n, w, False) for n, w in ((43, 1920), (43, 1984), (44, 2016))]
+            + [(1, 1, 32, False)],
+        ),
+        ([0, 2, 4, 5], [1] * 4, [30] * 4, [(4, 1, 32, True)]),  # short ones are copied out of the cache
+        ([0, 2, 4, 5], [1] * 4, [4000] * 4, [(1, 1, 4000, False)] * 2 + [(2, 1, 4000, False)]),
     ],
 )
-def test_a_ragged_rectangle_is_cut_where_a_few_slots_have_many_rows(lines, cut):
-    rows = rows_of_lines(lines)
-    bands = attention.cut_ragged(rows, 64, 32)
-    seen_BT = torch.zeros(len(lines), max(lines), dtype=torch.int64)
-    for slots, where, _ in bands:
-        seen_BT[slice(None) if slots is None else slots, where] += 1
-    assert (seen_BT <= 1).all() and bool(seen_BT[rows.owner_N, rows.line_N].all()), "every row stands in one band"
-    assert [where.stop for slots, where, _ in bands if slots is None] == [cut or max(lines)]
-    assert len(bands) == (1 if cut is None else 2)
+def test_rows_are_cut_into_tiles_of_slots_that_are_alike(tmp_path, slots, lines, columns, found):
+    cache = SlotCache(1, 2, 16, dtype=torch.float32, device=torch.device("cpu"))
+    rows = rows_of(slots, lines, columns)
+    cuts = attention.cut_rows(rows, 4000, cache, 4, 32, ordered=False)
+    assert [(cut.num_slots, cut.num_lines, cut.num_columns, cut.is_copied) for cut in cuts] == found
+    assert sum(cut.num_rows for cut in cuts) == rows.num_rows, "every row stands in one tile"
 
 
-def rows_of_lines(lines):
-    """Rows of slots with so many lines, each of which sees 64 columns."""
-    column_N = torch.cat([torch.arange(count) for count in lines])
-    sight = torch.zeros_like(column_N).unsqueeze(0), torch.full_like(column_N, 64).unsqueeze(0)
-    return token_rows(range(len(lines)), lines, column_N, column_N, column_N, sight)
+def one_tile(rows, num_columns, cache, num_heads, multiple, *, ordered):
+    copied = ordered or rows.shape.slots is None
+    return [attention.Cut(0, rows.num_rows, 0, rows.shape.num_slots, rows.shape.num_lines, num_columns, copied)]
 
 
-def uncut(rows, num_columns, multiple):
-    return ((None, slice(0, rows.shape.num_lines), slice(0, num_columns)),)
-
-
-def test_ragged_attention_gives_a_row_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("limits", [{}, {"_MOST_LINES": 4}, {"_CALL": 0, "_READ": 0}, {"_CPU_SCORES": 1 << 9}])
+def test_a_row_has_the_same_bits_in_any_tile(tmp_path, monkeypatch, limits):
     save_random(tmp_path, "llama")
-    texts = {slot: random_tokens(48 if slot == 2 else 3, seed=slot) for slot in range(10)}
-    cuts, cut_ragged = [], attention.cut_ragged
+    texts = {slot: random_tokens(140 if slot == 2 else 3 + slot, seed=slot) for slot in range(10)}
+    prompts = {slot: len(text) - 2 for slot, text in texts.items()}
+    with monkeypatch.context() as patched:
+        patched.setattr(transformer, "cut_rows", one_tile)
+        whole = decode_with_rejections(load(tmp_path), texts, prompts=prompts)
+    for name, value in limits.items():
+        monkeypatch.setattr(attention, name, value)
+    numbers, cut_rows = [], attention.cut_rows
 
-    def counted(*rectangle):
-        cuts.append(cut_ragged(*rectangle))
-        return cuts[-1]
+    def counted(*of, ordered):
+        cuts = cut_rows(*of, ordered=ordered)
+        numbers.append(len(cuts))
+        return cuts
 
-    monkeypatch.setattr(transformer, "cut_ragged", counted)
-    ragged = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
-    assert any(len(bands) == 2 for bands in cuts), "nothing was cut"
-    monkeypatch.setattr(transformer, "cut_ragged", uncut)
-    whole = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
-    assert all(torch.equal(ragged[slot], whole[slot]) for slot in texts)
+    monkeypatch.setattr(transformer, "cut_rows", counted)
+    backbone = load(tmp_path)
+    parts = decode_with_rejections(backbone, texts, prompts=prompts)
+    assert backbone.exact and max(numbers) > 2, "nothing was cut"
+    assert all(torch.equal(parts[slot], whole[slot]) for slot in texts)
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no products of bfloat16 by oneDNN")
+def test_many_rows_of_bfloat16_attend_as_precisely_as_few():
+    normal = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(*shape, generator=normal).bfloat16() for shape in ((2, 40, 6, 32), *[(2, 3, 300, 32)] * 2)
+    )
+    bias = torch.where(torch.rand(2, 40, 300, generator=normal) < 0.3, 0.0, -torch.inf).bfloat16()
+    scores = attention.Scores(3 * 32**-0.5)
+    of = {"scores": scores, "rules": INEXACT_RULES}
+    exact = attention.attend_grouped(query.double(), key.double(), value.double(), bias.double(), **of)
+    errors = []
+    for lines in (40, 8):  # by oneDNN, by fused attention
+        parts = [
+            attention.attend_grouped(query[:, first : first + lines], key, value, bias[:, first : first + lines], **of)
+            for first in range(0, 40, lines)
+        ]
+        errors.append((torch.cat(parts, 1).double() - exact).norm() / exact.norm())
+    assert errors[1] < 0.003 and errors[0] < 1.5 * errors[1], "scores were rounded"
 
 
 def test_a_sample_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(tmp_path):
@@ -284,8 +309,8 @@ def test_rows_computed_are_counted_with_their_padding(tmp_path):
 def test_a_mask_that_has_no_effect_is_found_at_start(tmp_path, monkeypatch):
     save_random(tmp_path)
 
-    def see_all(seen_NW, shape, rectangle_N, dtype):
-        return torch.zeros(*shape, seen_NW.shape[1], dtype=dtype)
+    def see_all(seen_NW, dtype):
+        return torch.zeros(seen_NW.shape, dtype=dtype)
 
     monkeypatch.setattr(transformer, "bias_of", see_all)
     with pytest.raises(RuntimeError, match="masked columns or other slots change"):
