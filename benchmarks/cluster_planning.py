@@ -27,8 +27,8 @@ os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_wor
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.drive.backend import cluster_survey
 from draftmill.jobs.drive.progress import Display
-from draftmill.jobs.plan.plan import Survey, survey
-from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.planning import Survey, make_plan, survey
+from draftmill.jobs.plan.resolve import resolve
 from draftmill.storage.stores.store import open_store
 
 WORDS = 40
@@ -69,9 +69,9 @@ def time_plan(path: Path, out: Path, survey_of: Callable[..., Survey]) -> tuple[
         }
     )
     store = open_store(spec.output.path)
-    prepared = prepare(spec, store)
+    resolved = resolve(spec, store)
     began_s, spent_s = time.perf_counter(), time.process_time()
-    make_plan(prepared, store, Display(), survey=survey_of(prepared))
+    make_plan(resolved, store, Display(), survey=survey_of(resolved))
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - spent_s
     return {file.name: file.read_bytes() for file in sorted(out.glob("plan/*"))}, wall_s, cpu_s
 
@@ -82,7 +82,7 @@ def compare(folder: Path, name: str, path: Path, rows: int, cpus: int, rounds: i
     time_plan(path, folder / f"{name}-warm", there)  # processes start, and load the tokenizer
     here_s, there_s, spent_here_s, spent_s = [], [], [], []
     for number in range(rounds):
-        alone, wall_s, cpu_s = time_plan(path, folder / f"{name}-here-{number}", lambda prepared: survey)
+        alone, wall_s, cpu_s = time_plan(path, folder / f"{name}-here-{number}", lambda resolved: survey)
         here_s.append(wall_s)
         spent_here_s.append(cpu_s)
         together, wall_s, cpu_s = time_plan(path, folder / f"{name}-there-{number}", there)

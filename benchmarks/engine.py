@@ -30,6 +30,7 @@ from draftmill.jobs.drive.run_log import read_sessions
 from draftmill.jobs.drive.totals import efficiency
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.plan.resolve import resolved_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.jobs.run.job import run_job
 from draftmill.jobs.run.session import RunOptions
@@ -75,7 +76,7 @@ def bare_loop(spec: JobSpec, threads: int) -> float:
 
     plan = load_plan(open_store(spec.place(spec.output.path)))
     assert plan is not None, "the job has run, so it has a plan"
-    samples, decoder = canvases(make_job(spec, plan), plan, threads)
+    samples, decoder = canvases(make_job(resolved_of(plan), plan), plan, threads)
     assert isinstance(decoder, CachedDecoder)
     queue = [
         Request(number, sample.key, sample.canvas) for number, sample in enumerate(samples) if sample.canvas is not None

@@ -1,13 +1,12 @@
 """draftmill as a library: `draftmill.run`, `draftmill.open_run` and `draftmill.generate`, each built on what its command does.
 
 All that a command would print of the end of a run is in the results, or in an exception with the same text (draftmill.Error).
-Nothing is printed: what happens is logged. The process is left as it was.
+Nothing is printed but progress, on stderr; the process is left as it was.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -37,7 +36,8 @@ from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import hold_lease
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.exit_codes import Ended
-from draftmill.jobs.plan.prepare import Loaders, make_plan, prepare, remembering
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import Loaders, remembering, resolve
 from draftmill.jobs.results.export import columns_of, own_columns, tables_of
 from draftmill.jobs.results.formats import plain_rows
 from draftmill.jobs.results.passes import count_failed, passes_of
@@ -65,7 +65,6 @@ Row: TypeAlias = dict[str, Any]
 Order: TypeAlias = Literal["plan", "input"]
 """Rows as they were planned, unit by unit (which needs the least memory), or as they stand in the inputs."""
 
-logging.getLogger("draftmill").addHandler(logging.NullHandler())  # in workers, Python's own handler shows warnings
 
 USUAL: Final = (
     *("status", "error_kind", "error", "text", "fills", "tokens", "finish", "new_tokens", "nfe", "logprob"),
@@ -385,10 +384,9 @@ def _decode(job: JobSpec) -> list[Row]:
     _KEPT.refresh(job)
     _KEPT.backend.check(job)
     with hold_lease(store, stop.set) as lease, Display() as display:
-        prepared = prepare(job, store, display, loaders=_KEPT.loaders)
-        plan = make_plan(prepared, store, display, epoch=lease.epoch)
-        options = RunOptions(local=True)
-        finish = decode(Run(job, options, prepared, store, plan, lease, stop, display, _KEPT.backend))
+        resolved = resolve(job, store, display, loaders=_KEPT.loaders)
+        plan = make_plan(resolved, store, display, epoch=lease.epoch)
+        finish = decode(Run(resolved, plan, RunOptions(local=True), lease, stop, display, _KEPT.backend))
     if finish.how != "done":
         raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
     tables = tables_of(passes_of(store), plan.schema.names, order="input")

@@ -18,17 +18,16 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.text import Text
 
-from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
-from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE
 from draftmill.jobs.compare.report import render_page, write_page
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import SampleName
+from draftmill.jobs.plan.resolve import resolved_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.jobs.results.formats import plain_rows
 from draftmill.jobs.results.passes import Pass, latest_rows, passes_of
@@ -185,13 +184,10 @@ class Remaking:
     def _unit_io(self, part: Pass) -> RowUnitIO:
         """What makes the canvases of a pass: as in a worker, without networks."""
         if part.number not in self._unit_ios:
-            job = replace(make_job(part.plan.spec.with_s3(part.store.place.s3), part.plan), store=part.store.place)
-            place = job.model
-            folder = fetch_model(place.checkpoint, place.revision, adapter=place.adapter)
-            info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
-            self.tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-            unit_io = RowUnitIO(job, tokenizer=self.tokenizer, info=info, worker="show", node="")
-            self._unit_ios[part.number] = unit_io
+            was = resolved_of(part.plan)
+            self.tokenizer = was.tokenizer
+            job = make_job(was, part.plan)
+            self._unit_ios[part.number] = RowUnitIO(job, tokenizer=was.tokenizer, info=was.info, worker="show", node="")
         return self._unit_ios[part.number]
 
     def _forwards(self, part: Pass, unit: int, names: set[SampleName]) -> dict[SampleName, dict[int, int]]:

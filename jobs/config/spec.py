@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from draftmill.actors.job import ModelPlace
 from draftmill.actors.metrics.settings import Metrics
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
@@ -24,7 +25,7 @@ from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.config.dates import format_date, has_date, read_date, with_date
 from draftmill.jobs.config.errors import kind_changed, spec_error
 from draftmill.jobs.config.notify_settings import Receivers
-from draftmill.jobs.config.paths import place_problem
+from draftmill.jobs.config.paths import place_problem, with_absolute
 from draftmill.jobs.config.rules import (
     kept_names,
     metric_problem,
@@ -238,12 +239,12 @@ class JobSpec(Settings):
         return self.workers if isinstance(self.workers, tuple) else (self.workers,)
 
     def recipe(self, ends: Sequence[int] = ()) -> RowRecipe:
-        """What makes the canvases of the rows; `ends` are the end tokens of the model."""
+        """What makes the canvases of the rows, with absolute local paths; `ends` are the end tokens of the model."""
         given = self.input
         return RowRecipe(
             task=self.task,
             columns=given.columns,
-            decoder=self.decoder,
+            decoder=with_absolute(self.decoder),
             sampling=self.sampling,
             ends=tuple(ends),
             truncate=given.truncate,
@@ -251,6 +252,24 @@ class JobSpec(Settings):
             seed=self.seed,
             prompt=self.prompt,
             chat=self.chat,
+        )
+
+    def model_place(self) -> ModelPlace:
+        """The model section, with absolute local paths; `device: auto` of a job whose workers get no GPU is the CPU."""
+        model = with_absolute(self.model)
+        without_gpus = all(shape.gpus == 0 for shape in self.shapes)
+        return ModelPlace(
+            checkpoint=self.place(model.path),
+            revision=model.revision,
+            family=model.family,
+            mask_id=model.mask_id,
+            tokenizer=model.tokenizer,
+            dtype=model.dtype,
+            device="cpu" if model.device == "auto" and without_gpus else model.device,
+            trust_remote_code=model.trust_remote_code,
+            adapter=model.adapter,
+            exact=model.exact,
+            weights=model.weights,
         )
 
     def place(self, url: str) -> Place:

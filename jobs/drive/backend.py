@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 
 from draftmill.actors.job import Allocation, Job, WorkerResources
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import Maker
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import Demand, NodeRoom, allocate, lacking, possible_nodes, request_of_ray
@@ -29,9 +30,8 @@ from draftmill.jobs.drive.ray_session import (
     ray_session,
 )
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.plan import Survey, survey
-from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.plan.planning import Survey, survey
+from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.rows import InputFile
@@ -75,15 +75,15 @@ class Backend:
         """Workers are available during the block; nested blocks have no effect."""
         return nullcontext()
 
-    def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
+    def opening(self, display: Display, resolved: Resolved) -> AbstractContextManager[None]:
         """Like `opened`, but the block begins while the backend is still starting."""
         return nullcontext()
 
-    def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
+    def opening_for(self, display: Display, jobs: Sequence[Resolved]) -> AbstractContextManager[list[UserError | None]]:
         """Like `opening`, for several jobs. Yields for each the error if the backend can't provide what it asks for."""
         return nullcontext([None for _ in jobs])
 
-    def survey(self, prepared: Prepared, display: Display) -> Survey:
+    def survey(self, resolved: Resolved, display: Display) -> Survey:
         """How to read the rows for a plan: in this process, or by tasks of the cluster, while the backend is opening."""
         return survey
 
@@ -145,7 +145,7 @@ class LocalBackend(Backend):
     def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
         from draftmill.actors.loop.worker import idle_gpus
 
-        idle = idle_gpus(place_of(spec).device)
+        idle = idle_gpus(spec.model_place().device)
         return [f"{counted(idle, 'GPU')} idle: --local uses one; without it each GPU has a worker"] if idle else []
 
     def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
@@ -215,16 +215,16 @@ class RayBackend(Backend):
             yield
 
     @contextmanager
-    def opening(self, display: Display, prepared: Prepared) -> Iterator[None]:
-        spec = prepared.spec
+    def opening(self, display: Display, resolved: Resolved) -> Iterator[None]:
+        spec = resolved.spec
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
                 self.allocate(spec, units=1)  # fail on missing resources before writing anything
                 yield
             return
-        units = 1 + sum(file.size or 0 for file in prepared.inputs) // BYTES_PER_EARLY_WORKER
+        units = 1 + sum(file.size or 0 for file in resolved.inputs) // BYTES_PER_EARLY_WORKER
         allocation = self._allocate(spec, local_nodes(), units=units)
-        self._start = _Start(display, prepared.info.family, spec.decoder.runs, allocation)
+        self._start = _Start(display, resolved.info.family, spec.decoder.runs, allocation)
         self._is_open = True
         self._start.start()
         try:
@@ -234,7 +234,7 @@ class RayBackend(Backend):
             self._start.end()
 
     @contextmanager
-    def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> Iterator[list[UserError | None]]:
+    def opening_for(self, display: Display, jobs: Sequence[Resolved]) -> Iterator[list[UserError | None]]:
         """See Backend. The size of a Ray of our own is known before it starts."""
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
@@ -248,12 +248,12 @@ class RayBackend(Backend):
         with nullcontext() if first is None else self.opening(display, first):
             yield refusals
 
-    def survey(self, prepared: Prepared, display: Display) -> Survey:
+    def survey(self, resolved: Resolved, display: Display) -> Survey:
         is_ours = self._start is not None
-        if not pays(prepared, _num_cpus(local_nodes() if is_ours else cluster_nodes()), is_ours=is_ours):
+        if not pays(resolved, _num_cpus(local_nodes() if is_ours else cluster_nodes()), is_ours=is_ours):
             return survey
         self._wait()
-        return cluster_survey(prepared, _num_cpus(cluster_nodes()), is_ours=is_ours, note=display.note)
+        return cluster_survey(resolved, _num_cpus(cluster_nodes()), is_ours=is_ours, note=display.note)
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
         self._wait()
@@ -400,16 +400,16 @@ MOST_TASKS = 256
 """Tasks at once, at most: the driver takes about a third of a million rows per second from them."""
 
 
-def pays(prepared: Prepared, num_cpus: int, *, is_ours: bool) -> bool:
+def pays(resolved: Resolved, num_cpus: int, *, is_ours: bool) -> bool:
     """Whether tasks are worth their start. A tokenizer that needs code of its checkpoint stays in this process."""
-    spec = prepared.spec
-    size = sum(file.size or 0 for file in prepared.inputs)
+    spec = resolved.spec
+    size = sum(file.size or 0 for file in resolved.inputs)
     is_limited = spec.input.limit is not None and spec.input.limit < LEAST_LIMIT
     is_large = size >= LEAST_BYTES * (2 if is_ours else 1)
     return num_cpus > 1 and is_large and not is_limited and not spec.model.trust_remote_code
 
 
-def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Callable[[str], None]) -> Survey:
+def cluster_survey(resolved: Resolved, num_cpus: int, *, is_ours: bool, note: Callable[[str], None]) -> Survey:
     """A survey by Ray tasks; Ray must be connected.
 
     In a Ray of our own the workers, which wait for the plan, hold all CPUs: tasks then ask for none, and there are as many as
@@ -417,15 +417,15 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
     """
 
     def survey_on_cluster(
-        spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
+        recipe: RowRecipe, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None, limit: int | None
     ) -> Iterator[pa.Table]:
         from draftmill.actors.planning.survey_pool import SurveyJob, SurveyPool, pack_tokenizer
 
-        tokenizer = pack_tokenizer(prepared.folder, spec.model.tokenizer)
-        job = SurveyJob(spec.recipe(prepared.hashes.ends), spec.kept, prepared.info, tokenizer)
+        tokenizer = pack_tokenizer(resolved.folder, resolved.spec.model.tokenizer)
+        job = SurveyJob(recipe, resolved.spec.kept, resolved.info, tokenizer)
         at_once = min(MOST_TASKS, num_cpus if is_ours else 2 * num_cpus)
         pool = SurveyPool(job, cpus=0 if is_ours else 1, at_once=at_once, note=note)
-        return pool.tables(maker, inputs, kept, spec.input.limit)
+        return pool.tables(maker, inputs, kept, limit)
 
     return survey_on_cluster
 

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Literal
 
 from draftmill.jobs.drive.log import print_result
-from draftmill.jobs.exit_codes import OK
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire, holder, pid_here, take_away, this_process
 from draftmill.storage.runs.unit_table import PLAN
@@ -120,44 +119,37 @@ def _withdraw(lease: Lease) -> None:
         tidy(lease.store)
 
 
-def wait_until_free(
-    work: Callable[[], int], if_running: IfRunning, *, sleep: Callable[[float], None] = time.sleep
-) -> int:
-    """Do the work, and return its exit code; if another driver holds a lease that it needs, do what `if_running` says.
+def gives_way(held: LeaseHeld, if_running: IfRunning, waited_for: str | None) -> bool:
+    """Do what `if_running` says where another driver holds a lease; returns whether the work is left to that driver.
 
-    `skip` says so in one line and returns 0, if that driver works. `wait` starts the work again once the lease is free. `fail`
-    raises LeaseHeld.
+    `skip` says so in one line and leaves it, if that driver works. `wait` returns once the lease is free, for the work to start
+    again. `fail` raises `held`. `waited_for` is the driver that the work has waited for before, of whom nothing is said again.
 
     A scheduler may start a lost driver again before the lease of the lost one expires. To give way then would end the job with
     exit code 0 and its work undone. So `skip` gives way only to a proven holder: a living process of this machine, or one that
     renews its lease while we watch, as a driver does RENEWALS_PER_TTL times. No driver holds a lease for longer than TTL_S: one
     that expires later has the date of a wrong clock. It is watched, too, and taken over if nobody renews it.
     """
-    waits_for = None
-    while True:
-        try:
-            return work()
-        except LeaseHeld as held:
-            now, store = held, held.store
-            assert store is not None
-            if if_running == "fail":
-                raise
-            is_odd = held.expires_at_s - time.time() > TTL_S
-            is_proven = pid_here(held.owner) is not None and not is_odd
-            if waits_for != held.owner and not (if_running == "skip" and is_proven):
-                waits_for = held.owner
-                what = "waiting" if if_running == "wait" else "waiting for a sign of life"
-                _log.warning(f"{what}: {held}")
-            if if_running == "wait":
-                while _is_renewed(now, store, sleep):
-                    now = holder(store) or now
-                    now.what = held.what
-            elif is_proven or _is_renewed(held, store, sleep):
-                print_result(f"draftmill: skipped: {held}")
-                return OK
+    now, store = held, held.store
+    assert store is not None
+    if if_running == "fail":
+        raise held
+    is_odd = held.expires_at_s - time.time() > TTL_S
+    is_proven = pid_here(held.owner) is not None and not is_odd
+    if waited_for != held.owner and not (if_running == "skip" and is_proven):
+        what = "waiting" if if_running == "wait" else "waiting for a sign of life"
+        _log.warning(f"{what}: {held}")
+    if if_running == "wait":
+        while _is_renewed(now, store):
+            now = holder(store) or now
+            now.what = held.what
+    elif is_proven or _is_renewed(held, store):
+        print_result(f"draftmill: skipped: {held}")
+        return True
+    return False
 
 
-def _is_renewed(held: LeaseHeld, store: Store, sleep: Callable[[float], None]) -> bool:
+def _is_renewed(held: LeaseHeld, store: Store) -> bool:
     """Watch a lease until it is renewed; False once it is free, and it is after TTL_S without a renewal."""
     watched_s = 0.0
     while (now := holder(store)) is not None:
@@ -166,6 +158,6 @@ def _is_renewed(held: LeaseHeld, store: Store, sleep: Callable[[float], None]) -
         if watched_s > TTL_S:
             take_away(store, held)
             _log.warning(f"taken over: {held}; it was not renewed for {TTL_S:.0f} s")
-        sleep(POLL_S)
+        time.sleep(POLL_S)
         watched_s += POLL_S
     return False

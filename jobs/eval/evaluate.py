@@ -34,7 +34,7 @@ from draftmill.jobs.eval.options import EvalOptions
 from draftmill.jobs.eval.runs import Runs, Unfinished, document
 from draftmill.jobs.eval.spec import EvalSpec, read_eval_spec
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.plan.prepare import inspect
+from draftmill.jobs.plan.resolve import inspect
 from draftmill.jobs.run.job import run_job
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.errors import StoreError, UserError

@@ -28,7 +28,7 @@ from draftmill.jobs.eval.options import EvalOptions
 from draftmill.jobs.eval.requests import Encoder, Generation, Scored, generation_of
 from draftmill.jobs.eval.runs import Asked, Instance, Results, Row, Rows, Runs, number_repeats
 from draftmill.jobs.eval.spec import EvalSpec, Kind
-from draftmill.jobs.plan.prepare import check_task
+from draftmill.jobs.plan.checks import check_task
 from draftmill.storage.errors import UserError, brief
 
 SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from draftmill.actors.task import Infill
@@ -21,48 +20,45 @@ SHOWN = 8
 """Number of differing keys that are named; the rest are only counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hashes:
-    """The contents that results depend on.
+def results_key(
+    spec: JobSpec,
+    info: ModelInfo,
+    *,
+    model: str,
+    tokenizer: str,
+    head: str | None = None,
+    drafter: str | None = None,
+    adapter: str | None = None,
+    begin: int | None = None,
+    ends: Sequence[int] = (),
+    fim: dict[str, Any] | None = None,
+    run: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Everything that results depend on, as JSON data; excludes the paths of the checkpoint and the inputs.
 
     SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, an external draft head, the drafter model and
     a LoRA adapter. The ids that begin and end a text, which may come from the checkpoint's generation config. The special
-    tokens with which a causal model fills in the middle. The state of the run whose rows are the input.
+    tokens with which a causal model fills in the middle. The state of the run whose rows are the input. `with_files` adds the
+    inputs.
     """
-
-    model: str
-    tokenizer: str
-    head: str | None = None
-    drafter: str | None = None
-    adapter: str | None = None
-    begin: int | None = None
-    ends: tuple[int, ...] = ()
-    fim: dict[str, Any] | None = None
-    run: dict[str, str] | None = None
-
-
-def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence[InputFile]) -> dict[str, Any]:
-    """Everything that results depend on, as JSON data; excludes the paths of the checkpoint and the inputs."""
     key = spec.results_key()
     if not isinstance(spec.task, Infill):
-        key["task"] |= {"begin": hashes.begin, "ends": list(hashes.ends)}
-    elif hashes.fim is not None:
-        key["task"] |= {"fim": hashes.fim, "ends": list(hashes.ends)}
-    if hashes.drafter is not None:
-        key["decoder"]["drafter"] |= {"weights": hashes.drafter}
-    if hashes.adapter is not None:
-        key["model"] |= {"adapter": hashes.adapter}
-    key["model"] |= {
-        "checkpoint": hashes.model,
-        "tokenizer": hashes.tokenizer,
-        "head": hashes.head,
-        "family": info.family,
-        "mask_id": info.mask_id,
-    }
-    key["input"] |= {"files": digest([identity(file) for file in inputs])}
-    if hashes.run is not None:
-        key["input"] |= {"run": hashes.run}
+        key["task"] |= {"begin": begin, "ends": list(ends)}
+    elif fim is not None:
+        key["task"] |= {"fim": fim, "ends": list(ends)}
+    if drafter is not None:
+        key["decoder"]["drafter"] |= {"weights": drafter}
+    if adapter is not None:
+        key["model"] |= {"adapter": adapter}
+    facts = {"checkpoint": model, "tokenizer": tokenizer, "head": head, "family": info.family, "mask_id": info.mask_id}
+    key["model"] |= facts
+    key["input"] |= {"files": None} | ({} if run is None else {"run": run})
     return key | {"schema_version": SCHEMA_VERSION}
+
+
+def with_files(results: dict[str, Any], inputs: Sequence[InputFile]) -> dict[str, Any]:
+    """A results key with what identifies the inputs; the digest of it is the job's fingerprint."""
+    return results | {"input": results["input"] | {"files": digest([identity(file) for file in inputs])}}
 
 
 def digest(value: Any) -> str:

@@ -14,10 +14,10 @@ from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.makers import shares_beginnings
 from draftmill.actors.task import Score
 from draftmill.decoders.settings import DECODERS
-from draftmill.jobs.plan.fingerprint import digest, results_key
+from draftmill.jobs.plan.fingerprint import digest, with_files
 from draftmill.jobs.plan.packing import discard_parts
 from draftmill.jobs.plan.plan import Plan, store_plan
-from draftmill.jobs.plan.prepare import Prepared, begins_with_request
+from draftmill.jobs.plan.resolve import Resolved, begins_with_request
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import part_name
@@ -27,7 +27,7 @@ OF_DRAWING = ("temperature", "top_k", "top_p", "acceptance")
 """Keys of `sampling` that no canvas depends on."""
 
 
-def plan_groups(jobs: Sequence[Prepared]) -> list[list[int]]:
+def plan_groups(jobs: Sequence[Resolved]) -> list[list[int]]:
     """Group jobs, by their numbers, whose unit tables are equal: the same rows, ids, keys, canvases and units.
 
     Of jobs whose rows have settings of their own, only those are together that allow a row the same settings.
@@ -43,23 +43,24 @@ def plan_groups(jobs: Sequence[Prepared]) -> list[list[int]]:
     return list(groups.values())
 
 
-def canvas_key(prepared: Prepared) -> str:
+def canvas_key(resolved: Resolved) -> str:
     """A digest of everything that the canvases and units depend on, except the settings that rows may have of their own.
 
     These are the inputs, the task, the tokenizer, the seed, the window, the model's length limit and ids, and whether rows
     that begin alike come together. Everything in the fingerprint counts that is not known to be without effect.
     """
-    spec, info, hashes = prepared.spec, prepared.info, prepared.hashes
-    key = spec.results_key()
-    del key["decoder"], key["model"]
+    spec, recipe, info, tokenizer = resolved.spec, resolved.recipe, resolved.info, resolved.tokenizer
+    key = dict(resolved.results)
+    model = key.pop("model")
+    del key["decoder"]
     key["sampling"] = {name: value for name, value in key.get("sampling", {}).items() if name not in OF_DRAWING}
-    key["files"] = _files_key(tuple(prepared.inputs))
+    key["files"] = _files_key(tuple(resolved.inputs))
     key["keep"] = list(spec.kept)  # input.keep, and what metrics need
     key["packing"] = [spec.batching.window, spec.output.unit_rows]
-    key["tokenizer"] = [hashes.tokenizer, spec.model.tokenizer == "none", hashes.begin, list(hashes.ends), hashes.fim]
-    key["model"] = [info.max_length, info.vocab_size, info.mask_id, fills_in_middle(spec.task, info)]
-    key["beginnings"] = shares_beginnings(spec.task, info)
-    if isinstance(spec.task, Score):  # what can be scored depends on the kind of model
+    key["tokenizer"] = [model["tokenizer"], tokenizer is None, getattr(tokenizer, "bos_id", None), list(recipe.ends)]
+    key["model"] = [info.max_length, info.vocab_size, info.mask_id, fills_in_middle(recipe.task, info)]
+    key["beginnings"] = shares_beginnings(recipe.task, info)
+    if isinstance(recipe.task, Score):  # what can be scored depends on the kind of model
         key["model"] += [info.kind, list(info.suppressed), info.shift, info.block_size]
     return digest(key)
 
@@ -70,19 +71,19 @@ def _files_key(files: tuple[InputFile, ...]) -> str:
     return digest([file.facts() | {"sha256": None} for file in files])
 
 
-def settings_key(prepared: Prepared) -> str:
+def settings_key(resolved: Resolved) -> str:
     """A digest of everything that decides which settings a row may have."""
-    decoder, sampling = DECODERS[prepared.spec.decoder.kind], prepared.spec.sampling
+    decoder, sampling = DECODERS[resolved.recipe.decoder.kind], resolved.recipe.sampling
     return digest([decoder.draws_by_row, decoder.token_logprobs, sampling.model_dump(mode="json")])
 
 
-def rows_have_settings(prepared: Prepared) -> bool:
+def rows_have_settings(resolved: Resolved) -> bool:
     """Whether rows may have settings of their own: in columns that the spec names, or as OpenAI requests, as the first row is."""
-    spec = prepared.spec
-    return bool(spec.input.columns.has_own_settings()) or begins_with_request(spec, prepared.inputs)
+    recipe = resolved.recipe
+    return bool(recipe.columns.has_own_settings()) or begins_with_request(recipe, resolved.inputs)
 
 
-def copy_plan(prepared: Prepared, donor: Plan, store: Store, *, epoch: int) -> Plan:
+def copy_plan(resolved: Resolved, donor: Plan, store: Store, *, epoch: int) -> Plan:
     """Write a plan with the units of `donor`, the plan of a job in the same group, into another run directory.
 
     Call it only under the run directory's lease, whose epoch is `epoch`. The result is the plan that `make_plan` would make.
@@ -90,7 +91,7 @@ def copy_plan(prepared: Prepared, donor: Plan, store: Store, *, epoch: int) -> P
     discard_parts(store, epoch)
     parts = [_copy_part(part, number, donor, store, epoch) for number, part in enumerate(donor.parts)]
     failpoint("plan.before_plan")
-    results = results_key(prepared.spec, prepared.info, prepared.hashes, donor.files)
+    results = with_files(resolved.results, donor.files)
     totals = {
         "units": donor.units,
         "rows": donor.rows,
@@ -98,7 +99,7 @@ def copy_plan(prepared: Prepared, donor: Plan, store: Store, *, epoch: int) -> P
         "holes": donor.holes,
         "errors": donor.errors,
     }
-    return store_plan(store, prepared.spec, results, donor.files, totals=totals, parts=parts, keep=donor.keep)
+    return store_plan(store, resolved.recorded, results, donor.files, totals=totals, parts=parts, keep=donor.keep)
 
 
 def _copy_part(part: dict[str, Any], number: int, donor: Plan, store: Store, epoch: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.fingerprint import digest
-from draftmill.jobs.plan.prepare import Prepared, copied_folder
+from draftmill.jobs.plan.resolve import Resolved, copied_folder
 from draftmill.jobs.results.passes import Pass, finished_passes, latest_rows, passes_of
 from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.inputs.inputs import list_inputs
@@ -38,18 +38,18 @@ BATCH_ROWS: Final = 65_536
 SOURCE: Final = "source.json"
 
 
-def with_run_rows(prepared: Prepared, store: Store) -> Prepared:
+def with_run_rows(resolved: Resolved, store: Store) -> Resolved:
     """The job with the rows of its `input.run` as inputs, which are written into `store`; a job with other inputs as it is.
 
     For a run directory, call it under the lease. UserError, and nothing is written, if no row is left, or if the filter does not
     fit the columns.
     """
-    settings = prepared.spec.input
-    if settings.run is None or prepared.plan is not None:
-        return prepared
-    assert prepared.hashes.run is not None
-    folder = f"input/{digest([prepared.hashes.run, settings.where])[:12]}"
-    passes = finished_passes(passes_of(open_store(prepared.spec.place(settings.run))))
+    settings = resolved.spec.input
+    if settings.run is None or resolved.plan is not None:
+        return resolved
+    run = resolved.results["input"]["run"]
+    folder = f"input/{digest([run, settings.where])[:12]}"
+    passes = finished_passes(passes_of(open_store(resolved.spec.place(settings.run))))
     several = passes[0].plan.spec.sampling.n > 1  # ids must be unique
     rows = kept = files = 0
     for table in run_rows(passes):
@@ -65,9 +65,9 @@ def with_run_rows(prepared: Prepared, store: Store) -> Prepared:
         raise UserError(
             f"{settings.run} has no {asked}, of {rows:,}", field="input.where" if settings.where else "input.run"
         )
-    source = {"run": settings.run, **prepared.hashes.run, "where": settings.where, "rows": rows, "kept": kept}
+    source = {"run": settings.run, **run, "where": settings.where, "rows": rows, "kept": kept}
     _create(store, f"{folder}/{SOURCE}", (json.dumps(source) + "\n").encode())
-    return replace(prepared, inputs=list_inputs(store.place.below(folder)))
+    return replace(resolved, inputs=list_inputs(store.place.below(folder)))
 
 
 def source_of(spec: JobSpec, files: Sequence[InputFile], store: Store) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from draftmill.decoders.base import Decoder, Outcome
 from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
+from draftmill.jobs.plan.resolve import Resolved, resolve
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.jobs.results.passes import Pass, PassRows, failed_rows, finished_passes, passes_of
 from draftmill.storage.errors import DamagedRun, StoreError
@@ -98,10 +99,8 @@ def verify(place: Place, *, invariance: int = 0) -> int:
         findings.problems += problems
     _print_findings(store, plan, findings, lines)
     if invariance and not findings.problems:
-        from draftmill.jobs.plan.prepare import prepare
-
-        prepare(plan.spec.with_s3(store.place.s3), store)  # checks that model and inputs are the ones that were decoded
-        share = check_invariance(store, plan, manifest, samples=invariance)
+        resolved = resolve(plan.spec.with_s3(store.place.s3), store)  # refuses a model or inputs that were not decoded
+        share = check_invariance(resolved, plan, manifest, samples=invariance)
         if share < 1 and manifest.exact:  # else the batch may change last bits, and only the share is reported
             findings.problems.append("the run is `exact: true`, but samples decoded alone differ from its results")
     _print_verdict(findings)
@@ -376,13 +375,13 @@ Result = tuple[list[int], list[float] | None, float | None]
 """The tokens of a sample; if they were scored also the log-probability of each, where it is known, and of all together."""
 
 
-def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
+def check_invariance(resolved: Resolved, plan: Plan, manifest: Manifest, *, samples: int) -> float:
     """Decode `samples` stored samples alone; prints and returns the share with equal results."""
-    job = replace(make_job(plan.spec, plan), store=store.place, max_rows=1, trace=False)
+    job = replace(make_job(resolved, plan), max_rows=1, trace=False)
     decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
     scores = isinstance(plan.spec.task, Score)
-    for unit, index, stored in pick(store, manifest, samples, scores=scores):
+    for unit, index, stored in pick(plan.store, manifest, samples, scores=scores):
         (sample,) = unit_io.open_unit(alone(unit, index))
         if sample.canvas is not None:
             compared += 1

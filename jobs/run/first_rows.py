@@ -20,18 +20,16 @@ from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.loop.loading import build, load_networks, most_canvases
 from draftmill.actors.loop.memory import Room, fit
 from draftmill.actors.planning.surveying import CONSTRAINED
+from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import try_row
-from draftmill.jobs.config.paths import with_absolute
-from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.plan import check_names, each_sample, lacks_a_column, no_column, survey
-from draftmill.jobs.plan.prepare import Prepared
-from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.plan.planning import check_names, each_sample, lacks_a_column, no_column, survey
+from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.reader import iterate
@@ -88,21 +86,20 @@ class LoadedModel:
     device: Mapping[str, Any] = field(default_factory=dict)
 
 
-def take_sample(prepared: Prepared) -> RowSample:
+def take_sample(resolved: Resolved) -> RowSample:
     """Survey the first rows; UserError if there are none, or none has the columns. With `sampling.n` each counts n times."""
-    spec, inputs, each = prepared.spec, prepared.inputs, prepared.spec.sampling.n
+    spec, recipe, inputs, each = resolved.spec, resolved.recipe, resolved.inputs, resolved.recipe.sampling.n
     most = max(1, SAMPLE_ROWS // each)
     limit = min(most, spec.input.limit or most)
-    few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": limit})})
-    tables = list(survey(few, maker_of(prepared), inputs))
+    tables = list(survey(recipe, resolved.maker(), inputs, limit=limit))
     if not tables:
         raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
     table = pa.concat_tables(tables)
     if lacks_a_column(Counter(table["error_kind"].to_pylist())):
-        raise no_column(spec, inputs)
+        raise no_column(recipe, inputs)
     exact = table.num_rows < limit or limit == spec.input.limit
     if exact and table["error_kind"].null_count and not pc.any(table[CONSTRAINED.name]).as_py():
-        check_names(spec)
+        check_names(recipe)
     total = table.num_rows if exact else estimate_rows(inputs, table)
     total = total if spec.input.limit is None else min(total, spec.input.limit)
     return RowSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
@@ -122,52 +119,49 @@ def estimate_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
     return max(table.num_rows, round(rows * sum(file.size or 0 for file in inputs) / max(1, read)))
 
 
-def maker_of(prepared: Prepared) -> Maker:
-    """The maker of this job's canvases."""
-    return maker_for(prepared.spec.recipe(prepared.hashes.ends), prepared.tokenizer, prepared.info)
-
-
-def first_canvases(prepared: Prepared, count: int) -> list[RowCanvas]:
+def first_canvases(resolved: Resolved, count: int) -> list[RowCanvas]:
     """The first rows that have a canvas."""
-    tried = islice(_canvases(prepared), SAMPLE_ROWS)
+    tried = islice(_canvases(resolved), SAMPLE_ROWS)
     return list(islice((row for row in tried if isinstance(row, RowCanvas)), count))
 
 
-def _canvases(prepared: Prepared) -> Iterator[RowCanvas | RowError]:
-    spec, maker = prepared.spec, maker_of(prepared)
-    columns = read_columns(spec.recipe())
-    for file in prepared.inputs:
-        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars):
-            yield try_row(partial(canvas_of, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
+def _canvases(resolved: Resolved) -> Iterator[RowCanvas | RowError]:
+    recipe, maker = resolved.recipe, resolved.maker()
+    columns = read_columns(recipe)
+    for file in resolved.inputs:
+        for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars):
+            make = partial(canvas_of, recipe, maker, row, default_id(file, row.row))
+            yield try_row(make, "tokenize", "tokenize_error")
 
 
-def canvas_of(spec: JobSpec, maker: Maker, row: Row, name: str) -> RowCanvas:
+def canvas_of(recipe: RowRecipe, maker: Maker, row: Row, name: str) -> RowCanvas:
     if row.error is not None:
         raise row.error
     values = row.values or {}
-    name = row_id(values, spec.input.columns) or name
-    key = row_key(values, spec.input.columns, job_seed=spec.seed, sample_id=name)
+    name = row_id(values, recipe.columns) or name
+    key = row_key(values, recipe.columns, job_seed=recipe.seed, sample_id=name)
     return RowCanvas(name, key, maker.make(values, key))
 
 
-def load(prepared: Prepared, unit_rows: int) -> LoadedModel:
+def load(resolved: Resolved, unit_rows: int) -> LoadedModel:
     """Build the decoder of a worker that has units of `unit_rows` rows; raises UserError if the weights are unusable."""
     import torch
 
     from draftmill.actors.loop.device_facts import device_facts
     from draftmill.actors.loop.worker import slots_of
 
-    spec, batching, threads = prepared.spec, prepared.spec.batching, torch.get_num_threads()
+    spec, recipe, threads = resolved.spec, resolved.recipe, torch.get_num_threads()
+    batching = spec.batching
     try:
-        networks = load_networks(prepared.folder, place_of(spec), with_absolute(spec.decoder))
-        most = most_canvases(spec.task, spec.decoder, unit_rows)
+        networks = load_networks(resolved.folder, spec.model_place(), recipe.decoder)
+        most = most_canvases(recipe.task, recipe.decoder, unit_rows)
         decoder = build(
             networks,
-            prepared.info,
-            spec.task,
-            spec.decoder,
-            spec.sampling,
-            stops=stops_of(spec.task, spec.sampling, prepared.folder, prepared.tokenizer, prepared.info),
+            resolved.info,
+            recipe.task,
+            recipe.decoder,
+            recipe.sampling,
+            stops=stops_of(recipe.task, recipe.sampling, resolved.folder, resolved.tokenizer, resolved.info),
             max_rows=slots_of(networks, most) if batching.max_rows == "auto" else batching.max_rows,
             max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
         )

@@ -27,7 +27,7 @@ from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden
 from draftmill.jobs.drive.backend import Backend, backend_of
 from draftmill.jobs.drive.driver import StopFlag
-from draftmill.jobs.drive.leases import base_lease, hold_lease, wait_until_free
+from draftmill.jobs.drive.leases import base_lease, gives_way, hold_lease
 from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import RayDidNotStart
@@ -35,7 +35,8 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK, Ended
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
-from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import Resolved, resolve
 from draftmill.jobs.results.measure import Ready, kept_columns, measure_units, ready_metrics, units_to_measure
 from draftmill.jobs.results.passes import (
     PRUNED,
@@ -48,7 +49,7 @@ from draftmill.jobs.results.passes import (
     require_plan,
 )
 from draftmill.jobs.results.run_input import with_run_rows
-from draftmill.jobs.results.runs import base_store, finished_runs
+from draftmill.jobs.results.runs import finished_runs
 from draftmill.jobs.results.summary import metric_lines
 from draftmill.jobs.run.known_ids import sifting
 from draftmill.jobs.run.outcome import (
@@ -58,12 +59,12 @@ from draftmill.jobs.run.outcome import (
     print_metrics,
     print_table,
     raise_unfinished,
-    report_outcome,
 )
 from draftmill.jobs.run.session import Run, RunOptions, decode
-from draftmill.jobs.run.since import base_path, new_files
+from draftmill.jobs.run.since import new_files, runs_store
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import is_closed
+from draftmill.storage.runs.lease import LeaseHeld
 from draftmill.storage.stores.interface import Place, Store
 from draftmill.storage.stores.store import delete_strays, open_store, probe
 
@@ -75,110 +76,86 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
 
     AnotherDriver if another driver has a lease, unless `--if-running` says otherwise.
     """
-    dated = at_date(spec, datetime.now(UTC))
-
-    def code() -> int:
+    started, waited_for = datetime.now(UTC), None
+    while True:
         try:
-            _in_name(spec, dated, options)
+            complete_job(spec, options, started)
+        except LeaseHeld as held:
+            if gives_way(held, options.if_running, waited_for):
+                return OK
+            waited_for = held.owner
         except NothingLeft as nothing:
             print_result(str(nothing))
+            return OK
         except Ended as end:
             _log.error(str(end))
             return end.code
-        return OK
+        else:
+            return OK
 
-    return wait_until_free(code, options.if_running)
 
-
-def complete_job(spec: JobSpec, options: RunOptions) -> str:
+def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None) -> str:
     """Run or resume a job until it is finished; returns its run directory.
 
-    A date in the output path is filled in, from one reading of the clock, unless the spec has a logical date; then the lease
-    of the base path is held, too. Raises UserError if the spec, an input or the directory is unusable, NothingLeft if no input
-    is new, AnotherDriver if another driver has a lease, and Ended if it was interrupted or too many samples failed.
+    A date in the output path is filled in: the logical date of the spec, or else `now`; then the lease of the base path is held,
+    too. Raises UserError if the spec, an input or the directory is unusable, NothingLeft if no input is new, AnotherDriver if
+    another driver has a lease, and Ended if it was interrupted or too many samples failed.
     """
-    dated = at_date(spec, datetime.now(UTC))
-    _in_name(spec, dated, options)
-    return dated.output.path
-
-
-def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> None:
-    stop = StopFlag()
-    if not has_date(spec.output.path):
-        return _run(dated, options, stop)
-    check_places(dated)
-    with base_lease(base_store(spec.place(spec.output.path)), stop.set):
-        _run(dated, options, stop, path=spec.output.path)
-
-
-def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> None:
-    """Run or resume a job whose output path is complete; raises LeaseHeld if another driver has the run directory.
-
-    `path` is the output path with the date, if it had one; then the caller holds the base path's lease. How the run ends is
-    reported to its log and to the receivers of `notify`.
-    """
-    store = open_store(spec.place(spec.output.path))
-    with report_outcome(spec, store) as outcome:
-        _work(spec, store, options, stop, outcome, path=path)
-
-
-def _work(
-    spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, outcome: RunOutcome, *, path: str | None
-) -> None:
-    new_inputs = new_files(spec, store, path)
-    if new_inputs is not None:
-        print_result(f"input.since: {new_inputs.text}")
-        if not new_inputs.files:
-            raise NothingLeft(f"nothing is new in {spec.input.shown}; no run is started")
-    with Display() as display:
-        prepared = prepare(spec, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
-    ready = ready_for(spec, prepared.plan)
-    if prepared.plan is not None and is_closed(store):
-        if store.exists(PRUNED):
-            return print_result(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
-        print_result(f"{store.url} is already finished")
-        if ready is not None:
-            measure_run(store, spec, ready, options)
-        return close(spec, store)
-    backend = backend_of(address=options.ray_address, local=options.local)
-    backend.check(spec)
-    probe(store)
-    try:
-        with hold_lease(store, stop.set) as lease, Display(run_log=outcome.log) as display:
-            delete_strays(store)
-            with ExitStack() as stack:
+    job, path, stop = at_date(spec, now or datetime.now(UTC)), spec.output.path, StopFlag()
+    with ExitStack() as stack:
+        if has_date(path):
+            check_places(job)
+            stack.enter_context(base_lease(runs_store(spec, path), stop.set))
+        store = open_store(job.place(job.output.path))
+        outcome = stack.enter_context(RunOutcome(job, store))
+        new_inputs = new_files(job, store, path)
+        if new_inputs is not None:
+            print_result(f"input.since: {new_inputs.text}")
+            if not new_inputs.files:
+                raise NothingLeft(f"nothing is new in {job.input.shown}; no run is started")
+        with Display() as display:
+            resolved = resolve(job, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
+        ready = ready_for(job, resolved.plan)
+        if resolved.plan is not None and is_closed(store):
+            if store.exists(PRUNED):
+                print_result(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
+                return job.output.path
+            print_result(f"{store.url} is already finished")
+            measure_run(store, job, ready, options)
+            close(job, store)
+            return job.output.path
+        backend = backend_of(address=options.ray_address, local=options.local)
+        backend.check(job)
+        probe(store)
+        try:
+            with hold_lease(store, stop.set) as lease, Display(outcome.log) as display, ExitStack() as ray:
+                delete_strays(store)
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
-                if prepared.plan is None and spec.input.dedupe is None:
-                    stack.enter_context(backend.opening(display, prepared))
-                plan = prepared.plan or plan_run(backend, prepared, store, display, epoch=lease.epoch, path=path)
-                run = Run(spec, options, prepared, store, plan, lease, stop, display, backend)
-                run.outcome = outcome
+                if resolved.plan is None and job.input.dedupe is None:
+                    ray.enter_context(backend.opening(display, resolved))
+                plan = resolved.plan or plan_run(resolved, store, backend, display, epoch=lease.epoch, path=path)
+                run = Run(resolved, plan, options, lease, stop, display, backend, watchers=outcome.watchers())
                 finish = decode(run)
                 if finish.how == "done" and ready is not None:
-                    _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
-    except NothingLeft:
-        why = "finished runs have all its ids as ok"
-        raise NothingLeft(f"nothing is new in {spec.input.shown}: {why}; no run is started") from None
-    except RayDidNotStart as error:
-        is_planned = load_plan(store) is not None
-        hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
-        raise StoreError(f"{error}; {hint}") from error
-    if finish.how != "done":
-        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
-    close(spec, store)
+                    _measure(store, job, ready, options, backend=backend, display=display, stop=stop)
+        except RayDidNotStart as error:
+            is_planned = load_plan(store) is not None
+            hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
+            raise StoreError(f"{error}; {hint}") from error
+        if finish.how != "done":
+            raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
+        close(job, store)
+    return job.output.path
 
 
-def plan_run(
-    backend: Backend, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None
-) -> Plan:
+def plan_run(resolved: Resolved, store: Store, backend: Backend, display: Display, *, epoch: int, path: str) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
-    prepared = with_run_rows(prepared, store)
-    spec = prepared.spec
-    if spec.input.dedupe is None:
-        return make_plan(prepared, store, display, epoch=epoch, survey=backend.survey(prepared, display))
-    base = base_store(spec.place(base_path(spec, path)))
+    resolved = with_run_rows(resolved, store)
+    if resolved.spec.input.dedupe is None:
+        return make_plan(resolved, store, display, epoch=epoch, survey=backend.survey(resolved, display))
+    base = runs_store(resolved.spec, path)
     with sifting(base, finished_runs(base), display) as sift:
-        return make_plan(prepared, store, display, epoch=epoch, sift=sift)
+        return make_plan(resolved, store, display, epoch=epoch, sift=sift)
 
 
 def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
@@ -190,12 +167,12 @@ def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
     return ready_metrics(spec.metrics, fields, spec, kept)
 
 
-def measure_run(store: Store, spec: JobSpec, ready: Ready, options: RunOptions) -> None:
-    """Measure what a finished run lacks, under its lease.
+def measure_run(store: Store, spec: JobSpec, ready: Ready | None, options: RunOptions) -> None:
+    """Measure what a finished run lacks, under its lease; nothing without metrics.
 
     Raises Ended if it is interrupted, AnotherDriver if another driver has the run.
     """
-    if not units_to_measure(store, passes_of(store), ready):
+    if ready is None or not units_to_measure(store, passes_of(store), ready):
         return
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
@@ -311,7 +288,7 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     spec = spec_of(require_plan(store), place, overrides)
     finished_passes(passes_of(store))
     with Display() as display:
-        prepared = prepare(spec, store, display)
+        resolved = resolve(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     probe(store)
@@ -324,27 +301,20 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
             print_result(f"{store.url}: no failed samples")
             judge(spec, passes)
             return OK
-        inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
-        finish = decode(Run(inside, options, prepared, plan.store, plan, lease, stop, display, backend))
+        finish = decode(Run(resolved, plan, options, lease, stop, display, backend))
     if finish.how != "done":
         raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
-    ready = ready_for(spec, plan)
-    if ready is not None:
-        measure_run(store, spec, ready, options)
+    measure_run(store, spec, ready_for(spec, plan), options)
     passes = passes_of(store)
-    print_table(inside, passes[-1])
+    print_table(spec, passes[-1])
     print_metrics(store, passes)
     judge(spec, passes)
     return OK
 
 
 def spec_of(plan: Plan, place: Place, overrides: Sequence[str]) -> JobSpec:
-    """The spec with which the run was planned, with the run directory's current path and `overrides`.
-
-    The place's S3 options apply to the workers too.
-    """
-    spec = check_overridden(plan.spec.with_s3(place.s3).model_dump(mode="json"), overrides)
-    return spec.model_copy(update={"output": spec.output.model_copy(update={"path": place.url})})
+    """The spec with which the run was planned, with `overrides`; the place's S3 options apply to the workers too."""
+    return check_overridden(plan.spec.with_s3(place.s3).model_dump(mode="json"), overrides)
 
 
 def plan_pass(passes: Sequence[Pass], display: Display, *, epoch: int) -> Plan | None:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from draftmill.jobs.formatting import Notes, counted
 from draftmill.jobs.plan.id_sets import HASH_BYTES, IdIndex, column_of, hashes_in, hashes_of
-from draftmill.jobs.plan.plan import Sift
+from draftmill.jobs.plan.planning import Sift
 from draftmill.jobs.results.passes import PRUNED, latest_rows, passes_of
 from draftmill.jobs.results.runs import FoundRun
 from draftmill.storage.errors import StoreError

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.cost import HOUR_S, purposes_of
@@ -37,22 +36,44 @@ MESSAGES = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """A run that is being watched, and its log."""
+    """Reports how a run ends, to its log and the receivers of `notify`: the block in it finishes the run, or raises.
+
+    Receivers are not notified of a run that wrote nothing, unless it failed, nor of
+    one that another driver has. Raises UserError before the block if a receiver of notices can't be used.
+    """
 
     spec: JobSpec
     store: Store
     log: RunLog = field(default_factory=RunLog)
+
+    def __enter__(self) -> Self:
+        check_receivers(self.spec.notify)
+        FACTS["run"] = self.spec.name
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, AnotherDriver):
+            self.log.add("ended", str(error), level=logging.WARNING)
+            self.log.write_out()
+        elif isinstance(error, KeyboardInterrupt):
+            self.report(INTERRUPTED, MESSAGES[INTERRUPTED])
+        elif error is None or isinstance(error, NothingLeft):
+            self.report(OK, MESSAGES[OK])
+        elif isinstance(error, Ended):
+            self.report(error.code, MESSAGES[error.code])
+        elif isinstance(error, Exception):
+            self.report(code_of(error), str(error), is_error=True)
 
     def warn(self, message: str) -> None:
         """Note on stderr and in the log that a notice was not taken."""
         self.log.add("note", message, level=logging.WARNING)
         _log.warning(presentable(message))
 
-    def stall_watcher(self) -> StallWatcher:
-        """The watcher that sends notices when the run makes no progress."""
-        return StallWatcher(self.spec.notify, self._stall_notice, self.warn)
+    def watchers(self) -> list[StallWatcher]:
+        """The watcher that sends notices when the run makes no progress, if anybody receives notices."""
+        return [StallWatcher(self.spec.notify, self._stall_notice, self.warn)] if self.spec.notify else []
 
     def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
         sums = totals.devices.sums
@@ -89,7 +110,7 @@ class RunOutcome:
         event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
         level = {OK: logging.INFO, INTERRUPTED: logging.WARNING}.get(code, logging.ERROR)
         ended = {"exit_code": code, "path": self.store.url, "summary": facts}
-        Display(run_log=self.log).event("ended", message, level=level, **ended)
+        Display(self.log).event("ended", message, level=level, **ended)
         self.log.write_out()
         if self.log.is_attached or is_error:
             timeout_s = INTERRUPTED_S if event == "interrupt" else TIMEOUT_S
@@ -105,37 +126,6 @@ def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
     samples = facts["samples"]
     failed = f", {samples['failed']:,} failed" if samples["failed"] else ""
     return f"{message}; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}"
-
-
-@contextmanager
-def report_outcome(spec: JobSpec, store: Store) -> Iterator[RunOutcome]:
-    """Watch a run: the block finishes it, or raises; then the outcome is reported.
-
-    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises
-    UserError before the block if a receiver of notices can't be used.
-    """
-    check_receivers(spec.notify)
-    FACTS["run"] = spec.name
-    outcome = RunOutcome(spec, store)
-    try:
-        yield outcome
-    except AnotherDriver as error:
-        outcome.log.add("ended", str(error), level=logging.WARNING)
-        outcome.log.write_out()
-        raise
-    except KeyboardInterrupt:
-        outcome.report(INTERRUPTED, MESSAGES[INTERRUPTED])
-        raise
-    except NothingLeft:
-        outcome.report(OK, MESSAGES[OK])
-        raise
-    except Ended as end:
-        outcome.report(end.code, MESSAGES[end.code])
-        raise
-    except Exception as error:
-        outcome.report(code_of(error), str(error), is_error=True)
-        raise
-    outcome.report(OK, MESSAGES[OK])
 
 
 def payload(store: Store) -> dict[str, Any]:

@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from draftmill.actors.job import Allocation
-from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import fitting_threads
 from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.drive.leases import IfRunning
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import is_connected
-from draftmill.jobs.drive.run_log import INTERRUPTED_S, RunLog, logged_units, read_sessions
+from draftmill.jobs.drive.run_log import INTERRUPTED_S, logged_units, read_sessions
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.prepare import Prepared, weight_bytes
+from draftmill.jobs.plan.resolve import Resolved, weight_bytes
 from draftmill.jobs.plan.worker_job import limits_of, make_job
 from draftmill.jobs.results.run_input import source_of
-from draftmill.jobs.run.outcome import RunOutcome
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSizes
@@ -54,141 +52,123 @@ class RunOptions:
             raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """The data that the steps of one run share. `loads` says whether workers have to load the model first.
+    """What one session of a run works with. Its display writes the run's log, too; its watchers look on while it decodes.
 
-    `outcome` reports how the run ends; None for the parts of a sweep or an evaluation.
+    `loads` says whether workers have to load the model first.
     """
 
-    spec: JobSpec
-    options: RunOptions
-    prepared: Prepared
-    store: Store
+    resolved: Resolved
     plan: Plan
+    options: RunOptions
     lease: Lease
     stop: StopFlag
     display: Display
     backend: Backend
     loads: bool = True
-    outcome: RunOutcome | None = None
+    watchers: Sequence[Watcher] = ()
 
 
 def decode(run: Run) -> Finish:
     """Decode the units that are not done yet, and write the manifest if that completes the plan."""
-    before = run.display.run_log
-    log = RunLog() if run.outcome is None else run.outcome.log
-    run.display.run_log = log
-    log.attach(run.store, run.lease.epoch, run.spec.name)
-    run.display.event(
+    plan, display = run.plan, run.display
+    display.log.attach(plan.store, run.lease.epoch, run.resolved.spec.name)
+    display.event(
         "started",
-        units=run.plan.units,
-        samples=run.plan.rows,
-        path=run.store.url,
-        fingerprint=run.plan.fingerprint,
+        units=plan.units,
+        samples=plan.rows,
+        path=plan.store.url,
+        fingerprint=plan.fingerprint,
         code_version=__version__,
         owner=this_process(),
     )
     try:
-        return _decode_units(run, log)
-    finally:
-        run.display.run_log = before
-        log.write_out()
-
-
-def _decode_units(run: Run, log: RunLog) -> Finish:
-    done = done_units(run.store)
-    mask = getattr(run.plan.spec.task, "mask", None)
-    totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
-    totals.counts_open = getattr(mask, "kind", None) != "marker"
-    left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
-    totals.rows_before = run.plan.rows - left.rows
-    if done:
-        run.display.note(f"resuming: {len(done):,} of {run.plan.units:,} units are done")
-    committed = CommittedUnits()
-    finish = Finish("done")
-    if left and not run.plan.is_readable:
-        run.display.note("no row can be decoded: the model is not loaded, and the results say why")
-        run = replace(run, backend=ReadingBackend(run.prepared.info, run.prepared.tokenizer), loads=False)
-    if left:
-        with run.backend.opened(run.display), run.stop.on_signals():
-            finish, committed = _drive(run, left, totals, log)
-    if finish.how == "done":
-        _write_manifest(run, committed, done)
-    return finish
-
-
-def _drive(run: Run, left: UnitSizes, totals: Totals, log: RunLog) -> tuple[Finish, CommittedUnits]:
-    allocation = allocate_workers(run, len(left))
-    for note in run.backend.lacking(run.spec, allocation):
-        run.display.note(note)
-    if run.loads:
-        size = size_text(weight_bytes(run.prepared.folder))
-        run.display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
-    job = make_job(run.spec, run.plan, inputs=run.prepared.inputs)
-    pool = run.backend.pool(job, allocation)
-    demand = run.backend.demand(run.spec)
-    limits = limits_of(run.spec)
-    if demand is not None:
-        limits = replace(limits, idle_s=IDLE_S)
-    files = FilesHere(run.store)
-    driver = Driver(
-        scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=run.plan.pass_),
-        pool=pool,
-        display=run.display,
-        totals=totals,
-        stop=run.stop,
-        grace_s=run.options.grace_s,
-        look=files.look,
-        hopeless=_hopelessness(run),
-        room=lambda: _room_for(run, pool, len(left)),
-        need=demand.need if demand else lambda units: None,
-        watchers=Watchers(_watchers_of(run), note=run.display.note),
-    )
-    is_over = False
-    try:
-        finish = driver.run()
+        done = done_units(plan.store)
+        left = UnitSizes(size for size in plan.sizes() if size.unit not in done)
+        finish, committed = Finish("done"), CommittedUnits()
+        if done:
+            display.note(f"resuming: {len(done):,} of {plan.units:,} units are done")
+        if left:
+            finish, committed = _decode_units(run, left)
         if finish.how == "done":
-            files.wait()
-        is_over = finish.how in {"done", "hopeless"}
+            _write_manifest(run, committed, done)
+        return finish
     finally:
+        display.log.write_out()
+
+
+def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
+    resolved, plan, display, backend, loads = run.resolved, run.plan, run.display, run.backend, run.loads
+    spec, log, files = resolved.spec, display.log, FilesHere(plan.store)
+    totals = Totals(units=plan.units, rows=plan.rows, units_before=plan.units - len(left))
+    totals.counts_open = getattr(getattr(resolved.recipe.task, "mask", None), "kind", None) != "marker"
+    totals.rows_before = plan.rows - left.rows
+    if not plan.is_readable:
+        display.note("no row can be decoded: the model is not loaded, and the results say why")
+        backend, loads = ReadingBackend(resolved.info, resolved.tokenizer), False
+    with backend.opened(display), run.stop.on_signals():
+        allocation = allocate_workers(backend, resolved, len(left))
+        for note in backend.lacking(spec, allocation):
+            display.note(note)
+        if loads:
+            size = size_text(weight_bytes(resolved.folder))
+            display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
+        pool, demand, limits = backend.pool(make_job(resolved, plan), allocation), backend.demand(spec), limits_of(spec)
         if demand is not None:
-            demand.close()
-        totals.stop()
-        if run.stop.reason is not None:
-            log.patience_s = min(log.patience_s, INTERRUPTED_S)
-        log.write_out(totals)
-        driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
-        if is_over:
-            run.backend.retire(pool)
-        else:
-            pool.close()
+            limits = replace(limits, idle_s=IDLE_S)
+        driver = Driver(
+            scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=plan.pass_),
+            pool=pool,
+            display=display,
+            totals=totals,
+            stop=run.stop,
+            grace_s=run.options.grace_s,
+            look=files.look,
+            hopeless=_hopelessness(run),
+            room=lambda: _room_for(pool, backend, resolved, len(left)),
+            need=demand.need if demand else lambda units: None,
+            watchers=Watchers([*run.watchers, *_metrics_of(run)], note=display.note),
+        )
+        is_over = False
+        try:
+            finish = driver.run()
+            if finish.how == "done":
+                files.wait()
+            is_over = finish.how in {"done", "hopeless"}
+        finally:
+            if demand is not None:
+                demand.close()
+            totals.stop()
+            if run.stop.reason is not None:
+                log.patience_s = min(log.patience_s, INTERRUPTED_S)
+            log.write_out(totals)
+            driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
+            if is_over:
+                backend.retire(pool)
+            else:
+                pool.close()
     return finish, driver.committed
 
 
-def _watchers_of(run: Run) -> list[Watcher]:
-    """What looks on while this run's units are decoded: notices, and metrics where there is a Ray to export them."""
-    watchers: list[Watcher] = []
-    if run.outcome is not None and run.spec.notify:
-        watchers.append(run.outcome.stall_watcher())
+def _metrics_of(run: Run) -> Iterator[Watcher]:
+    """What exports the run's metrics, where there is a Ray to export them."""
     if not run.options.local and is_connected():
         from draftmill.jobs.drive.metrics import MetricsWatcher
 
-        watchers.append(MetricsWatcher(run.spec.name, run.spec.decoder.kind))
-    return watchers
+        yield MetricsWatcher(run.resolved.spec.name, run.resolved.spec.decoder.kind)
 
 
-def allocate_workers(run: Run, units: int) -> Allocation:
+def allocate_workers(backend: Backend, resolved: Resolved, units: int) -> Allocation:
     """The workers that fit now, with no more threads than the model can use."""
-    allocation = run.backend.allocate(run.spec, units=units)
-    size = run.prepared.info.num_parameters
+    allocation, size = backend.allocate(resolved.spec, units=units), resolved.info.num_parameters
     return replace(allocation, kinds=tuple(fitting_threads(resources, size) for resources in allocation.kinds))
 
 
-def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
+def _room_for(pool: WorkerPool, backend: Backend, resolved: Resolved, units: int) -> int:
     """How many workers fit now, which the pool needs to know; 0 if the cluster has lost too many resources for even one."""
     try:
-        allocation = allocate_workers(run, units)
+        allocation = allocate_workers(backend, resolved, units)
     except UserError:
         return 0
     pool.resize(allocation)
@@ -198,11 +178,11 @@ def _room_for(run: Run, pool: WorkerPool, units: int) -> int:
 def _hopelessness(run: Run) -> Callable[[int], bool]:
     """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
     try:
-        before = read_sessions(run.store).committed.failed
+        before = read_sessions(run.plan.store).committed.failed
     except StoreError:  # the log is best effort
         before = 0
     is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
-    return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.spec.errors)
+    return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.resolved.spec.errors)
 
 
 IDLE_S = 20.0
@@ -263,27 +243,27 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int
     A disk keeps no metadata: there the logs have the facts of files that are the same, and only other files are read.
     """
     units = committed.facts
-    if is_local(run.store.url):
-        for unit in logged_units(run.store) if earlier else ():
+    if is_local(run.plan.store.url):
+        for unit in logged_units(run.plan.store) if earlier else ():
             if unit.unit in earlier and unit.unit not in committed:
-                stat = run.store.stat(unit_name(unit.unit))
+                stat = run.plan.store.stat(unit_name(unit.unit))
                 if stat is not None and (stat.etag, stat.size) == (unit.etag, unit.bytes):
                     with suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged line
                         committed.add(unit)
     names = (unit_name(unit) for unit in earlier if unit not in committed)
-    for _, facts in parallel_map(run.store, names, lambda name: committed_facts(run, name), reads=True):
+    for _, facts in parallel_map(run.plan.store, names, lambda name: committed_facts(run, name), reads=True):
         units.add(facts.result())
     write_manifest(
-        run.store,
+        run.plan.store,
         units,
         fingerprint=run.plan.fingerprint,
         units=run.plan.units,
         rows=run.plan.rows,
         lease=run.lease,
-        source=source_of(run.spec, run.plan.files, run.store) if run.plan.pass_ == 1 else None,
+        source=source_of(run.resolved.spec, run.plan.files, run.plan.store) if run.plan.pass_ == 1 else None,
     )
 
 
 def committed_facts(run: Run, name: str) -> CommittedUnit:
     """The facts of a unit that an earlier session committed."""
-    return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
+    return read_unit(run.plan.store, name, expected={"fingerprint": run.plan.fingerprint})

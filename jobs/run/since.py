@@ -15,10 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import planned_inputs
-from draftmill.jobs.plan.prepare import Loaders
+from draftmill.jobs.plan.resolve import Loaders
 from draftmill.jobs.results.runs import FoundRun, base_store, finished_runs
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
@@ -61,33 +62,32 @@ class NewInputs:
         )
 
     def loaders(self) -> Loaders:
-        """Loaders for `prepare` that give these inputs."""
+        """Loaders for `resolve` that give these inputs."""
         return Loaders(inputs=lambda *_, **__: self.files)
 
 
-def new_files(spec: JobSpec, store: Store, path: str | None) -> NewInputs | None:
+def new_files(spec: JobSpec, store: Store, path: str) -> NewInputs | None:
     """What is new for a run that has no plan yet (see `new_inputs`); None without `input.since`. A plan keeps its own inputs."""
     if spec.input.since is None or store.exists(PLAN):
         return None
-    return new_inputs(spec, base_path(spec, path))
+    return new_inputs(spec, runs_store(spec, path))
 
 
-def base_path(spec: JobSpec, path: str | None) -> str:
-    """The output path with the date; UserError if it was not given."""
-    if path is None:
+def runs_store(spec: JobSpec, path: str) -> Store:
+    """The folder with the runs of all dates, of an output path as it is written; UserError if it has no date."""
+    if not has_date(path):
         raise UserError(
-            f"{spec.output.path!r} has no date, so the runs before it are not known; allowed: base/{{date:%Y-%m-%d}}",
+            f"{path!r} has no date, so the runs before it are not known; allowed: base/{{date:%Y-%m-%d}}",
             field="output.path",
         )
-    return path
+    return base_store(spec.place(path))
 
 
-def new_inputs(spec: JobSpec, path: str) -> NewInputs:
-    """List the inputs and skip what finished runs already read; `path` is the output path with the date.
+def new_inputs(spec: JobSpec, base: Store) -> NewInputs:
+    """List the inputs and skip what finished runs already read; `base` is the folder with the runs.
 
     UserError if the inputs can't be listed, or if there are none and no run has finished yet.
     """
-    base = base_store(spec.place(path))
     runs = finished_runs(base)
     try:
         listed = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)

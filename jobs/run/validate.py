@@ -21,15 +21,15 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
-from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date
 from draftmill.jobs.drive.notify import check_receivers
 from draftmill.jobs.drive.totals import exactness
 from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
 from draftmill.jobs.formatting import counted, device_text, size_text
+from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
-from draftmill.jobs.plan.prepare import Prepared, length_note, prepare, weight_bytes
+from draftmill.jobs.plan.resolve import Resolved, resolve, weight_bytes
 from draftmill.jobs.results.run_input import source_of, with_run_rows
 from draftmill.jobs.results.summary import error_rows
 from draftmill.jobs.run.first_rows import (
@@ -40,7 +40,6 @@ from draftmill.jobs.run.first_rows import (
     canvas_of,
     first_canvases,
     load,
-    maker_of,
     take_sample,
 )
 from draftmill.jobs.run.job import ready_for
@@ -55,67 +54,67 @@ BATCH = 32
 """Batch size, in samples, for the estimate of padding."""
 
 
-def header(prepared: Prepared) -> Iterator[str]:
+def header(resolved: Resolved) -> Iterator[str]:
     """The job, its model and its inputs."""
-    spec, info = prepared.spec, prepared.info
+    spec, task, info = resolved.spec, resolved.recipe.task, resolved.info
     longest = "any length" if info.max_length is None else f"up to {info.max_length} tokens"
-    num_bytes = sum(file.size or 0 for file in prepared.inputs)
-    chosen = None if isinstance(spec.task, Complete) else spec.task.mask
+    num_bytes = sum(file.size or 0 for file in resolved.inputs)
+    chosen = None if isinstance(task, Complete) else task.mask
     mask = "" if chosen is None else f", mask {chosen.kind}"
-    yield f"job       {spec.name}: {spec.task.kind}{mask}, decoder {spec.decoder.kind}"
+    yield f"job       {spec.name}: {task.kind}{mask}, decoder {spec.decoder.kind}"
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
-    if note := length_note(spec.task, info):
+    if note := length_note(task, info):
         yield f"  length  {note}"
-    yield from quantized_lines(prepared)
-    yield from generation_lines(prepared)
-    yield from (f"texts     match {line}" for line in prepared.constraints)
-    yield f"input     {spec.input.shown}: {counted(len(prepared.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
-    planned = f", planned already: {prepared.plan.rows:,} samples" if prepared.plan is not None else ""
+    yield from quantized_lines(resolved)
+    yield from generation_lines(resolved)
+    yield from (f"texts     match {line}" for line in resolved.constraints)
+    yield f"input     {spec.input.shown}: {counted(len(resolved.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
+    planned = f", planned already: {resolved.plan.rows:,} samples" if resolved.plan is not None else ""
     yield f"output    {spec.output.path}{planned}"
 
 
-def quantized_lines(prepared: Prepared) -> Iterator[str]:
+def quantized_lines(resolved: Resolved) -> Iterator[str]:
     """How a quantized checkpoint is stored, and the memory of its weights once they are unpacked."""
     from draftmill.decoders.backbones.checkpoint import read_config
     from draftmill.decoders.backbones.quantized import find_form
 
-    form, numbers = find_form(read_config(prepared.folder)), prepared.info.num_parameters
+    form, numbers = find_form(read_config(resolved.folder)), resolved.info.num_parameters
     if form is not None:
-        stored = size_text(weight_bytes(prepared.folder))
+        stored = size_text(weight_bytes(resolved.folder))
         yield (
             f"weights   quantized to {form.bits} bits, {stored}; unpacked when they are loaded: {size_text(4 * numbers)} in "
             f"float32, {size_text(2 * numbers)} in bfloat16"
         )
 
 
-def generation_lines(prepared: Prepared) -> Iterator[str]:
+def generation_lines(resolved: Resolved) -> Iterator[str]:
     """What the checkpoint recommends for sampling, and whether it is used."""
     from draftmill.decoders.backbones.checkpoint import GENERATION_FILE, read_generation
 
     given = {
-        key: value for key, value in read_generation(prepared.folder).items() if key in HONOURED and value is not None
+        key: value for key, value in read_generation(resolved.folder).items() if key in HONOURED and value is not None
     }
     if given:
-        is_used = prepared.spec.sampling.from_checkpoint
+        is_used = resolved.spec.sampling.from_checkpoint
         use = "where the spec leaves them out" if is_used else "not used: sampling.from_checkpoint is false"
         yield f"sampling  {GENERATION_FILE}: {', '.join(f'{key} {value}' for key, value in given.items())} ({use})"
 
 
-def canvas_lines(prepared: Prepared, canvases: Sequence[RowCanvas]) -> Iterator[str]:
+def canvas_lines(resolved: Resolved, canvases: Sequence[RowCanvas]) -> Iterator[str]:
     """The first canvas; each hole is shown as its number of tokens, in brackets."""
     if not canvases:
         yield "canvas    none: every sampled row fails"
         return
     canvas = canvases[0].canvas
-    todo = work_text(prepared.spec.task, canvas)
+    todo = work_text(resolved.recipe.task, canvas)
     yield f"canvas    {printable(canvases[0].id)}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
     yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
-    if isinstance(prepared.spec.task, Infill):
-        yield f"  holes   {holes_text(prepared.spec.task, canvas)}"
+    if isinstance(resolved.recipe.task, Infill):
+        yield f"  holes   {holes_text(resolved.recipe.task, canvas)}"
     if cut := [row.canvas.truncated for row in canvases if row.canvas.truncated]:
         yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
-    if prepared.tokenizer is not None:
-        shown = prompt_text(canvas, prepared.tokenizer)
+    if resolved.tokenizer is not None:
+        shown = prompt_text(canvas, resolved.tokenizer)
         if len(shown) > SHOWN_CHARS:  # the examples come first, and the row's own question last
             shown = f"{shown[: SHOWN_CHARS // 2]}\n...\n{shown[-SHOWN_CHARS // 2 :]}"
         yield "  prompt (a hole is [its tokens])"
@@ -161,7 +160,7 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
     return "".join([*parts, tokenizer.decode(canvas.tokens[shown:].tolist())])
 
 
-def size_lines(prepared: Prepared, sample: RowSample) -> Iterator[str]:
+def size_lines(resolved: Resolved, sample: RowSample) -> Iterator[str]:
     """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
     lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
     scale = sample.total / len(lengths)
@@ -170,11 +169,11 @@ def size_lines(prepared: Prepared, sample: RowSample) -> Iterator[str]:
     if errors:
         kinds = ", ".join(f"{kind} {errors.count(kind)}" for kind in sorted(set(errors)))
         yield f"  fail    {len(errors)} of those read: {kinds}"
-        yield from failure_lines(prepared, sample)
+        yield from failure_lines(resolved, sample)
     yield f"tokens    {lengths.mean():.1f} a sample (longest {lengths.max()}), {about}{lengths.sum() * scale:,.0f} together"
-    todo = f"{about}{masked.sum() * scale:,.0f} {prepared.spec.task.goal}"
+    todo = f"{about}{masked.sum() * scale:,.0f} {resolved.recipe.task.goal}"
     yield f"  new     {masked.mean():.1f} a sample, {todo}"
-    unit_rows = rows_per_unit(prepared.spec, sample.total)
+    unit_rows = rows_per_unit(resolved.spec, sample.total)
     yield f"units     {about}{-(-sample.total // unit_rows):,} of at most {counted(unit_rows, 'sample')}"
     by_length = lengths[longest_first(lengths)]
     yield (
@@ -210,8 +209,7 @@ def model_lines(loaded: LoadedModel) -> Iterator[str]:
 
 def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
-    path = spec.output.path if has_date(spec.output.path) else None
-    spec = at_date(spec, datetime.now(UTC))
+    path, spec = spec.output.path, at_date(spec, datetime.now(UTC))
     check_places(spec)
     store = open_store(spec.place(spec.output.path))
     new_inputs = new_files(spec, store, path)
@@ -222,38 +220,38 @@ def validate(spec: JobSpec) -> int:
             return OK
     if spec.input.dedupe is not None:
         print("dedupe    the figures below still count rows whose ids finished runs have as ok; a run leaves them out")
-    prepared = prepare(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
-    ready_for(spec, prepared.plan)
+    resolved = resolve(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
+    ready_for(spec, resolved.plan)
     check_receivers(spec.notify)
     with TemporaryDirectory(prefix="draftmill-") as place:
-        copied = store if prepared.plan is not None else open_store(place)
-        prepared = with_run_rows(prepared, copied)
-        if source := source_of(spec, prepared.inputs, copied):
+        copied = store if resolved.plan is not None else open_store(place)
+        resolved = with_run_rows(resolved, copied)
+        if source := source_of(spec, resolved.inputs, copied):
             print(f"rows      {source['kept']:,} of the {source['rows']:,} rows of {source['run']}")
-        _print_lines(prepared)
+        _print_lines(resolved)
     return OK
 
 
-def _print_lines(prepared: Prepared) -> None:
-    sample = take_sample(prepared)
-    canvases = first_canvases(prepared, SHOWN_ROWS)
-    for line in chain(header(prepared), canvas_lines(prepared, canvases), size_lines(prepared, sample)):
+def _print_lines(resolved: Resolved) -> None:
+    sample = take_sample(resolved)
+    canvases = first_canvases(resolved, SHOWN_ROWS)
+    for line in chain(header(resolved), canvas_lines(resolved, canvases), size_lines(resolved, sample)):
         print(line)
     if canvases:
         print("loading the model", flush=True)
-        for line in model_lines(load(prepared, rows_per_unit(prepared.spec, sample.total))):
+        for line in model_lines(load(resolved, rows_per_unit(resolved.spec, sample.total))):
             print(line)
 
 
-def failure_lines(prepared: Prepared, sample: RowSample) -> Iterator[str]:
+def failure_lines(resolved: Resolved, sample: RowSample) -> Iterator[str]:
     """The first failures of each kind, as a run's table has them, and whether there are more than `errors` allows."""
-    spec = prepared.spec
+    spec = resolved.spec
     results = Sums()
     for row in sample.table.filter(pc.is_valid(sample.table["error_kind"])).to_pylist():
         results.errors[row["error_kind"]] = results.errors.get(row["error_kind"], 0) + 1
         named = results.examples.setdefault(row["error_kind"], [])
         if len(named) < EXAMPLES and row["id"] not in [name for _, name, _ in named]:
-            named.append((0, row["id"], _reason(prepared, row)))
+            named.append((0, row["id"], _reason(resolved, row)))
     rows = error_rows(results)[1:]
     width = max(8, *(len(label) for label, _ in rows))
     for label, text in rows:
@@ -267,11 +265,11 @@ def failure_lines(prepared: Prepared, sample: RowSample) -> Iterator[str]:
             yield f"          at this rate ~{failed:,} samples fail, {allowed}; the run would end with exit code 3"
 
 
-def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
+def _reason(resolved: Resolved, row: dict[str, Any]) -> str:
     """Why a row of the survey has no canvas: it is read again."""
-    spec, file = prepared.spec, prepared.inputs[row["file"]]
-    columns = read_columns(spec.recipe())
+    recipe, file = resolved.recipe, resolved.inputs[row["file"]]
+    columns = read_columns(recipe)
     place = [(row["row"], row["offset"])]
-    (again,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars)
-    outcome = try_row(partial(canvas_of, spec, maker_of(prepared), again, row["id"]), "tokenize", "tokenize_error")
+    (again,) = read_rows(file, place, columns=columns, chunk_chars=recipe.chunk_chars)
+    outcome = try_row(partial(canvas_of, recipe, resolved.maker(), again, row["id"]), "tokenize", "tokenize_error")
     return outcome.message if isinstance(outcome, RowError) else ""

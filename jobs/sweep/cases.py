@@ -16,9 +16,9 @@ from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, load_plan
-from draftmill.jobs.plan.prepare import Loaders, Prepared, make_plan, prepare, remembering
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import Loaders, Resolved, remembering, resolve
 from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
-from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.results.measure import Ready, units_to_measure
 from draftmill.jobs.results.passes import passes_of
 from draftmill.jobs.run.job import ready_for
@@ -44,7 +44,7 @@ class SweepCase:
     changes: Mapping[str, Any]
     spec: JobSpec
     store: Store
-    prepared: Prepared
+    resolved: Resolved
     plan: Plan | None
     is_closed: bool
     metrics: Ready | None = None
@@ -75,7 +75,7 @@ class SweepCase:
     def network_keys(self) -> dict[str, Hashable]:
         """What its networks depend on, by name: `model`, `drafter`, `heads`."""
         drafter = fetch_drafter(self.spec.decoder, self.spec.s3.options())
-        return network_keys(self.prepared.folder, place_of(self.spec), self.spec.decoder, drafter)
+        return network_keys(self.resolved.folder, self.spec.model_place(), self.spec.decoder, drafter)
 
 
 def check_cases(
@@ -102,12 +102,12 @@ def _check_case(case: CaseSpec, spec: JobSpec, backend: Backend, display: Displa
         raise UserError(
             "a sweep reads files; `draftmill export` makes one of the run, for input.path", field="input.run"
         )
-    prepared = prepare(spec, store, display, loaders=loaders)
-    finished = prepared.plan is not None and is_closed(store)
+    resolved = resolve(spec, store, display, loaders=loaders)
+    finished = resolved.plan is not None and is_closed(store)
     if not finished:
         backend.check(spec)
-    metrics = ready_for(spec, prepared.plan)
-    return SweepCase(case.name, case.changes, spec, store, prepared, prepared.plan, finished, metrics)
+    metrics = ready_for(spec, resolved.plan)
+    return SweepCase(case.name, case.changes, spec, store, resolved, resolved.plan, finished, metrics)
 
 
 def in_order(cases: Sequence[SweepCase]) -> list[SweepCase]:
@@ -148,7 +148,7 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
     `cases` are all that can run: the plan of a finished one serves others too. A case that can't be planned fails, and so do
     those that would share its plan.
     """
-    for group in plan_groups([case.prepared for case in cases]):
+    for group in plan_groups([case.resolved for case in cases]):
         members = [cases[number] for number in group]
         donor = next((case.plan for case in members if case.plan is not None), None)
         copies = 0
@@ -171,9 +171,9 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
 def _plan_case(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
     with hold_lease(case.store, StopFlag().set) as lease:
         if donor is None or load_plan(case.store) is not None:
-            survey = backend.survey(case.prepared, display)
-            return make_plan(case.prepared, case.store, display, epoch=lease.epoch, survey=survey)
-        return copy_plan(case.prepared, donor, case.store, epoch=lease.epoch)
+            survey = backend.survey(case.resolved, display)
+            return make_plan(case.resolved, case.store, display, epoch=lease.epoch, survey=survey)
+        return copy_plan(case.resolved, donor, case.store, epoch=lease.epoch)
 
 
 def problem_lines(problems: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,7 @@ from draftmill.jobs.drive.leases import hold_lease
 from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import RayDidNotStart
-from draftmill.jobs.drive.run_log import read_sessions
+from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import ratio
 from draftmill.jobs.exit_codes import (
     INTERRUPTED,
@@ -109,7 +109,7 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
     ready = in_order([case for case in cases if case.is_ready])
     with hold_lease(store, stops.lost), Display() as display:
         delete_strays(store)
-        with backend.opening_for(display, [case.prepared for case in ready]) as refusals:
+        with backend.opening_for(display, [case.resolved for case in ready]) as refusals:
             for case, error in zip(ready, refusals, strict=True):
                 if error is not None:
                     case.fail(UNUSABLE, error)
@@ -141,19 +141,8 @@ def decode_case(
     assert case.plan is not None
     with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
         failpoint("sweep.before_case")
-        run = Run(
-            case.spec,
-            options,
-            case.prepared,
-            case.store,
-            case.plan,
-            lease,
-            stop,
-            display,
-            backend,
-            loads=loads,
-        )
-        finish = decode(run)
+        display.log = RunLog()
+        finish = decode(Run(case.resolved, case.plan, options, lease, stop, display, backend, loads=loads))
         match finish.how:
             case "done":
                 case.code = judge_case(case)
@@ -367,12 +356,12 @@ def dry_run_lines(spec: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
 def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
     """What is left of each case, by name; the rows of cases that would share a plan are read once."""
     works: dict[str, Work] = {}
-    for group in plan_groups([case.prepared for case in cases]):
+    for group in plan_groups([case.resolved for case in cases]):
         members = [cases[number] for number in group]
         sample = None
         for case in members:
             if case.plan is None:
-                sample = sample or take_sample(case.prepared)
+                sample = sample or take_sample(case.resolved)
                 works[case.name] = Work(sample.total, sample.new_tokens, sample.exact)
             else:
                 done = done_units(case.store)

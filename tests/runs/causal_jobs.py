@@ -15,7 +15,8 @@ from draftmill.actors.messages import Failure, WorkUnit
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.drive.progress import Display
-from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store
@@ -91,9 +92,9 @@ def results_of(spec: JobSpec) -> dict[str, dict[str, Any]]:
 def run_here(spec: JobSpec, *, only: int | None = None) -> dict[str, dict[str, Any]]:
     """Plan the job and decode all of its units, or one, by one worker in this process; returns the result rows by id."""
     store = open_store(spec.output.path)
-    prepared = prepare(spec, store)
-    plan = make_plan(prepared, store, Display())
-    runner = build_runner(make_job(prepared.spec, plan), name="w", node="n", threads=1)
+    resolved = resolve(spec, store)
+    plan = make_plan(resolved, store, Display())
+    runner = build_runner(make_job(resolved, plan), name="w", node="n", threads=1)
     for size in (size for size in plan.sizes() if only in {None, size.unit}):
         runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))
         while runner.held:

@@ -16,7 +16,7 @@ from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend, WorkerPool
 from draftmill.jobs.drive.progress import Display
-from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.plan.resolve import Resolved
 
 Build = Callable[..., UnitRunner]
 
@@ -30,9 +30,9 @@ class BackendHere(LocalBackend):
     def check(self, spec: JobSpec) -> None:
         """See Backend."""
 
-    def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
+    def opening(self, display: Display, resolved: Resolved) -> AbstractContextManager[None]:
         """See Backend; what the cluster lacks is missed before anything is written, as with Ray."""
-        self.allocate(prepared.spec, units=1)
+        self.allocate(resolved.spec, units=1)
         return nullcontext()
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,9 +17,9 @@ from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import CHANGED_INPUT, Failure, WorkUnit
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.progress import Display
-from draftmill.jobs.plan import plan as planning
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.planning import make_plan, survey
+from draftmill.jobs.plan.resolve import resolve, resolved_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.errors import ChangedInput, UserError
 from draftmill.storage.inputs import reader, sources, tables
@@ -62,7 +63,7 @@ def planned(folder: Path, name: str = "rows.jsonl") -> tuple[JobSpec, Plan, Path
     spec = job_spec(folder, PLANNED, input={"path": str(path)})
     write(path, PLANNED)
     store = open_store(spec.output.path)
-    return spec, make_plan(prepare(spec, store), store, Display()), path
+    return spec, make_plan(resolve(spec, store), store, Display()), path
 
 
 def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
@@ -70,7 +71,7 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
     reader._seekable.cache_clear()
     tables._open_parquet.cache_clear()
     tables._BATCHES = BatchCache()
-    runner = build_runner(make_job(spec, plan), name="w", node="n", threads=1)
+    runner = build_runner(make_job(resolved_of(plan), plan), name="w", node="n", threads=1)
     failures = []
     for size in plan.sizes():
         runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))
@@ -82,7 +83,7 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
 
 def test_a_worker_opens_units_without_reading_the_plan(folder: Path) -> None:
     spec, plan, _ = planned(folder)
-    job = make_job(spec, plan)
+    job = make_job(resolved_of(plan), plan)
     (Path(spec.output.path) / PLAN).unlink()  # with many inputs it is hundreds of megabytes
     runner = build_runner(job, name="w", node="n", threads=1)
     runner.add(WorkUnit(0, 0, 8, 0, 1, 1, 0, 8))
@@ -126,7 +127,7 @@ def test_a_resume_after_a_replacement_is_refused_with_the_files_name(folder: Pat
     spec, _, path = planned(folder)
     write(path, OTHERS)
     with pytest.raises(UserError, match=r"inputs changed since .* was planned: rows\.jsonl"):
-        prepare(spec, open_store(spec.output.path))
+        resolve(spec, open_store(spec.output.path))
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
@@ -137,19 +138,16 @@ def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(
     spec = job_spec(folder, PLANNED)
     write(path, PLANNED)
     store = open_store(spec.output.path)
-    prepared = prepare(spec, store)
+    resolved = resolve(spec, store)
     if when == "before":
         write(path, OTHERS)
-    else:
-        inner: Callable[..., Plan] = planning.build_plan
 
-        def late(*arguments: object, **options: object) -> Plan:
-            write(path, OTHERS)  # the file has been hashed, and its rows are read next
-            return inner(*arguments, **options)
+    def late(*given: Any) -> Iterator[pa.Table]:
+        write(path, OTHERS)  # the file has been hashed, and its rows are read next
+        return survey(*given)
 
-        monkeypatch.setattr("draftmill.jobs.plan.prepare.build_plan", late)
     with pytest.raises(ChangedInput, match=r"^input\.path: .*rows\.jsonl has changed since it was listed"):
-        make_plan(prepared, store, Display())
+        make_plan(resolved, store, Display(), survey=survey if when == "before" else late)
     assert not store.exists("_plan.json")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import JobSpec
-from draftmill.jobs.plan import prepare
+from draftmill.jobs.plan import resolve
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def on(monkeypatch: pytest.MonkeyPatch, day: date, zone: str = "UTC") -> None:
     """From here on it is that day in UTC, on a machine in that time zone."""
-    monkeypatch.setattr(prepare, "today", lambda: day)
+    monkeypatch.setattr(resolve, "today", lambda: day)
     monkeypatch.setenv("TZ", zone)
     time.tzset()
 
@@ -101,5 +101,5 @@ def test_a_template_without_a_date_and_a_job_without_a_chat_are_the_same_on_ever
     for day in (date(2026, 11, 23), date(2026, 11, 24)):
         on(monkeypatch, day)
         spec = job_spec(folder, ROWS, output={"path": str(folder / str(day))})
-        keys.append(prepare.prepare(spec, open_store(spec.output.path)).spec.results_key())
+        keys.append(resolve.resolve(spec, open_store(spec.output.path)).results)
     assert keys[0] == keys[1] and "chat_date" not in keys[0]["task"]

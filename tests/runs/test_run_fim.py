@@ -22,7 +22,7 @@ from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.keys import hole_key
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.plan.resolve import resolve, resolved_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.jobs.results.verify import decode_alone
 from draftmill.storage.errors import UserError
@@ -109,7 +109,7 @@ def test_a_hole_sees_the_fills_before_it_and_has_noise_of_its_own(
     store = open_store(spec.output.path)
     plan = load_plan(store)
     assert plan is not None
-    decoder, _ = build_parts(make_job(spec, plan), name="w", node="n", threads=1)
+    decoder, _ = build_parts(make_job(resolved_of(plan), plan), name="w", node="n", threads=1)
     ids, names = tokenizer().encode, tokenizer().vocabulary()
     for row in ROWS:
         parts = re.split(r"<mask(:\d+)?>", row["text"])
@@ -155,7 +155,7 @@ def test_a_sample_decoded_alone_is_the_same(sequential: tuple[JobSpec, dict[str,
     spec, rows = sequential
     plan = load_plan(open_store(spec.output.path))
     assert plan is not None
-    job = make_job(spec, plan)
+    job = make_job(resolved_of(plan), plan)
     decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     for index, planned in enumerate(plan.unit_rows(0)):
         (sample,) = unit_io.open_unit(WorkUnit(0, 0, 8, 0, 1, 1, index, index + 1, probe=True))
@@ -218,7 +218,7 @@ def test_a_text_without_holes_comes_back_as_it_is(tmp_path: Path) -> None:
 def test_a_model_without_the_tokens_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, ROWS, task={"kind": "infill", "mask": {"kind": "marker"}})
     with pytest.raises(UserError, match=r"task\.fim: 'auto': a causal model fills holes only if it was trained to"):
-        prepare(spec, open_store(spec.output.path))
+        resolve(spec, open_store(spec.output.path))
     assert not (tmp_path / "run").exists()
 
 
@@ -226,4 +226,4 @@ def test_the_tokens_that_ask_are_part_of_the_fingerprint(sequential: tuple[JobSp
     spec, _ = sequential
     task = spec.task.model_copy(update={"fim": spec.task.fim.model_copy(update={"order": "spm"})})  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"task\.fim\.order was \"psm\", is \"spm\""):
-        prepare(spec.model_copy(update={"task": task}), open_store(spec.output.path))
+        resolve(spec.model_copy(update={"task": task}), open_store(spec.output.path))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.plan.resolve import resolve
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import job_spec, run_here
@@ -48,7 +48,7 @@ def test_a_builtin_head_drafts_for_the_sequential_rows(tmp_path: Path) -> None:
 
 def hash_of_head(spec: Any) -> str | None:
     """What the fingerprint has of the drafter."""
-    return prepare(spec, open_store(spec.output.path)).hashes.drafter
+    return resolve(spec, open_store(spec.output.path)).results["decoder"]["drafter"]["weights"]
 
 
 def test_the_weights_of_a_head_are_in_the_fingerprint_and_its_place_is_not(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.run.first_rows import first_canvases
 from draftmill.jobs.run.validate import canvas_lines, prompt_text
 from draftmill.storage.errors import UserError
@@ -67,19 +67,19 @@ def test_examples_count_by_content_and_a_seed_draws_them_once(world: World) -> N
     run_here(spec_of(world, "kept", examples=shots))
     store = open_store(str(world.folder / "kept"))
     (world.folder / "moved.jsonl").write_text((world.folder / "shots.jsonl").read_text())
-    prepare(spec_of(world, "kept", examples=shots | {"path": str(world.folder / "moved.jsonl")}), store)
+    resolve(spec_of(world, "kept", examples=shots | {"path": str(world.folder / "moved.jsonl")}), store)
     write_shots(world, [*SHOTS[:2], {"q": "another third", "a": "that nobody chose"}])
-    prepare(spec_of(world, "kept", examples=shots), store)
+    resolve(spec_of(world, "kept", examples=shots), store)
     write_shots(world, SHOTS[1:])
     with pytest.raises(UserError, match=r"holds another job: prompt\.examples\.rows was"):
-        prepare(spec_of(world, "kept", examples=shots), store)
+        resolve(spec_of(world, "kept", examples=shots), store)
     with pytest.raises(UserError, match=r"holds another job: prompt\.template was"):
-        prepare(spec_of(world, "kept", examples={"rows": SHOTS[:2]}, template=TEMPLATE + " "), store)
+        resolve(spec_of(world, "kept", examples={"rows": SHOTS[:2]}, template=TEMPLATE + " "), store)
     write_shots(world, SHOTS)
     drawn = []
     for seed in (1, 1, 2):
         spec = spec_of(world, "none", examples=shots | {"seed": seed})
-        examples = prepare(spec, open_store(spec.output.path)).spec.prompt.examples
+        examples = resolve(spec, open_store(spec.output.path)).recipe.prompt.examples
         assert examples is not None and examples.rows is not None and len(examples.rows) == 2
         drawn.append(examples.rows)
     assert drawn[0] == drawn[1] != drawn[2] and all(row in SHOTS for rows in drawn for row in rows)
@@ -92,11 +92,11 @@ def test_examples_that_are_not_there_and_columns_that_no_row_has_are_refused_bef
     ):
         spec = spec_of(world, "never", examples=examples)
         with pytest.raises(UserError, match=message):
-            prepare(spec, open_store(spec.output.path))
+            resolve(spec, open_store(spec.output.path))
     (world.folder / "shots.jsonl").write_text('{"q": 1}\n{broken\n')
     spec = spec_of(world, "never", examples={"path": str(world.folder / "shots.jsonl"), "k": 2})
     with pytest.raises(UserError, match=r"prompt\.examples\.path: row 1 of .*can't be read: bad_json"):
-        prepare(spec, open_store(spec.output.path))
+        resolve(spec, open_store(spec.output.path))
     with pytest.raises(
         UserError, match=r"prompt\.template: no row has all columns: 'answer' is undefined; the row has"
     ):
@@ -124,9 +124,9 @@ def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path: Path, monkeypatch: p
     (job, *others), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", guide, re.DOTALL) for kind in ("yaml", "text"))
     monkeypatch.chdir(tmp_path)
     spec = check_spec(yaml.safe_load(job))
-    prepared = prepare(spec, open_store(spec.output.path))
-    canvases, tokenizer = first_canvases(prepared, 2), prepared.tokenizer
-    assert shown.splitlines() == list(canvas_lines(prepared, canvases))[2:]
+    resolved = resolve(spec, open_store(spec.output.path))
+    canvases, tokenizer = first_canvases(resolved, 2), resolved.tokenizer
+    assert shown.splitlines() == list(canvas_lines(resolved, canvases))[2:]
     assert tokenizer is not None and "(count down)\nAnswer:[8]" in prompt_text(canvases[1].canvas, tokenizer)
     for part in (part for part in map(yaml.safe_load, others) if "base" not in part):
         kept = {} if "template" in part["prompt"] else {"template": spec.prompt.template}

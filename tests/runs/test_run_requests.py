@@ -14,7 +14,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.run.validate import validate
 from draftmill.storage.errors import UserError
-from tests.runs.causal_jobs import TOKENIZER, job_spec, run_here, save_model
+from tests.runs.causal_jobs import TOKENIZER, job_spec, results_of, run_here, save_model
 from tests.runs.jobs_here import run, without_ray
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -191,16 +191,16 @@ def test_a_changed_column_of_settings_is_another_job(folder: Path) -> None:
 
 
 def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_written(folder: Path) -> None:
-    from draftmill.jobs.plan.prepare import prepare
+    from draftmill.jobs.plan.resolve import resolve
     from draftmill.storage.errors import UserError
     from draftmill.storage.stores.store import open_store
 
     task = {"kind": "complete", "stop": ["<sep>"]}
     spec = spec_of(folder, [{"id": "a", "prompt": "x"}], "unseen", task=task)
     with pytest.raises(UserError, match=r"task\.stop: '<sep>' contains the special token"):
-        prepare(spec, open_store(spec.output.path))
+        resolve(spec, open_store(spec.output.path))
     shown = check_spec(spec.model_dump(mode="json") | {"task": task | {"skip_special_tokens": False}})
-    assert prepare(shown, open_store(shown.output.path)).plan is None
+    assert resolve(shown, open_store(shown.output.path)).plan is None
 
 
 @pytest.mark.slow
@@ -232,3 +232,19 @@ def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended | {"num_beams": 4}))
     with pytest.raises(UserError, match="num_beams = '4', which is not supported"):
         validate(job("other", asked))
+
+
+def test_a_runs_workers_draw_as_the_checkpoint_recommends(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    shutil.copytree(folder / "model", tmp_path / "model")
+    recommended = {"do_sample": False, "eos_token_id": 2}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
+    spec = job_spec(tmp_path, [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(PROMPTS)])
+    texts = []
+    for out, sampling in (("said", {"temperature": 0.0}), ("used", {"from_checkpoint": True}), ("plain", {})):
+        job = spec.model_dump(mode="json") | {"sampling": sampling, "output": {"path": str(tmp_path / out)}}
+        assert run(job, tmp_path / "job.yaml") == 0
+        texts.append({name: row["text"] for name, row in results_of(check_spec(job)).items()})
+    assert texts[0] == texts[1] != texts[2]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.plan.resolve import resolved_of
 from draftmill.jobs.results.verify import check_invariance
 from draftmill.jobs.run.validate import validate
 from draftmill.storage.runs.commit import Manifest, done_units, read_unit
@@ -87,7 +88,8 @@ def test_a_text_is_scored_alike_alone(
     plan = load_plan(store)
     assert plan is not None
     committed = [read_unit(store, unit_name(unit)) for unit in done_units(store)]
-    assert check_invariance(store, plan, Manifest(plan.fingerprint, 2, UnitFacts(committed)), samples=len(TEXTS)) == 1.0
+    manifest = Manifest(plan.fingerprint, 2, UnitFacts(committed))
+    assert check_invariance(resolved_of(plan), plan, manifest, samples=len(TEXTS)) == 1.0
     assert "3 equal (100.0%)" in capsys.readouterr().out
 
 

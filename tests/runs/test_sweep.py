@@ -22,6 +22,7 @@ from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.plan.resolve import resolved_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import read_metrics
@@ -196,7 +197,7 @@ def canvases(run: Path) -> dict[str, tuple[int, list[int]]]:
     folder = GOLDEN if spec.model.tokenizer == "none" else Path("decoders/builtin/asarm-tiny").absolute()
     from draftmill.decoders.backbones.checkpoint import inspect_model
 
-    job = make_job(spec, plan)
+    job = make_job(resolved_of(plan), plan)
     unit_io = RowUnitIO(
         job, tokenizer=load_tokenizer(folder, spec.model.tokenizer), info=inspect_model(folder), worker="w", node="n"
     )

@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 from draftmill.jobs.drive import run_log
 from draftmill.jobs.drive.driver import Driver
-from draftmill.jobs.drive.run_log import RunLog
 from draftmill.jobs.run import session
 from draftmill.storage.runs import commit as committer
 from draftmill.storage.runs.sums import Sums
@@ -27,9 +26,8 @@ def simulated() -> Iterator[dict[str, Any]]:
     at_work: dict[str, Any] = {}
     clock = lambda: at_work["world"].now_s  # noqa: E731
     fakes: dict[str, Any] = {
-        "make_job": lambda spec, plan, inputs: spec.process,
+        "make_job": lambda resolved, plan: resolved.process,
         "Driver": partial(Driver, clock=clock),
-        "RunLog": partial(RunLog, clock=clock),
     }
     with ExitStack() as stack:
         for name, fake in fakes.items():

@@ -32,6 +32,7 @@ from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import give_back, keep_once
 from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.run_log import RunLog
 from draftmill.jobs.run import session
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import SUCCESS
@@ -214,13 +215,19 @@ class World:
             errors=ErrorSettings(attempts=self.job.attempts),
             model=SimpleNamespace(device="cpu"),
             input=SimpleNamespace(run=None),
+        )
+        resolved = SimpleNamespace(
+            spec=spec,
+            recipe=SimpleNamespace(task=None),
+            folder=Path("no-model"),
+            info=SimpleNamespace(num_parameters=1),
             process=(self, process),
         )
         plan = SimpleNamespace(
             units=len(self.job.rows),
             rows=sum(self.job.rows),
             tokens=sum(self.job.rows),
-            spec=SimpleNamespace(task=None),
+            store=store,
             fingerprint=FINGERPRINT,
             sizes=self.job.sizes,
             pass_=1,
@@ -229,17 +236,15 @@ class World:
         )
         options = SimpleNamespace(ray_address=None, grace_s=5.0, local=True)
         return SimpleNamespace(
-            spec=spec,
+            resolved=resolved,
             options=options,
-            store=store,
             plan=plan,
             lease=lease,
             stop=stop,
-            display=Display(),
+            display=Display(RunLog(clock=lambda: self.now_s)),
             backend=SimSite(self),
             loads=True,
-            outcome=None,
-            prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1), inputs=()),
+            watchers=(),
         )
 
     def pause(self) -> None:

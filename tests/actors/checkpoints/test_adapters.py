@@ -20,7 +20,7 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.config.spec import check_spec
-from draftmill.jobs.plan.fingerprint import Hashes, results_key
+from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.storage.errors import UserError
 from tests.decoders.backbones.causal_models import in_a_row, load, play, save_random, theirs
 from tests.decoders.backbones.masked_models import copy_changed, look_alone
@@ -300,6 +300,7 @@ def test_a_job_without_an_adapter_keeps_its_fingerprint() -> None:
         "output": {"path": "runs/a"},
     }
     info = ModelInfo("llama", 61, None, None, "causal", 1)
-    plain = results_key(check_spec(data), info, Hashes("m", "t"), [])
+    plain = results_key(check_spec(data), info, model="m", tokenizer="t")
     assert "adapter" not in plain["model"]
-    assert results_key(check_spec(data), info, Hashes("m", "t", adapter="x"), [])["model"]["adapter"] == "x"
+    adapted = results_key(check_spec(data), info, model="m", tokenizer="t", adapter="x")
+    assert adapted["model"]["adapter"] == "x"

@@ -36,8 +36,9 @@ from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.progress import Display
-from draftmill.jobs.plan.prepare import make_plan, prepare
-from draftmill.jobs.plan.worker_job import make_job, place_of
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import resolve
+from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric
 from draftmill.storage.stores.interface import Place
@@ -245,7 +246,8 @@ def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: 
             tmp_path, rows, model={"path": "builtin:ar-tiny"}, batching={"prompt_rows": given}, output=output
         )
         store = open_store(spec.output.path)
-        job = make_job(spec, make_plan(prepare(spec, store), store, Display()))
+        resolved = resolve(spec, store)
+        job = make_job(resolved, make_plan(resolved, store, Display()))
         runner = build_runner(job, name="w", node="n", threads=1)
         runner.add(work(0, len(rows)))
         while not runner.step():
@@ -313,7 +315,8 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     """Raylets may show all GPUs to a worker that asked for none; one that has a GPU must not decode on its CPU."""
     spec = job_spec(tmp_path, [{"id": "a", "prompt": "def"}], model={"path": "builtin:ar-tiny"})
     store = open_store(spec.output.path)
-    auto = make_job(spec, make_plan(prepare(spec, store), store, Display()))
+    resolved = resolve(spec, store)
+    auto = make_job(resolved, make_plan(resolved, store, Display()))
     fixed = replace(auto, model=replace(auto.model, device="cuda:0"))
     assert auto.model.device == "auto"
     found = [WorkerResources(1.0, gpus, 1).job_on_ray(auto).model.device for gpus in (0.0, 0.5, 2.0)]
@@ -324,7 +327,7 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     devices = [judging.on_ray(WorkerResources(1.0, gpus, 1)).metrics[0].place for gpus in (0.0, 0.5)]
     assert [place and place.device for place in devices] == ["cpu", "auto"]
     without = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny"}, workers={"gpus": 0})
-    assert place_of(without).device == "cpu", "--local and validate, too"
+    assert without.model_place().device == "cpu", "--local and validate, too"
 
 
 def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,8 @@ from draftmill.actors.ray.pool import RayPool, is_running
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.stores.store import open_store
 from tests.actors.group_processes import followers
@@ -30,8 +31,9 @@ ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 
 def planned(spec: JobSpec) -> tuple[Job, Plan]:
     store = open_store(spec.output.path)
-    plan = make_plan(prepare(spec, store), store, Display())
-    return make_job(spec, plan), plan
+    resolved = resolve(spec, store)
+    plan = make_plan(resolved, store, Display())
+    return make_job(resolved, plan), plan
 
 
 def units_of(plan: Plan) -> list[WorkUnit]:

@@ -26,7 +26,7 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.jobs import cli
 from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
-from draftmill.jobs.plan.plan import check_survey, survey
+from draftmill.jobs.plan.planning import check_survey, survey
 from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.jobs.schedule.events import Finish
 from draftmill.storage.errors import RowError, UserError
@@ -133,7 +133,9 @@ def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
 
 def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[str, Any]]:
     """The plan's entries, in the order of the input."""
-    return [row for table in check_survey(survey(spec, maker, files), spec, files) for row in table.to_pylist()]
+    recipe = spec.recipe()
+    tables = check_survey(survey(recipe, maker, files), spec, recipe, files)
+    return [row for table in tables for row in table.to_pylist()]
 
 
 def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[str, Any]]) -> None:

@@ -14,9 +14,8 @@ from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.paths import with_absolute
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.config.yaml_file import apply_override
-from draftmill.jobs.plan.fingerprint import Hashes, digest, results_key
-from draftmill.jobs.plan.prepare import check_chat, check_task
-from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.plan.checks import check_chat, check_task
+from draftmill.jobs.plan.fingerprint import digest, results_key
 from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 
@@ -146,13 +145,13 @@ def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do(
 
 def test_a_chat_needs_a_template() -> None:
     with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
-        check_chat(spec_of(COMPLETE, "task.chat=true"), byte_level())
-    check_chat(spec_of(COMPLETE), byte_level())
+        check_chat(spec_of(COMPLETE, "task.chat=true").task, byte_level())
+    check_chat(spec_of(COMPLETE).task, byte_level())
 
 
 def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place() -> None:
     def of(spec: JobSpec, **known: Any) -> str:
-        return digest(results_key(spec, CAUSAL, Hashes("w", "t", **known), []))
+        return digest(results_key(spec, CAUSAL, model="w", tokenizer="t", **known))
 
     small, moved = spec_of(COMPLETE, SMALL), spec_of(COMPLETE, SMALL, "decoder.drafter.path=elsewhere")
     assert of(small, drafter="a") == of(moved, drafter="a") != of(small, drafter="b")
@@ -175,7 +174,7 @@ def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone() -> 
     assert spec_of(INFILL).results_key()["task"]["max_new_tokens"] == 9
 
     def of(**known: Any) -> str:
-        return digest(results_key(spec_of(INFILL), CAUSAL, Hashes("w", "t", **known), []))
+        return digest(results_key(spec_of(INFILL), CAUSAL, model="w", tokenizer="t", **known))
 
     asked = {"prefix": 5, "suffix": 6, "middle": 7, "order": "psm"}
     assert len({of(fim=asked, ends=(2,)), of(fim=asked, ends=(2, 3)), of(fim=asked | {"middle": 8}, ends=(2,))}) == 3
@@ -239,13 +238,13 @@ def test_a_prompt_that_does_not_fit_the_task_is_refused(
 def test_exact_models_are_in_the_fingerprint_only_where_they_are_demanded() -> None:
     plain, exact = (spec_of(COMPLETE, *more).results_key() for more in ((), ("model.exact=true",)))
     assert plain["model"] == {} and exact["model"] == {"exact": True}
-    assert place_of(spec_of(COMPLETE, "model.exact=true")).exact and not place_of(spec_of(COMPLETE)).exact
+    assert spec_of(COMPLETE, "model.exact=true").model_place().exact and not spec_of(COMPLETE).model_place().exact
 
 
 def test_small_weights_are_in_the_fingerprint_only_where_they_are_asked_for() -> None:
     keys = [spec_of(COMPLETE, f"model.weights={kind}").results_key()["model"] for kind in ("auto", "int8", "int4")]
     assert keys == [{}, {"weights": "int8"}, {"weights": "int4"}]
-    assert place_of(spec_of(COMPLETE, "model.weights=fp8")).weights == "fp8"
+    assert spec_of(COMPLETE, "model.weights=fp8").model_place().weights == "fp8"
 
 
 @pytest.mark.parametrize(

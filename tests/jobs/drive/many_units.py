@@ -23,7 +23,6 @@ from pytest import MonkeyPatch
 from draftmill.actors.job import Allocation, WorkerResources
 from draftmill.actors.messages import Effort, PoolEvent, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
 from draftmill.jobs.config.spec import check_spec
-from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.progress import Display
@@ -147,6 +146,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
             "model": {"path": "m"},
             "decoder": {"kind": "assd"},
             "output": {"path": str(folder)},
+            "workers": {"count": WORKERS},
         }
     )
     peaks = {"begin": peak_mb()}
@@ -162,17 +162,17 @@ def job(folder: Path, units: int) -> dict[str, float]:
     assert plan is not None and (folder / PLAN).stat().st_size > 5 * units
     peaks["loaded"] = peak_mb()
     run: Any = SimpleNamespace(
-        spec=spec.model_copy(update={"workers": WorkerShape(count=WORKERS)}),
+        resolved=SimpleNamespace(
+            spec=spec, recipe=spec.recipe(), folder=folder, info=SimpleNamespace(num_parameters=1)
+        ),
         options=SimpleNamespace(grace_s=5.0, ray_address=None, local=True),
-        prepared=SimpleNamespace(folder=folder, info=SimpleNamespace(num_parameters=1), inputs=[]),
-        store=store,
         plan=plan,
         lease=SimpleNamespace(epoch=1, check=lambda: None),
         stop=StopFlag(),
         display=Display(),
         backend=ManyWorkers(),
         loads=False,
-        outcome=None,
+        watchers=(),
     )
     assert session.decode(run).how == "done"
     peaks["closed"] = peak_mb()

@@ -18,7 +18,8 @@ from draftmill.decoders.engine.engine import Engine
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import resolve, resolved_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.stores.store import open_store
 
@@ -64,12 +65,12 @@ def planned(spec: JobSpec, *, by_length: bool = False) -> Plan:
     with ExitStack() as stack:
         if by_length:
             stack.enter_context(mock.patch.object(makers, "shares_beginnings", lambda task, info: False))
-        return make_plan(prepare(spec, store), store, Display())
+        return make_plan(resolve(spec, store), store, Display())
 
 
-def decoded_apart(spec: JobSpec, plan: Plan) -> tuple[EngineStats, dict[str, float | None]]:
+def decoded_apart(plan: Plan) -> tuple[EngineStats, dict[str, float | None]]:
     """Decode all units, each by a worker that has seen nothing before: what they cost together, and the rows' scores."""
-    decoder, unit_io = build_parts(make_job(spec, plan), name="alone", node="here", threads=1)
+    decoder, unit_io = build_parts(make_job(resolved_of(plan), plan), name="alone", node="here", threads=1)
     assert isinstance(decoder, Engine)
     scores: dict[str, float | None] = {}
     for size in plan.sizes():

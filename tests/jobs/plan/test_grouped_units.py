@@ -14,7 +14,7 @@ import pytest
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable
 from draftmill.storage.stores.store import open_store
@@ -56,7 +56,7 @@ def test_units_by_beginnings_run_fewer_rows_of_prompts_and_score_the_same(questi
     ran = {}
     for by_length in (True, False):
         spec = spec_for(questions, f"memory://ran-{by_length}")
-        stats, scores = decoded_apart(spec, planned(spec, by_length=by_length))
+        stats, scores = decoded_apart(planned(spec, by_length=by_length))
         ran[by_length] = stats.prompt_rows, stats.prompt_rows - stats.prompt_rows_shared, scores
     assert ran[True][0] == ran[False][0] and ran[True][2] == ran[False][2]
     assert ran[False][1] < 0.7 * ran[True][1]
@@ -124,7 +124,7 @@ def test_hashes_are_not_stored_and_windows_stay_as_they_are() -> None:
 def test_only_jobs_that_group_alike_share_a_unit_table(questions: Path) -> None:
     task = {"kind": "complete", "max_new_tokens": 8}
     spec = spec_for(questions, "memory://sweep", task=task)
-    causal = prepare(spec, open_store(spec.output.path))
+    causal = resolve(spec, open_store(spec.output.path))
     other = dataclasses.replace(causal, info=dataclasses.replace(causal.info, kind="masked"))
     blocks = dataclasses.replace(causal, info=dataclasses.replace(causal.info, kind="blocks"))
     assert plan_groups([causal, other, blocks]) == [[0, 2], [1]]

@@ -18,19 +18,21 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan import packing
-from draftmill.jobs.plan.fingerprint import Hashes, changed_files, results_key
+from draftmill.jobs.plan.fingerprint import changed_files, results_key, with_files
 from draftmill.jobs.plan.packing import PlanWriter
-from draftmill.jobs.plan.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
-from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
+from draftmill.jobs.plan.plan import Plan, compare_plan, compare_settings, load_plan
+from draftmill.jobs.plan.planning import make_plan
+from draftmill.jobs.plan.resolve import Resolved, resolve
 from draftmill.storage.errors import ChangedInput, StoreError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.sources import with_hashes
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 
-HASHES = Hashes("weights", "tokenizer")
+HASHES: dict[str, Any] = {"model": "weights", "tokenizer": "tokenizer"}
 
 
 def spec_for(path: Path, **changes: Any) -> JobSpec:
@@ -47,12 +49,21 @@ def spec_for(path: Path, **changes: Any) -> JobSpec:
     return check_spec(data)
 
 
-def plan(spec: JobSpec, store: Store) -> Plan:
-    return build_plan(spec, model_info(), byte_level(), HASHES, list_inputs(*spec.input_places), store)
+def resolved_for(spec: JobSpec) -> Resolved:
+    """What `resolve` would find, with a model that is only described."""
+    inputs = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
+    results = results_key(spec, model_info(), **HASHES)
+    return Resolved(spec, spec.recipe(), results, Path("m"), model_info(), byte_level(), inputs)
 
 
-def key_of(spec: JobSpec) -> dict[str, Any]:
-    return results_key(spec, model_info(), HASHES, list_inputs(*spec.input_places))
+def plan(spec: JobSpec, store: Store, epoch: int = 0) -> Plan:
+    return make_plan(resolved_for(spec), store, Display(), epoch=epoch)
+
+
+def compare(made: Plan, spec: JobSpec, **hashes: str) -> None:
+    """Compare a plan with a spec, as when it is run again, with other hashes of checkpoints."""
+    inputs = with_hashes(list_inputs(*spec.input_places))
+    compare_plan(made, spec, with_files(results_key(spec, model_info(), **HASHES | hashes), inputs), inputs)
 
 
 @pytest.fixture
@@ -138,9 +149,9 @@ def test_another_job_on_the_same_directory_is_refused_by_its_keys(
     store = open_store("memory://refused")
     store.delete("_plan.json")
     made = plan(spec_for(rows), store)
-    compare_plan(made, spec_for(rows), key_of(spec_for(rows)), list_inputs(str(rows)))
+    compare(made, spec_for(rows))
     with pytest.raises(UserError) as caught:
-        compare_plan(made, spec_for(rows, **changes), key_of(spec_for(rows, **changes)), list_inputs(str(rows)))
+        compare(made, spec_for(rows, **changes))
     assert caught.value.field == "output.path" and named in str(caught.value)
 
 
@@ -148,30 +159,27 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, mon
     file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
     file.write_text('{"text": "def f"}')
     same = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"))
-    make_plan(prepare(same, store), store, Display())
-    assert prepare(same, store).plan is not None
+    make_plan(resolve(same, store), store, Display())
+    assert resolve(same, store).plan is not None
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the model is looked at")
 
-    monkeypatch.setattr("draftmill.jobs.plan.prepare.fetch_model", never)
-    monkeypatch.setattr("draftmill.jobs.plan.prepare.model_hash", never)
+    monkeypatch.setattr("draftmill.jobs.plan.resolve.fetch_model", never)
+    monkeypatch.setattr("draftmill.jobs.plan.resolve.model_hash", never)
     other = spec_for(
         file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"), decoder__k=2, input__limit=9
     )
     with pytest.raises(UserError, match=r"decoder\.k was 5, is 2; input\.limit was null, is 9") as caught:
-        prepare(other, store)
+        resolve(other, store)
     assert caught.value.field == "output.path"
 
 
 def test_other_weights_are_named(rows: Path) -> None:
     made = plan(spec_for(rows), open_store("memory://weights"))
-    inputs = list_inputs(str(rows))
     for field, named in {"model": "checkpoint", "tokenizer": "tokenizer", "head": "head", "adapter": "adapter"}.items():
-        change: dict[str, Any] = {field: "x"}
-        hashes = dataclasses.replace(HASHES, **change)
         with pytest.raises(UserError, match=f"model.{named}"):
-            compare_plan(made, spec_for(rows), results_key(spec_for(rows), model_info(), hashes, inputs), inputs)
+            compare(made, spec_for(rows), **{field: "x"})
 
 
 def test_a_changed_input_is_named(rows: Path) -> None:
@@ -179,7 +187,7 @@ def test_a_changed_input_is_named(rows: Path) -> None:
     (rows / "b.jsonl").write_text("{}")
     (rows / "c.jsonl").write_text("{}")
     with pytest.raises(UserError) as caught:
-        compare_plan(made, spec_for(rows), key_of(spec_for(rows)), list_inputs(str(rows)))
+        compare(made, spec_for(rows))
     assert caught.value.field == "input.path"
     assert (
         "b.jsonl (" in str(caught.value) and "c.jsonl (new)" in str(caught.value) and "a.jsonl" not in str(caught.value)
@@ -196,24 +204,24 @@ def small_job(folder: Path, **changes: Any) -> tuple[JobSpec, Store, Path]:
 
 def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    made = make_plan(prepare(spec, store), store, Display())
+    made = make_plan(resolve(spec, store), store, Display())
     assert made.files[0].sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     os.utime(file, (1, 1))
-    again = prepare(spec, store)
+    again = resolve(spec, store)
     assert again.plan is not None and again.plan.fingerprint == made.fingerprint
     assert make_plan(again, store, Display()).fingerprint == made.fingerprint, "the plan that is there is taken"
     shutil.copy(file, tmp_path / "copy")
     (tmp_path / "copy").rename(file)
-    assert prepare(spec, store).plan is not None, "a copy has the same bytes, too"
+    assert resolve(spec, store).plan is not None, "a copy has the same bytes, too"
 
 
 def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    make_plan(prepare(spec, store), store, Display())
+    make_plan(resolve(spec, store), store, Display())
     file.write_bytes(file.read_bytes().replace(b"def g", b"def h"))
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match=r"rows\.jsonl \(other content, of the same size\)") as caught:
-        prepare(spec, store)
+        resolve(spec, store)
     assert caught.value.field == "input.path"
 
 
@@ -221,37 +229,37 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, store, file = small_job(tmp_path)
-    make_plan(prepare(spec, store), store, Display())
+    make_plan(resolve(spec, store), store, Display())
 
     def never(file: InputFile) -> InputFile:
         raise AssertionError(f"{file.name} is read")
 
     monkeypatch.setattr("draftmill.storage.inputs.sources._with_hash", never)
-    prepare(spec, store)
+    resolve(spec, store)
     file.write_text("of another size")
     with pytest.raises(UserError, match=r"rows\.jsonl \(other content, 36 -> 15 bytes\)"):
-        prepare(spec, store)
+        resolve(spec, store)
 
 
 def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftmill.jobs.plan.prepare.LIMITED_HASH_BYTES", 8)
+    monkeypatch.setattr("draftmill.jobs.plan.planning.LIMITED_HASH_BYTES", 8)
     spec, store, file = small_job(tmp_path, input__limit=1)
-    assert make_plan(prepare(spec, store), store, Display()).files[0].sha256 is None
-    assert prepare(spec, store).plan is not None
+    assert make_plan(resolve(spec, store), store, Display()).files[0].sha256 is None
+    assert resolve(spec, store).plan is not None
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match="mtime_s was "):
-        prepare(spec, store)
+        resolve(spec, store)
 
 
 def test_a_file_that_grows_while_it_is_planned_is_refused(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    prepared = prepare(spec, store)
+    resolved = resolve(spec, store)
     with file.open("a") as more:
         more.write('{"text": "late"}\n')
     with pytest.raises(ChangedInput, match=r"has changed since it was listed: .* bytes instead of"):
-        make_plan(prepared, store, Display())
+        make_plan(resolved, store, Display())
 
 
 def test_an_object_that_was_uploaded_again_is_known_by_its_etag() -> None:
@@ -261,9 +269,9 @@ def test_an_object_that_was_uploaded_again_is_known_by_its_etag() -> None:
 
 
 def test_inputs_that_moved_are_the_same_inputs(rows: Path) -> None:
-    inputs = list_inputs(str(rows))
+    inputs = with_hashes(list_inputs(str(rows)))
     moved = [dataclasses.replace(file, uri=f"/elsewhere/{file.name}") for file in inputs]
-    assert results_key(spec_for(rows), model_info(), HASHES, moved) == key_of(spec_for(rows))
+    assert with_files({"input": {}}, moved) == with_files({"input": {}}, inputs)
 
 
 def test_limit_counts_rows_over_all_files(rows: Path) -> None:
@@ -325,8 +333,7 @@ def test_a_csv_with_another_delimiter_is_refused_with_a_hint(
         plan(spec_for(file), open_store("memory://delimited"))
     assert caught.value.field == field and message in str(caught.value)
     spec = spec_for(file, input__delimiter=";")
-    inputs = list_inputs(str(file), delimiter=";")
-    made = build_plan(spec, model_info(), byte_level(), HASHES, inputs, open_store(str(tmp_path / "run")))
+    made = plan(spec, open_store(str(tmp_path / "run")))
     assert made.errors == {} and made.results["input"]["delimiter"] == ";" and made.files[0].delimiter == ";"
     with pytest.raises(UserError, match=r"input\.delimiter was \";\", is null"):
         compare_settings(made, spec_for(file))
@@ -365,8 +372,7 @@ def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(r
     store = open_store("memory://late")
     late = PlanWriter(store, window=10, unit_rows=4, epoch=1)
     late.add(rows_table([3] * 12))
-    inputs = list_inputs(str(rows))
-    made = build_plan(spec_for(rows), model_info(), byte_level(), HASHES, inputs, store, epoch=2)
+    made = plan(spec_for(rows), store, epoch=2)
     before = {name: store.get(name) for name in names(store)}
     packing.discard_parts(store, 1)
     late.finish()
@@ -376,14 +382,12 @@ def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(r
 
 def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path) -> None:
     store, spec = open_store("memory://meanwhile"), spec_for(rows)
-    looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(*spec.input_places), plan=None)
-    first = make_plan(looked, store, Display(), epoch=1)
+    first = plan(spec, store, epoch=1)
     before = names(store)
-    assert make_plan(looked, store, Display(), epoch=2).fingerprint == first.fingerprint
+    assert plan(spec, store, epoch=2).fingerprint == first.fingerprint
     assert names(store) == before == ["_plan.json", part_name(0, 1)]
-    other = dataclasses.replace(looked, spec=spec_for(rows, task__mask={"kind": "random", "rate": 0.1}))
     with pytest.raises(UserError, match="holds another job"):
-        make_plan(other, store, Display(), epoch=3)
+        plan(spec_for(rows, task__mask={"kind": "random", "rate": 0.1}), store, epoch=3)
 
 
 def test_a_damaged_plan_is_refused(rows: Path) -> None:

@@ -13,7 +13,7 @@ from draftmill.actors.planning import surveying
 from draftmill.actors.rows.canvas import Canvas, Size
 from draftmill.actors.rows.row import Values
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.plan.plan import survey
+from draftmill.jobs.plan.planning import survey
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 
@@ -66,8 +66,8 @@ def spec(tmp_path: Path) -> JobSpec:
     )
 
 
-def surveyed(spec: JobSpec, maker: Measures) -> Iterator[tuple[str, int, str | None]]:
-    for table in survey(spec, maker, list_inputs(spec.input.path)):  # type: ignore[arg-type]
+def surveyed(spec: JobSpec, maker: Measures, limit: int | None = None) -> Iterator[tuple[str, int, str | None]]:
+    for table in survey(spec.recipe(), maker, list_inputs(spec.input.path), limit=limit):  # type: ignore[arg-type]
         yield from zip(*(table[name].to_pylist() for name in ("id", "length", "error_kind")), strict=True)
 
 
@@ -79,8 +79,7 @@ def test_batches_are_measured_side_by_side_and_come_in_the_order_of_the_input(sp
 
 
 def test_the_limit_and_a_damaged_file_end_it_as_if_there_were_one_thread(spec: JobSpec, tmp_path: Path) -> None:
-    few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": 60})})
-    assert [name for name, _, _ in surveyed(few, Measures())] == [f"r{n}" for n in range(60)]
+    assert [name for name, _, _ in surveyed(spec, Measures(), limit=60)] == [f"r{n}" for n in range(60)]
     (tmp_path / "b.jsonl.gz").write_bytes(b"\x1f\x8b and no more")
     with pytest.raises(UserError, match=r"b\.jsonl\.gz: damaged"):
         list(surveyed(spec, Measures()))
@@ -88,7 +87,7 @@ def test_the_limit_and_a_damaged_file_end_it_as_if_there_were_one_thread(spec: J
 
 def test_memory_holds_a_few_batches_for_each_thread(spec: JobSpec) -> None:
     maker = Measures()
-    tables = survey(spec, maker, list_inputs(spec.input.path))  # type: ignore[arg-type]
+    tables = survey(spec.recipe(), maker, list_inputs(spec.input.path))  # type: ignore[arg-type]
     next(tables)
     tables.close()  # type: ignore[attr-defined]
     assert maker.batches <= 2 * THREADS

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from draftmill.jobs.drive import leases as module
 from draftmill.jobs.drive.driver import StopFlag
-from draftmill.jobs.drive.leases import IfRunning, base_lease, hold_lease, wait_until_free
+from draftmill.jobs.drive.leases import IfRunning, base_lease, hold_lease
 from draftmill.jobs.drive.log import shown
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended
+from draftmill.jobs.run import job
+from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.s3 import S3Store
@@ -36,6 +41,20 @@ class DayAhead:
 
 
 NOW_S = time.time()
+
+
+@pytest.fixture
+def run_work(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a job that consists of a function, and returns the exit code; `sleep` is called in place of time.sleep."""
+
+    def run_job(work: Callable[[], None], if_running: IfRunning, sleep: Callable[[float], None] = time.sleep) -> int:
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, sleep=sleep))
+        monkeypatch.setattr(job, "complete_job", lambda *_: work())
+        spec: Any = None
+        with shown():
+            return job.run_job(spec, RunOptions(if_running=if_running))
+
+    return run_job
 
 
 def held_elsewhere(base: Path, seconds: float) -> None:
@@ -60,14 +79,16 @@ def test_a_broken_spec_leaves_no_base_path_behind(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "nightly").exists()
 
 
-def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_starts_the_work_again_when_the_lease_is_free(
+    store: Store, run_work: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     other = acquire(store, "elsewhere:boot-1:77", 3600.0)
     calls, sleeps = [], []
 
-    def work() -> int:
+    def work() -> None:
         calls.append(1)
         with base_lease(store, StopFlag().set):
-            return OK
+            pass
 
     def sleep(seconds: float) -> None:
         sleeps.append(seconds)
@@ -75,22 +96,22 @@ def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, capl
             other.release()
 
     with pytest.raises(LeaseHeld, match="elsewhere:boot-1:77"):
-        wait_until_free(work, "fail")
-    assert wait_until_free(work, "wait", sleep=sleep) == OK
+        run_work(work, "fail")
+    assert run_work(work, "wait", sleep=sleep) == OK
     assert (len(calls), sleeps) == (3, [module.POLL_S] * 3)
-    assert [message.partition(":")[0] for message in caplog.messages] == ["waiting"]
+    assert capsys.readouterr().err.count("draftmill: waiting") == 1
 
 
 def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(
-    store: Store, capsys: pytest.CaptureFixture[str]
+    store: Store, run_work: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = acquire(store, "elsewhere:boot-1:77", 60.0)
     calls, sleeps = [], []
 
-    def work() -> int:
+    def work() -> None:
         calls.append(1)
         with base_lease(store, StopFlag().set):
-            return TOO_MANY_FAILED
+            raise Ended("too many", TOO_MANY_FAILED)
 
     def alive(seconds: float) -> None:
         sleeps.append(seconds)
@@ -102,13 +123,13 @@ def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(
         if len(sleeps) == 5:
             other.release()  # as when it has run out
 
-    with shown():
-        assert wait_until_free(work, "skip", sleep=alive) == OK
+    assert run_work(work, "skip", sleep=alive) == OK
     said = capsys.readouterr()
     assert "draftmill: skipped: another driver holds the job" in said.out and "waiting for a sign of life" in said.err
     assert (len(calls), len(sleeps)) == (1, 2)
-    assert wait_until_free(work, "skip", sleep=lost) == TOO_MANY_FAILED, "the work is done after all"
+    assert run_work(work, "skip", sleep=lost) == TOO_MANY_FAILED, "the work is done after all"
     assert (len(calls), len(sleeps)) == (3, 5)
+    assert "skipped" not in capsys.readouterr().out
 
 
 def test_what_a_run_does_where_another_machine_holds_the_job(
@@ -138,15 +159,15 @@ def test_without_a_date_the_option_means_the_lease_of_the_run_directory(
 
 @pytest.mark.parametrize("if_running", ["skip", "wait"])
 def test_a_lease_of_a_wrong_clock_is_taken_over_unless_renewed(
-    store: Store, if_running: IfRunning, caplog: pytest.LogCaptureFixture
+    store: Store, if_running: IfRunning, run_work: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     day_ahead = DayAhead()
     other = acquire(store, "elsewhere:boot-1:77", 60.0, day_ahead)
     sleeps = []
 
-    def work() -> int:
+    def work() -> None:
         with base_lease(store, StopFlag().set):
-            return TOO_MANY_FAILED
+            raise Ended("too many", TOO_MANY_FAILED)
 
     def sleep(seconds: float) -> None:
         sleeps.append(seconds)
@@ -155,11 +176,14 @@ def test_a_lease_of_a_wrong_clock_is_taken_over_unless_renewed(
             other.renew()
 
     if if_running == "skip":
-        assert wait_until_free(work, "skip", sleep=sleep) == OK and len(sleeps) == 20
-    assert wait_until_free(work, if_running, sleep=sleep) == TOO_MANY_FAILED
+        assert run_work(work, "skip", sleep=sleep) == OK
+        assert "skipped" in capsys.readouterr().out and len(sleeps) == 20
+    assert run_work(work, if_running, sleep=sleep) == TOO_MANY_FAILED
     assert module.TTL_S < sum(sleeps) < 3 * module.TTL_S
     date = datetime.fromtimestamp(other.expires_at_s, UTC).strftime("until %Y-%m-%d %H:%M:%S UTC")
-    assert f"taken over: another driver holds the job {store.url}: elsewhere:boot-1:77, {date}" in caplog.text
+    assert (
+        f"taken over: another driver holds the job {store.url}: elsewhere:boot-1:77, {date}" in capsys.readouterr().err
+    )
     with pytest.raises(LeaseLost):
         other.renew()
 

@@ -20,7 +20,7 @@ from draftmill.actors.task import Complete
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE
 from draftmill.jobs.config.spec import check_spec
-from draftmill.jobs.plan.prepare import length_note
+from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.run.first_rows import LoadedModel, RowCanvas, estimate_rows
 from draftmill.jobs.run.validate import canvas_lines, model_lines, prompt_text, quantized_lines, validate
 from draftmill.storage.errors import UserError
@@ -74,12 +74,12 @@ def test_a_dry_run_says_what_a_quantized_checkpoint_takes_once_it_is_unpacked(tm
     quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     (tmp_path / "model.safetensors").write_bytes(bytes(700_000))
-    prepared: Any = SimpleNamespace(folder=tmp_path, info=SimpleNamespace(num_parameters=1_000_000))
-    assert list(quantized_lines(prepared)) == [
+    resolved: Any = SimpleNamespace(folder=tmp_path, info=SimpleNamespace(num_parameters=1_000_000))
+    assert list(quantized_lines(resolved)) == [
         "weights   quantized to 4 bits, 700.0 kB; unpacked when they are loaded: 4.0 MB in float32, 2.0 MB in bfloat16"
     ]
     (tmp_path / "config.json").write_text("{}")
-    assert list(quantized_lines(prepared)) == []
+    assert list(quantized_lines(resolved)) == []
 
 
 def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,12 +137,12 @@ def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> 
 
 
 def test_prompts_that_will_be_cut_are_counted() -> None:
-    prepared: Any = SimpleNamespace(tokenizer=None, spec=SimpleNamespace(task=Complete(kind="complete")))
+    resolved: Any = SimpleNamespace(tokenizer=None, recipe=SimpleNamespace(task=Complete(kind="complete")))
     tokens = np.asarray([7, 7, 7, HOLE], np.int32)
     rows = [RowCanvas("r", 0, Canvas(tokens, ((3, 4),), truncated=cut)) for cut in (0, 7, 9)]
-    lines = list(canvas_lines(prepared, rows))
+    lines = list(canvas_lines(resolved, rows))
     assert lines[-1] == "  cut     2 of the first 3 prompts do not fit: 16 of their tokens"
-    assert not any("cut" in line for line in canvas_lines(prepared, rows[:1]))
+    assert not any("cut" in line for line in canvas_lines(resolved, rows[:1]))
 
 
 def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(

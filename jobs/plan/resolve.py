@@ -1,4 +1,6 @@
-"""Loads and checks, before anything is written, all that a spec refers to: model, tokenizer, inputs and an existing plan.
+"""Resolves a spec: loads, checks and hashes, before anything is written, what it refers to.
+
+    spec -> schemas, examples -> plan of an earlier start -> model, tokenizer, inputs -> hashes -> checks -> Resolved
 
 Every problem that a user can cause raises a UserError here, with the field's path.
 """
@@ -7,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -27,44 +28,32 @@ from draftmill.actors.checkpoints.models import (
     user_error,
 )
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
-from draftmill.actors.rows.constraints import ConstraintMaker, node_of
+from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.rows.constraints import node_of
 from draftmill.actors.rows.fim import fills_in_middle, template_of
-from draftmill.actors.rows.penalties import penalties_of
+from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.requests import body_of
-from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import Complete, ConstraintSettings, Examples, Infill, Task, today
+from draftmill.actors.task import ConstraintSettings, Examples, Infill, Prompt, Task, today
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.constraints.automaton import Automaton
-from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.settings import DECODERS, check_model
+from draftmill.decoders.settings import check_model
 from draftmill.jobs.config.dates import read_date
 from draftmill.jobs.config.rules import sampling_problem
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
-from draftmill.jobs.plan.fingerprint import Hashes, digest, results_key
-from draftmill.jobs.plan.plan import (
-    Plan,
-    Sift,
-    Survey,
-    build_plan,
-    compare_inputs,
-    compare_plan,
-    compare_settings,
-    load_plan,
-    survey,
-)
-from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.plan.checks import check_chat, check_constraint, check_penalties, check_stop, check_task
+from draftmill.jobs.plan.fingerprint import digest, results_key, with_files
+from draftmill.jobs.plan.plan import Plan, compare_inputs, compare_plan, compare_settings, load_plan
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.inputs.kept import plain
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
-from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
+from draftmill.storage.inputs.sources import with_known_hashes
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, is_closed
 from draftmill.storage.runs.unit_table import PLAN
@@ -72,52 +61,63 @@ from draftmill.storage.stores.interface import Place, Store, about
 from draftmill.storage.stores.store import open_store
 
 HEAD_FIELD = "decoder.head"
-ROWS_PER_NOTE = 1_000_000
-
-NOTED_BYTES = 2**30
-"""Hashing more input than this, which takes a second or two, prints a note."""
-
-LIMITED_HASH_BYTES = 2**30
-"""With `input.limit`, a job may read few rows of a huge file: files larger than this are identified by size and date alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None; `constraints`
-    describes the automata of the task.
+class Resolved:
+    """What will run: a spec as it was written, and what it refers to, which is usable. `resolve` makes it.
+
+    `recipe` has the task, prompt and sampling that are used: with the schemas, the rows of the examples, the chat's date and the
+    checkpoint's settings. `results` is everything that results depend on, but for the inputs' contents. `plan` is the run
+    directory's plan of the same job, or None; `constraints` describes the automata of the task.
 
     A new job whose input is a run has no inputs yet: jobs/results/run_input.py makes them.
     """
 
     spec: JobSpec
+    recipe: RowRecipe
+    results: dict[str, Any]
     folder: Path
     info: ModelInfo
     tokenizer: Tokenizer | None
-    hashes: Hashes
     inputs: list[InputFile]
-    plan: Plan | None
+    plan: Plan | None = None
     constraints: tuple[str, ...] = ()
 
+    @property
+    def recorded(self) -> JobSpec:
+        """The spec as a plan records it."""
+        return recorded(self.spec, self.recipe)
 
-def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loaders: Loaders | None = None) -> Prepared:
+    def maker(self) -> Maker:
+        """The maker of this job's canvases."""
+        return maker_for(self.recipe, self.tokenizer, self.info)
+
+
+def recorded(spec: JobSpec, recipe: RowRecipe) -> JobSpec:
+    """The spec with what it refers to in the place of the references: a plan is compared and read without them."""
+    return spec.model_copy(update={"task": recipe.task, "prompt": recipe.prompt, "sampling": recipe.sampling})
+
+
+def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loaders: Loaders | None = None) -> Resolved:
     """Check the run directory, the model and the inputs; raises UserError if one of them is unusable.
 
     Compares settings with an existing plan first, before it fetches or hashes weights, which may take long. `loaders` are for
     jobs that have something in common.
     """
     loaders = loaders or Loaders()
-    spec = with_examples(with_schemas(spec))
-    plan, asked = load_plan(store), spec.sampling
+    recipe = replace(spec.recipe(), task=with_schemas(spec.task), prompt=with_examples(spec))
+    plan = load_plan(store)
     if plan is not None:
-        spec = as_planned(spec, plan)
-        compare_settings(plan, spec)
+        recipe = as_planned(spec, recipe, plan)
+        compare_settings(plan, recorded(spec, recipe))
     model = spec.model
     folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
     info = inspect(spec, folder)
-    if asked.from_checkpoint:
-        spec = with_sampling(spec, recommended(asked, folder))
-    tokenizer = loaders.tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
-    check_chat(spec, tokenizer)
+    if spec.sampling.from_checkpoint:
+        recipe = with_sampling(spec, recipe, recommended(spec.sampling, folder))
+    tokenizer = loaders.tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
+    check_chat(recipe.task, tokenizer)
     planned = None if plan is None else plan.results["input"].get("run")
     run = None if spec.input.run is None else run_state(spec.place(spec.input.run), planned)
     if run is None:
@@ -131,39 +131,52 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
             inputs = planned_files(inputs, plan.files)
         inputs = with_known_hashes(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
-    if plan is None and sees_date(spec, tokenizer, inputs):
-        spec = with_chat_date(spec, loaders.day(spec))
-    hashes = Hashes(
+    elif sees_date(recipe, tokenizer, inputs):
+        recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
+    ends = end_ids(recipe.task, folder, tokenizer, info)
+    recipe = replace(recipe, ends=ends)
+    results = results_key(
+        recorded(spec, recipe),
+        info,
         model=_hash_model(folder, display or Notes()),
         adapter=adapter_hash(folder),
-        tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
+        tokenizer=tokenizer_hash(folder, model.tokenizer),
         head=head_hash(spec),
         drafter=drafter_hash(spec, folder, info, tokenizer),
         begin=None if tokenizer is None else tokenizer.bos_id,
-        ends=end_ids(spec.task, folder, tokenizer, info),
-        fim=fim_key(spec.task, tokenizer, info),
+        ends=ends,
+        fim=fim_key(recipe.task, tokenizer, info),
         run=run,
     )
-    for check in (check_stop, check_penalties):
-        check(spec, tokenizer, info, hashes.ends)
-    constraints = check_constraint(spec, tokenizer, info, hashes.ends)
+    check_stop(recipe, tokenizer)
+    check_penalties(recipe, tokenizer, info)
+    constraints = check_constraint(recipe, tokenizer, info)
     if plan is not None:
-        compare_plan(plan, spec, results_key(spec, info, hashes, inputs), inputs)
+        compare_plan(plan, recorded(spec, recipe), with_files(results, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
-    return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan, constraints)
+    return Resolved(spec, recipe, results, folder, info, tokenizer, inputs, plan, constraints)
 
 
-def with_schemas(spec: JobSpec) -> JobSpec:
-    """The spec with the contents of the files that hold JSON Schemas; UserError with every keyword that can't be kept."""
-    given = getattr(spec.task, "constraint", None)
+def resolved_of(plan: Plan) -> Resolved:
+    """What a plan's run ran, to show it: with the model where it is now, of which nothing is compared."""
+    spec = plan.spec.with_s3(plan.store.place.s3)
+    model, recipe = spec.model, spec.recipe(plan.results["task"].get("ends", ()))
+    folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
+    tokenizer = load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
+    return Resolved(spec, recipe, plan.results, folder, inspect(spec, folder), tokenizer, list(plan.files), plan)
+
+
+def with_schemas(task: Task) -> Task:
+    """The task with the contents of the files that hold JSON Schemas; UserError with every keyword that can't be kept."""
+    given = getattr(task, "constraint", None)
     if given is None:
-        return spec
+        return task
     if isinstance(given, dict):
         read: Any = {name: _with_schema(rule) for name, rule in given.items()}
     else:
         read = tuple(map(_with_schema, given)) if isinstance(given, tuple) else _with_schema(given)
-    return spec.model_copy(update={"task": spec.task.model_copy(update={"constraint": read})})
+    return task.model_copy(update={"constraint": read})
 
 
 def _with_schema(rule: ConstraintSettings | None) -> ConstraintSettings | None:
@@ -184,52 +197,26 @@ def _with_schema(rule: ConstraintSettings | None) -> ConstraintSettings | None:
     return rule
 
 
-def check_constraint(
-    spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: Sequence[int]
-) -> tuple[str, ...]:
-    """The size of each constraint's automaton, and the time to build it; UserError if no text of this model can match one."""
-    given = getattr(spec.task, "constraint", None)
-    if given is None or tokenizer is None:
-        return ()
-    rules = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else [given]
-    maker, lines = ConstraintMaker(tokenizer, info, ends), list[str]()
-    for rule in rules:
-        try:
-            began_s = time.perf_counter()
-            automaton = None if rule is None else maker.compiled(rule)
-            if rule is not None and isinstance(automaton, Automaton):
-                took = f"compiled in {time.perf_counter() - began_s:.1f} s"
-                lines.append(f"{rule.shown}: {automaton.num_states:,} states, {took}")
-            if isinstance(spec.task, Complete) and automaton is not None:
-                problem = Constraint((automaton,), tuple(ends)).problem([spec.task.max_new_tokens])
-                if problem:
-                    raise UserError(problem, field="task.max_new_tokens")
-        except RowError as error:
-            raise UserError(error.message.removeprefix("constraint: "), field="task.constraint") from None
-    return tuple(lines)
-
-
-def as_planned(spec: JobSpec, plan: Plan) -> JobSpec:
-    """The spec with what its plan has found out: the date of a chat template, and the sampling settings of the checkpoint."""
-    spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
+def as_planned(spec: JobSpec, recipe: RowRecipe, plan: Plan) -> RowRecipe:
+    """The recipe with what its plan has found out: the date of a chat template, and the sampling settings of the checkpoint."""
+    recipe = replace(recipe, task=with_chat_date(recipe.task, getattr(plan.spec.task, "chat_date", None)))
     if not spec.sampling.from_checkpoint:
-        return spec
+        return recipe
     own = spec.sampling.model_dump(exclude_unset=True)
-    return with_sampling(spec, plan.spec.sampling.model_copy(update=own))
+    return with_sampling(spec, recipe, plan.spec.sampling.model_copy(update=own))
 
 
-def with_sampling(spec: JobSpec, sampling: Sampling) -> JobSpec:
-    """The spec with other sampling settings; UserError if they do not fit it."""
+def with_sampling(spec: JobSpec, recipe: RowRecipe, sampling: Sampling) -> RowRecipe:
+    """The recipe with other sampling settings; UserError if they do not fit the spec."""
     try:
         spec.decoder.check_sampling(sampling)
-        problem = sampling_problem(
-            spec.task, sampling, spec.input.columns, has_tokenizer=spec.model.tokenizer != "none"
-        )
+        has_tokenizer = spec.model.tokenizer != "none"
+        problem = sampling_problem(recipe.task, sampling, recipe.columns, has_tokenizer=has_tokenizer)
         if problem is not None:
             raise ValueError(problem)
     except ValueError as error:
         raise user_error(error, "sampling.from_checkpoint") from None
-    return spec.model_copy(update={"sampling": sampling})
+    return replace(recipe, sampling=sampling)
 
 
 def recommended(sampling: Sampling, folder: Path) -> Sampling:
@@ -242,13 +229,13 @@ def recommended(sampling: Sampling, folder: Path) -> Sampling:
         raise UserError(str(error), field="sampling.from_checkpoint") from None
 
 
-def with_examples(spec: JobSpec) -> JobSpec:
-    """The spec with the rows of its examples in place of their file: workers need no file, and a plan has what was in it."""
+def with_examples(spec: JobSpec) -> Prompt:
+    """The prompt with the rows of its examples in place of their file: workers need no file, and a plan has what was in it."""
     examples = spec.prompt.examples
     if examples is None or examples.path is None:
-        return spec
+        return spec.prompt
     chosen = Examples(rows=tuple(read_examples(examples, spec.place(examples.path))), answer=examples.answer)
-    return spec.model_copy(update={"prompt": spec.prompt.model_copy(update={"examples": chosen})})
+    return spec.prompt.model_copy(update={"examples": chosen})
 
 
 def read_examples(examples: Examples, place: Place) -> list[dict[str, Any]]:
@@ -273,11 +260,11 @@ def read_examples(examples: Examples, place: Place) -> list[dict[str, Any]]:
     return [plain(row.values or {}) for row in chosen]
 
 
-def with_chat_date(spec: JobSpec, day: date | None) -> JobSpec:
-    """The spec with the date that its chat template sees, unless it has one."""
-    if isinstance(spec.task, Infill) or spec.task.chat_date is not None:
-        return spec
-    return spec.model_copy(update={"task": spec.task.model_copy(update={"chat_date": day})})
+def with_chat_date(task: Task, day: date | None) -> Task:
+    """The task with the date that its chat template sees, unless it has one."""
+    if isinstance(task, Infill) or task.chat_date is not None:
+        return task
+    return task.model_copy(update={"chat_date": day})
 
 
 def day_of(spec: JobSpec) -> date:
@@ -286,20 +273,18 @@ def day_of(spec: JobSpec) -> date:
     return today() if logical is None else read_date(logical).date()
 
 
-def sees_date(spec: JobSpec, tokenizer: Tokenizer | None, inputs: Sequence[InputFile]) -> bool:
+def sees_date(recipe: RowRecipe, tokenizer: Tokenizer | None, inputs: Sequence[InputFile]) -> bool:
     """Whether the rows are rendered with a chat template that may print the date."""
-    if isinstance(spec.task, Infill) or tokenizer is None or tokenizer.chat is None or not tokenizer.chat.has_date:
+    if isinstance(recipe.task, Infill) or tokenizer is None or tokenizer.chat is None or not tokenizer.chat.has_date:
         return False
-    return spec.task.chat or begins_with_request(spec, inputs)
+    return recipe.task.chat or begins_with_request(recipe, inputs)
 
 
-def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
-    """Whether the first row is an OpenAI request; then the others are, too. Rows of a run never are."""
-    if spec.input.run is not None:
-        return False
-    columns = read_columns(spec.recipe())
+def begins_with_request(recipe: RowRecipe, inputs: Sequence[InputFile]) -> bool:
+    """Whether the first row is an OpenAI request; then the others are, too. No inputs are those of a run, which never are."""
+    columns = read_columns(recipe)
     try:
-        rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars)
+        rows = (row for file in inputs[:1] for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars))
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
     except UserError:  # a damaged file: planning says what is wrong
         return False
@@ -360,7 +345,7 @@ def _hash_model(folder: Path, display: Notes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """How `prepare` gets what jobs may have in common; `remembering` gets each of these only once."""
+    """How `resolve` gets what jobs may have in common; `remembering` gets each of these only once."""
 
     tokenizer: Callable[..., Tokenizer | None] = load_tokenizer
     inputs: Callable[..., list[InputFile]] = list_inputs
@@ -368,7 +353,7 @@ class Loaders:
 
 
 def remembering() -> Loaders:
-    """Loaders for jobs that are prepared one after another and may have the same models, tokenizers and inputs."""
+    """Loaders for jobs that are resolved one after another and may have the same models, tokenizers and inputs."""
     now = today()  # jobs that are compared with each other have one date, also around midnight
     return Loaders(cache(load_tokenizer), cache(list_inputs), lambda spec: now)
 
@@ -395,38 +380,6 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
     return info
 
 
-def check_task(task: Task, info: ModelInfo) -> None:
-    """Raise UserError if no decoder for the model's family supports the task."""
-    from draftmill.decoders.backbones.families.table import FAMILIES
-
-    kinds = {decoder.runs_on for decoder in DECODERS.values() if task.kind in decoder.tasks}
-    if info.kind not in kinds:
-        families = sorted(name for name, family in FAMILIES.items() if family.kind in kinds)
-        tasks = dict.fromkeys(
-            name for decoder in DECODERS.values() if decoder.runs_on == info.kind for name in decoder.tasks
-        )
-        raise UserError(
-            f"models of family {info.family!r} do not support {task.kind!r}; tasks they support: "
-            f"{', '.join(tasks) or 'none yet'}; families that support it: {', '.join(families) or 'none'}",
-            field="task.kind",
-        )
-
-
-def length_note(task: Task, info: ModelInfo) -> str | None:
-    """What to know of a completion's length: the model may take fewer tokens than the task asks for."""
-    asked, most = getattr(task, "max_new_tokens", None), info.max_length
-    if not isinstance(task, Complete) or most is None or asked is None or asked < most:
-        return None
-    return f"task.max_new_tokens is {asked:,}, but the model takes {most:,} tokens with the prompt: texts end there"
-
-
-def check_chat(spec: JobSpec, tokenizer: Tokenizer | None) -> None:
-    """Raise UserError if the task is a chat and the tokenizer has no chat template."""
-    if not isinstance(spec.task, Infill) and spec.task.chat and (tokenizer is None or tokenizer.chat is None):
-        reason = "the tokenizer has no chat template (no file chat_template.jinja, and none in tokenizer_config.json)"
-        raise UserError(f"{reason}; allowed: false", field="task.chat")
-
-
 def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[str, Any] | None:
     """The special tokens for filling in the middle; None if the task doesn't need them, UserError if the model has none."""
     if not isinstance(task, Infill) or not fills_in_middle(task, info):
@@ -434,30 +387,12 @@ def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[st
     return template_of(task.fim, tokenizer, info).key()
 
 
-def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: tuple[int, ...]) -> None:
-    """Raise UserError if a stop string of the task can never occur."""
-    if isinstance(spec.task, Complete) and spec.task.stop:
-        rules = RowRules(spec.task, spec.input.columns, spec.decoder.kind, spec.sampling, tokenizer, ends)
-        problem = rules.unseen_stop(spec.task.stop)
-        if problem is not None:
-            raise UserError(problem, field="task.stop")
-
-
-def check_penalties(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, ends: tuple[int, ...]) -> None:
-    """Raise UserError if sampling settings name tokens that the model does not have."""
-    try:
-        penalties_of(spec.sampling, tokenizer, vocab_size=info.vocab_size, ends=ends)
-    except ValueError as error:
-        key, _, problem = str(error).partition(": ")
-        raise UserError(problem, field=f"sampling.{key}") from None
-
-
 def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:
     """SHA-256 of the drafter model, None without one; UserError if it can't be fetched or does not fit the model."""
     drafter = fetch_drafter(spec.decoder, spec.s3.options())
     if drafter is None:
         return None
-    return check_drafter(drafter, folder, info, tokenizer, place_of(spec), decoder=spec.decoder)
+    return check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder)
 
 
 def head_hash(spec: JobSpec) -> str | None:
@@ -473,58 +408,3 @@ def head_hash(spec: JobSpec) -> str | None:
             field=HEAD_FIELD,
         )
     return hash_files(folder, files)
-
-
-def make_plan(
-    prepared: Prepared,
-    store: Store,
-    display: Notes,
-    *,
-    epoch: int = 0,
-    sift: Sift | None = None,
-    survey: Survey = survey,
-) -> Plan:
-    """Read and measure every row of the inputs and write the plan; call it only under the lease, whose epoch is `epoch`.
-
-    `survey` reads the rows: in this process, or by tasks of a cluster (Backend.survey). `sift` leaves rows out (see
-    build_plan). If another driver has planned since `prepare`, its plan is compared and returned.
-    """
-    plan = load_plan(store)
-    if plan is not None:
-        inputs = with_known_hashes(prepared.inputs, {file.name: file for file in plan.files})
-        compare_plan(plan, prepared.spec, results_key(prepared.spec, prepared.info, prepared.hashes, inputs), inputs)
-        return plan
-    size = size_text(sum(file.size or 0 for file in prepared.inputs))
-    if note := length_note(prepared.spec.task, prepared.info):
-        display.note(note)
-    display.note(f"planning: reading {counted(len(prepared.inputs), 'input file')}, {size}")
-    most_bytes = None if prepared.spec.input.limit is None else LIMITED_HASH_BYTES
-    num_bytes = num_bytes_to_hash(prepared.inputs, most_bytes)
-    if num_bytes >= NOTED_BYTES:
-        display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, so that a resume can detect changes")
-    inputs = with_hashes(prepared.inputs, most_bytes=most_bytes)
-    rows = said = 0
-
-    def progress(count: int) -> None:
-        nonlocal rows, said
-        rows += count
-        if rows - said >= ROWS_PER_NOTE:
-            said = rows
-            display.note(f"planning: {rows:,} rows")
-
-    plan = build_plan(
-        prepared.spec,
-        prepared.info,
-        prepared.tokenizer,
-        prepared.hashes,
-        inputs,
-        store,
-        epoch=epoch,
-        progress=progress,
-        sift=sift,
-        survey=survey,
-    )
-    display.note(
-        f"planned: {counted(plan.rows, 'sample')}, {plan.holes:,} tokens {prepared.spec.task.goal}, {counted(plan.units, 'unit')}"
-    )
-    return plan

@@ -1,0 +1,283 @@
+"""Makes the plan of a job: reads and measures every row of the inputs, and packs the rows into units.
+
+    inputs --survey--> rows with lengths --PlanWriter--> plan/part-*.parquet, then _plan.json, which never changes
+
+A plan depends only on the spec and the inputs, not on workers, devices or batch sizes. Making it twice gives the same
+bytes. Memory use does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, survey_pieces
+from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.rows.makers import Maker
+from draftmill.actors.rows.prompts import FIELD as TEMPLATE
+from draftmill.actors.rows.prompts import columns_of, prompter_of, read_columns
+from draftmill.actors.rows.row import row_id
+from draftmill.actors.task import Complete, Infill, Score, Task
+from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.formatting import Notes, counted, size_text
+from draftmill.jobs.plan.checks import length_note
+from draftmill.jobs.plan.fingerprint import with_files
+from draftmill.jobs.plan.id_sets import DuplicateFinder, RowPlace, hashes_in, hashes_of
+from draftmill.jobs.plan.packing import PlanWriter, discard_parts
+from draftmill.jobs.plan.plan import NothingLeft, Plan, compare_plan, create_plan, load_plan
+from draftmill.jobs.plan.resolve import Resolved
+from draftmill.storage.errors import RowError, UserError, brief, list_names
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.inputs.fields import field_of, lift
+from draftmill.storage.inputs.kept import KeptTypes
+from draftmill.storage.inputs.lines import lacks_custom_id
+from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
+from draftmill.storage.inputs.rows import InputFile, Row, default_id
+from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
+from draftmill.storage.runs.unit_table import ROW_SCHEMA
+from draftmill.storage.stores.interface import Store
+
+ROWS_PER_NOTE = 1_000_000
+
+NOTED_BYTES = 2**30
+"""Hashing more input than this, which takes a second or two, prints a note."""
+
+LIMITED_HASH_BYTES = 2**30
+"""With `input.limit`, a job may read few rows of a huge file: files larger than this are identified by size and date alone."""
+
+MOST_THREADS = 16
+"""Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
+
+
+Survey = Callable[[RowRecipe, Maker, Sequence[InputFile], KeptTypes | None, int | None], Iterator[pa.Table]]
+"""A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/drive/backend.py), whose tables
+also have the column draftmill.actors.planning.surveying.HASH."""
+
+
+def survey(
+    recipe: RowRecipe,
+    maker: Maker,
+    inputs: Sequence[InputFile],
+    kept: KeptTypes | None = None,
+    limit: int | None = None,
+) -> Iterator[pa.Table]:
+    """Yield tables of SURVEYED in input order, at most `limit` rows in total.
+
+    `kept` collects the types of the columns that are copied into the results. Raises UserError if a whole file is missing or
+    damaged.
+    """
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    pieces = [Piece(number, file) for number, file in enumerate(inputs)]
+    return survey_pieces(recipe, maker, pieces, kept, limit=limit, threads=threads)
+
+
+def each_sample(table: pa.Table, count: int) -> Iterator[pa.Table]:
+    """Repeat each row of a survey's table once for every sample (`sampling.n`); the samples of a row stay together.
+
+    Yields small tables, since there may be thousands of samples.
+    """
+    if count == 1:
+        yield table
+        return
+    at = ROW_SCHEMA.get_field_index("sample")
+    at_once = max(1, BATCH_ROWS // count)
+    for start in range(0, table.num_rows, at_once):
+        rows = table.slice(start, at_once)
+        repeated = rows.take(pa.array(np.repeat(np.arange(rows.num_rows), count)))
+        numbers = pa.array(np.tile(np.arange(count, dtype=np.int32), rows.num_rows))
+        yield repeated.set_column(at, ROW_SCHEMA.field("sample"), numbers)
+
+
+LOOKED_AT: Final = 1000
+"""Rows among which a message looks for a value of a column."""
+
+UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
+"""Error kinds of rows that can't be read; such rows say nothing about the input's columns."""
+
+Sift = Callable[[pa.Table], pa.Table]
+"""Skips rows of a survey's table."""
+
+
+def make_plan(
+    resolved: Resolved,
+    store: Store,
+    display: Notes,
+    *,
+    epoch: int = 0,
+    sift: Sift | None = None,
+    survey: Survey = survey,
+) -> Plan:
+    """Read and measure every row of the inputs and write the plan; call it only under the lease, whose epoch is `epoch`.
+
+    `survey` reads the rows: in this process, or by tasks of a cluster (Backend.survey); the plan does not depend on how it does
+    so. `sift` skips rows that the plan must not have; NothingLeft if it skips all. If another driver has planned since `resolve`,
+    its plan is compared and returned. Raises UserError, and leaves no files, if the inputs have no rows, an id occurs twice, no
+    row has a column that the spec names, or a file is damaged.
+    """
+    spec, recipe = resolved.spec, resolved.recipe
+    plan = load_plan(store)
+    if plan is not None:
+        inputs = with_known_hashes(resolved.inputs, {file.name: file for file in plan.files})
+        compare_plan(plan, resolved.recorded, with_files(resolved.results, inputs), inputs)
+        return plan
+    size = size_text(sum(file.size or 0 for file in resolved.inputs))
+    if note := length_note(recipe.task, resolved.info):
+        display.note(note)
+    display.note(f"planning: reading {counted(len(resolved.inputs), 'input file')}, {size}")
+    most_bytes = None if spec.input.limit is None else LIMITED_HASH_BYTES
+    num_bytes = num_bytes_to_hash(resolved.inputs, most_bytes)
+    if num_bytes >= NOTED_BYTES:
+        display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, so that a resume can detect changes")
+    inputs = with_hashes(resolved.inputs, most_bytes=most_bytes)
+    unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
+    writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
+    discard_parts(store, epoch)
+    kept = KeptTypes(spec.kept) if spec.kept else None
+    rows = said = 0
+    try:
+        tables = survey(recipe, resolved.maker(), inputs, kept, spec.input.limit)
+        for table in check_survey(tables, spec, recipe, inputs):
+            for samples in each_sample(table if sift is None else sift(table), recipe.sampling.n):
+                writer.add(samples)
+            rows += table.num_rows
+            if rows - said >= ROWS_PER_NOTE:
+                said = rows
+                display.note(f"planning: {rows:,} rows")
+        writer.finish()
+        if not writer.totals.rows:
+            why = "finished runs have all its ids as ok"
+            raise NothingLeft(f"nothing is new in {spec.input.shown}: {why}; no run is started")
+        if kept is not None and (absent := kept.absent()):
+            field = "input.keep" if absent[0] in spec.input.keep else "input.columns.reference"
+            raise UserError(f"no row has a column {absent[0]!r}", field=field)
+    except UserError:
+        discard_parts(store, epoch)
+        raise
+    failpoint("plan.before_plan")
+    keep = None if kept is None else kept.schema()
+    plan = create_plan(store, resolved.recorded, with_files(resolved.results, inputs), inputs, writer, keep=keep)
+    samples, units = counted(plan.rows, "sample"), counted(plan.units, "unit")
+    display.note(f"planned: {samples}, {plan.holes:,} tokens {recipe.task.goal}, {units}")
+    return plan
+
+
+def check_survey(
+    tables: Iterable[pa.Table], spec: JobSpec, recipe: RowRecipe, inputs: Sequence[InputFile]
+) -> Iterator[pa.Table]:
+    """Pass the survey's tables through; UserError for no rows, a duplicate id, a column that no readable row has, or names of
+    constraints that no marker has."""
+    rows, kinds, is_constrained = 0, Counter[str | None](), False
+    with DuplicateFinder() as finder:
+        for table in tables:
+            is_hashed = HASH.name in table.column_names
+            hashes = hashes_in(table[HASH.name]) if is_hashed else hashes_of(table["id"].to_pylist())
+            finder.add(hashes, table["file"].to_numpy(), table["row"].to_numpy())
+            before, rows = rows, rows + table.num_rows
+            if (
+                before < spec.batching.window <= rows
+            ):  # as soon as the first window is there, whatever the tables' sizes
+                first = table["error_kind"][: spec.batching.window - before]
+                if lacks_a_column(kinds + kinds_of(first)):
+                    raise no_column(recipe, inputs)
+            kinds += kinds_of(table["error_kind"])
+            is_constrained |= bool(pc.any(table[CONSTRAINED.name]).as_py())
+            yield table.select(SURVEYED.names)
+        if rows == 0:
+            raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
+        if lacks_a_column(kinds):
+            raise no_column(recipe, inputs)
+        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
+            raise UserError(f"none of {rows:,} rows can be read{hint}", field="input.delimiter")
+        if kinds[None] and not is_constrained:
+            check_names(recipe)
+        twice = finder.first()
+        if twice is not None:
+            raise _twice(recipe, inputs, *twice)
+
+
+def check_names(recipe: RowRecipe) -> None:
+    """UserError if the spec names constraints; call it where no hole of any row has one."""
+    given = getattr(recipe.task, "constraint", None)
+    if isinstance(given, dict) and recipe.columns.constraint is None:
+        raise UserError(f"no marker of any row names one of them: {list_names(given)}", field="task.constraint")
+
+
+def kinds_of(kinds: pa.ChunkedArray) -> Counter[str | None]:
+    """How often each error kind occurs; None counts the valid rows."""
+    if kinds.null_count == len(kinds):
+        return Counter({None: len(kinds)})
+    return Counter({pair["values"]: pair["counts"] for pair in pc.value_counts(kinds).to_pylist()})
+
+
+def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
+    """Whether every readable row lacks a needed column. `kinds` counts the error kinds of all rows, None for valid rows.
+
+    Unreadable rows say nothing about the columns: one of them among many must not hide that the spec is wrong.
+    """
+    return bool(kinds.get("missing_column")) and set(kinds) <= {"missing_column", *UNREADABLE}
+
+
+def no_column(recipe: RowRecipe, inputs: Sequence[InputFile]) -> UserError:
+    """The error of a job whose rows all lack a needed column: then the spec is wrong, not the rows."""
+
+    def rows_of() -> Iterator[Row]:
+        return (row for file in inputs for row in iterate(file, chunk_chars=recipe.chunk_chars))
+
+    first = next((row for row in rows_of() if row.error is None), None)
+    there = (first.values if first is not None else None) or {}
+    if not isinstance(recipe.task, Infill) and not recipe.task.chat and there.get("messages") is not None:
+        return UserError(
+            "rows have no prompt or text, but they have messages, which only a chat reads; allowed: true",
+            field="task.chat",
+        )
+    if lacks_custom_id(there):
+        return UserError(
+            "rows are OpenAI requests without custom_id; allowed: a text of its own in each", field="input.path"
+        )
+    if recipe.prompt.template is not None:
+        try:
+            prompter = prompter_of(recipe.prompt, recipe.chat, recipe.columns, recipe.task)
+            prompter.fill(lift(there, columns_of(recipe.prompt.template)))
+        except RowError as error:
+            return UserError(f"no row has all columns: {error.message.removeprefix(f'{TEMPLATE}: ')}", field=TEMPLATE)
+    expected = _expected_column(recipe.task, there)
+    needed = recipe.columns.mapping() or {expected: expected}
+    name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
+    says = f"no row has a value in a column {column!r}; the first row has {list_names(there)}"
+    held = (field_of(row.values or {}, column) for row in islice(rows_of(), LOOKED_AT) if row.error is None)
+    value = next((value for value in held if value is not None), None)
+    if isinstance(value, str) or (value is not None and name not in TEXT_COLUMNS):
+        says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
+    elif value is not None:
+        says = f"no row has a text in a column {column!r}; the first one that has it holds {type(value).__name__} there"
+    return UserError(f"{says} ({inputs[0].name}){delimiter_hint(inputs)}", field=f"input.columns.{name}")
+
+
+TEXT_COLUMNS: Final = ("text", "prompt", "completion", "prefix", "suffix", "system")
+
+
+def _expected_column(task: Task, there: dict[str, Any]) -> str:
+    """The column that such a row lacks, if the spec names no columns."""
+    if isinstance(task, Infill) or (isinstance(task, Score) and task.mask is not None):
+        return "text"
+    has_text = there.get("text") is not None or there.get("completion") is not None
+    return "prompt" if isinstance(task, Complete) or has_text else "text"
+
+
+def _twice(recipe: RowRecipe, inputs: Sequence[InputFile], first: RowPlace, second: RowPlace) -> UserError:
+    name = _id_at(recipe, inputs[second[0]], second[1])
+    places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
+    return UserError(f"the id {brief(name)} occurs twice: {places}; ids must be unique", field="input.columns.id")
+
+
+def _id_at(recipe: RowRecipe, file: InputFile, row: int) -> str:
+    columns = read_columns(recipe)
+    found = next(read_rows(file, [(row, None)], columns=columns, chunk_chars=recipe.chunk_chars))
+    return row_id(found.values or {}, recipe.columns) or default_id(file, row)
