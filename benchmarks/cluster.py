@@ -361,7 +361,7 @@ def simulate(workers: int, samples: int, unit_rows: int | None, seed: int) -> di
     driver = Driver(
         scheduler=Scheduler(units, workers=world.room(), limits=Limits(lease_s=STALL_S)),
         pool=world,
-        display=Display(run_log=log),
+        display=Display(log),
         totals=totals,
         stop=StopFlag(),
         clock=world.clock,

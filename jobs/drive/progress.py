@@ -28,7 +28,7 @@ BAR = 16
 
 
 class Display(Notes):
-    """Takes notes, events and figures, for the logger and a run's log.
+    """Takes notes, events and figures, for the logger and for `log`, that of the present run.
 
     Inside `with`, a command at a terminal has the figures as a live line; else they are logged now and then. `heading` begins
     each line of a run's figures.
@@ -36,8 +36,8 @@ class Display(Notes):
 
     heading = ""
 
-    def __init__(self, *, run_log: RunLog | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.run_log, self._clock = run_log, clock
+    def __init__(self, log: RunLog | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.log, self._clock = RunLog() if log is None else log, clock
         self._live: LiveLine | None = None
         self._began_s = self._last_s = clock()
         self._decoding_s: float | None = None
@@ -59,14 +59,12 @@ class Display(Notes):
     def event(self, event: str, message: str | None = None, *, level: int = logging.INFO, **facts: Any) -> None:
         """Log what has happened to a unit or a worker; people see the message, if there is one."""
         record = event_record(event, message, level=level, **facts)
-        if self.run_log is not None:
-            self.run_log.handle(record)
+        self.log.handle(record)
         log_record(record)
 
     def show(self, totals: Totals) -> None:
         """Show the current totals; may be called often."""
-        if self.run_log is not None:
-            self.run_log.show(totals)
+        self.log.show(totals)
         if self._decoding_s is None and totals.started_s is not None:
             self._decoding_s = self._clock()
         if self._is_due():

@@ -144,7 +144,7 @@ def _work(
     backend.check(spec)
     probe(store)
     try:
-        with hold_lease(store, stop.set) as lease, Display(run_log=outcome.log) as display:
+        with hold_lease(store, stop.set) as lease, Display(outcome.log) as display:
             delete_strays(store)
             with ExitStack() as stack:
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.

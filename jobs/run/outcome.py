@@ -89,7 +89,7 @@ class RunOutcome:
         event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
         level = {OK: logging.INFO, INTERRUPTED: logging.WARNING}.get(code, logging.ERROR)
         ended = {"exit_code": code, "path": self.store.url, "summary": facts}
-        Display(run_log=self.log).event("ended", message, level=level, **ended)
+        Display(self.log).event("ended", message, level=level, **ended)
         self.log.write_out()
         if self.log.is_attached or is_error:
             timeout_s = INTERRUPTED_S if event == "interrupt" else TIMEOUT_S

@@ -76,9 +76,7 @@ class Run:
 
 def decode(run: Run) -> Finish:
     """Decode the units that are not done yet, and write the manifest if that completes the plan."""
-    before = run.display.run_log
-    log = RunLog() if run.outcome is None else run.outcome.log
-    run.display.run_log = log
+    log = run.display.log
     log.attach(run.store, run.lease.epoch, run.spec.name)
     run.display.event(
         "started",
@@ -92,7 +90,6 @@ def decode(run: Run) -> Finish:
     try:
         return _decode_units(run, log)
     finally:
-        run.display.run_log = before
         log.write_out()
 
 

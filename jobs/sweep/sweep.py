@@ -22,7 +22,7 @@ from draftmill.jobs.drive.leases import hold_lease
 from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import RayDidNotStart
-from draftmill.jobs.drive.run_log import read_sessions
+from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import ratio
 from draftmill.jobs.exit_codes import (
     INTERRUPTED,
@@ -141,6 +141,7 @@ def decode_case(
     assert case.plan is not None
     with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
         failpoint("sweep.before_case")
+        display.log = RunLog()
         run = Run(
             case.spec,
             options,

@@ -118,7 +118,7 @@ def driver(
     return Driver(
         scheduler=Scheduler(left, workers=workers, limits=Limits(rest_s=0.0)),
         pool=FakePool(lambda: StoreClerk(store, units, poison)),
-        display=Display(run_log=log),
+        display=Display(log),
         totals=Totals(units=units, rows=units * ROWS, units_before=len(done), rows_before=len(done) * ROWS),
         stop=StopFlag(),
     )

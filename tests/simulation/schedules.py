@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 from draftmill.jobs.drive import run_log
 from draftmill.jobs.drive.driver import Driver
-from draftmill.jobs.drive.run_log import RunLog
 from draftmill.jobs.run import session
 from draftmill.storage.runs import commit as committer
 from draftmill.storage.runs.sums import Sums
@@ -29,7 +28,6 @@ def simulated() -> Iterator[dict[str, Any]]:
     fakes: dict[str, Any] = {
         "make_job": lambda spec, plan, inputs: spec.process,
         "Driver": partial(Driver, clock=clock),
-        "RunLog": partial(RunLog, clock=clock),
     }
     with ExitStack() as stack:
         for name, fake in fakes.items():

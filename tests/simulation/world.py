@@ -32,6 +32,7 @@ from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import give_back, keep_once
 from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.run_log import RunLog
 from draftmill.jobs.run import session
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import SUCCESS
@@ -235,7 +236,7 @@ class World:
             plan=plan,
             lease=lease,
             stop=stop,
-            display=Display(),
+            display=Display(RunLog(clock=lambda: self.now_s)),
             backend=SimSite(self),
             loads=True,
             outcome=None,

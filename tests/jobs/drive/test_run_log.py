@@ -76,7 +76,7 @@ def test_events_have_units_workers_and_progress_in_figures(capsys: pytest.Captur
 def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything() -> None:
     store = open_store("memory://run-log-early")
     log = RunLog()
-    display = Display(run_log=log)
+    display = Display(log)
     display.note("hashing the model")
     log.write_out()
     assert list(store.list()) == [] and not log.is_attached
