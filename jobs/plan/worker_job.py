@@ -34,7 +34,6 @@ def make_job(spec: JobSpec, plan: Plan, *, inputs: Sequence[InputFile] = ()) -> 
         ),
         max_rows=None if spec.batching.max_rows == "auto" else spec.batching.max_rows,
         max_tokens=None if spec.batching.max_tokens == "auto" else spec.batching.max_tokens,
-        prompt_rows=None if spec.batching.prompt_rows == "auto" else spec.batching.prompt_rows,
         unit_rows=max((size.rows for size in plan.sizes()), default=1),
         files=InputFiles(
             (replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),

@@ -91,7 +91,7 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
     spec = write_spec(
         tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 12), output={"path": s3_url, "unit_rows": 4}, s3=place
     )
-    options = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", str(s3_options.region)]
+    options = ["--s3-endpoint", str(s3_options.endpoint)]
     canvas, close = RowUnitIO._canvas, RowUnitIO.close_unit
     failures = iter([True])
 

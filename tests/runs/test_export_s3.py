@@ -47,7 +47,7 @@ def bucket(s3_server: S3Server, s3_options: S3Options, monkeypatch: pytest.Monke
 
 
 def export(run: Path | str, kind: str, out: Path | str, server: S3Server, *more: str) -> int:
-    place = ["--s3-endpoint", server.endpoint, "--s3-region", "us-east-1"]
+    place = ["--s3-endpoint", server.endpoint]
     return main(["export", str(run), "--format", kind, "--out", str(out), *place, *more])
 
 

@@ -161,7 +161,7 @@ def test_the_log_is_on_s3_too(
     s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
     spec = spec_in(tmp_path, output={"path": s3_url, "unit_rows": 4}, s3=s3)
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
-    options = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", str(s3_options.region)]
+    options = ["--s3-endpoint", str(s3_options.endpoint)]
     assert main(["logs", s3_url, "--json", *options]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [event["event"] for event in events][-1] == "ended" and sum(e["event"] == "done" for e in events) == 3

@@ -496,21 +496,18 @@ def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_cases_loads_and_tokens_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_shows_cases_and_loads_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write_sweep(tmp_path, CASES | {"zero": {"decoder.k": 0}})
-    masked = sum(row.count(None) for row in (json.loads(line)["tokens"] for line in (tmp_path / "rows.jsonl").open()))
     assert sweep(path, "--dry-run") == 2
     captured = capsys.readouterr()
     assert "zero: decoder.k: 0 is not allowed" in captured.err
     assert not (tmp_path / "out").exists()
     assert "4 cases, 1 model load on each worker" in captured.out
-    assert "k2: decoder.k: 2" in captured.out
-    lines = [line.split() for line in captured.out.splitlines()]
-    table = {line[0]: line for line in lines if line and line[0] in CASES and len(line) == 4}
-    assert [(line[1], line[2], line[3]) for line in table.values()] == [
-        ("model", "12", f"{masked:,}"), ("-", "12", f"{masked:,}"), ("-", "12", f"{masked:,}")
-    ]  # fmt: skip
-    assert "~" not in captured.out, "all rows were read"
+    assert "k2: decoder.k: 2; loads " in captured.out
+    lines = captured.out.splitlines()
+    assert [line.rpartition("; ")[2] for line in lines if line.strip().partition(":")[0] in CASES] == [
+        *("loads model", "loads nothing", "loads nothing")
+    ]
 
 
 @pytest.mark.s3

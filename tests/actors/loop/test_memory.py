@@ -18,7 +18,6 @@ from draftmill.actors.loop import memory
 from draftmill.actors.loop.loading import free_memory
 from draftmill.actors.loop.memory import fit, free_bytes, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.measuring.measure import MeasureJob
 from draftmill.actors.messages import Failure, Receipt
 from draftmill.actors.metrics.registry import ReadyMetric
@@ -233,27 +232,6 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     decoder.admit([Request(index, index, canvas) for index in range(decoder.room(length))])
     decoder.step()
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
-
-
-@pytest.mark.slow
-def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: Path):
-    rows = [{"id": f"{n}", "prompt": "def f(x):\n    return x\n" * (1 + 3 * n)} for n in range(3)]
-    said = {}
-    for given in ("auto", 9):
-        output = {"path": str(tmp_path / str(given))}
-        spec = job_spec(
-            tmp_path, rows, model={"path": "builtin:ar-tiny"}, batching={"prompt_rows": given}, output=output
-        )
-        store = open_store(spec.output.path)
-        job = make_job(spec, make_plan(prepare(spec, store), store, Display()))
-        runner = build_runner(job, name="w", node="n", threads=1)
-        runner.add(work(0, len(rows)))
-        while not runner.step():
-            pass
-        said[given] = runner.decoder.stats.steps
-        runner.close()
-    # Prompts of ten to seventy tokens, nine rows a step.
-    assert said[9] > said["auto"] + 5
 
 
 # ---- a GPU that torch can't use ------------------------------------------------------------------------------------

@@ -539,5 +539,5 @@ def test_memory_bounds_the_rows_of_prompts_too() -> None:
 
 def test_a_budget_without_rows_is_refused() -> None:
     backbone, info = model("ar-tiny")
-    with pytest.raises(ValueError, match=r"batching\.prompt_rows: 0; must be at least 1"):
+    with pytest.raises(ValueError, match="prompt_rows: 0; must be at least 1"):
         Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=1, max_tokens=9, prompt_rows=0)

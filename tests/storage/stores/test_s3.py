@@ -111,6 +111,24 @@ def test_listing_goes_on_page_by_page(s3_store: S3Store, monkeypatch: pytest.Mon
     assert [stat.name for stat in s3_store.list("data/")] == [f"data/{index}" for index in range(10)]
 
 
+@pytest.mark.parametrize(
+    ("key", "variable", "is_sent"),
+    [
+        ("auto", None, True),
+        ("auto", "WHEN_REQUIRED", False),
+        ("auto", "when_supported", True),
+        ("when_required", None, False),
+        ("when_supported", "when_required", True),
+    ],
+)
+def test_auto_follows_the_variable_of_boto3(
+    key: str, variable: str | None, is_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", variable)
+    assert S3Store("s3://bucket/run", S3Options(checksums=key)).with_checksums == is_sent
+
+
 @pytest.mark.parametrize("checksums", ["auto", "when_required", "when_supported"])
 def test_every_checksum_setting_writes_and_reads(checksums: str, s3_url: str, s3_server: S3Server) -> None:
     store = S3Store(s3_url, S3Options(endpoint=s3_server.endpoint, region="us-east-1", checksums=checksums))
