@@ -36,8 +36,8 @@ class ModelPlace:
 class Job:
     """One job, the same for all of its workers.
 
-    `store` is the run directory. `max_rows` and `max_tokens` bound a worker's batch, and `prompt_rows` the rows of prompts in
-    one of its forwards; if None, the worker chooses, knowing that units have up to `unit_rows` rows.
+    `store` is the run directory. `max_rows` and `max_tokens` bound a worker's batch; if None, the worker chooses, knowing that
+    units have up to `unit_rows` rows.
     `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the serialised Arrow
     schema of the input columns that are copied into the results, None if there are none.
     """
@@ -54,7 +54,6 @@ class Job:
     files: Sequence[InputFile]
     parts: tuple[PlanPart, ...]
     keep: bytes | None = None
-    prompt_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

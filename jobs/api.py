@@ -41,7 +41,7 @@ from draftmill.jobs.plan.resolve import Loaders, remembering, resolve
 from draftmill.jobs.results.export import columns_of, own_columns, tables_of
 from draftmill.jobs.results.formats import plain_rows
 from draftmill.jobs.results.passes import count_failed, passes_of
-from draftmill.jobs.results.summary import metric_means, read_summary
+from draftmill.jobs.results.summary import metric_means, sums_of
 from draftmill.jobs.run.job import complete_job
 from draftmill.jobs.run.outcome import payload, raise_unfinished
 from draftmill.jobs.run.session import Run, RunOptions, decode
@@ -49,7 +49,6 @@ from draftmill.storage.errors import Error, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
-from draftmill.storage.runs.sums import SUMMED, sum_up
 from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 
@@ -148,9 +147,7 @@ class RunResults:
     def summary(self) -> dict[str, Any]:
         """The figures of the table at the end of `draftmill run`, and what notices say of a run (docs/watching.md)."""
         passes, plan = self._found.passes, self._found.plan
-        whole = passes[0].manifest if len(passes) == 1 else None
-        names = [name for name in SUMMED if name in plan.schema.names]
-        tally = sum_up(self._tables(names, "plan")) if whole is None else read_summary(passes[0].store, whole)
+        tally = sums_of(passes)
         facts = {
             "name": plan.spec.name,
             "path": self.path,

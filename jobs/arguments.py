@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from draftmill.jobs.eval.options import REFUSED, SEEDS, EvalOptions, documents, parse_settings, seeds
+from draftmill.jobs.eval.options import HINT, SEEDS, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.interface import Place, S3Options
 
@@ -46,12 +46,13 @@ def command(
     resumes: bool = False,
     follows: bool = False,
     writes: bool = False,
+    hint: str = "",
     **settings: Any,
 ) -> Callable[[Action], Action]:
     """Make a function the work of a command with these options; `settings` are those of its parser.
 
     `resumes`: the same command continues the work after an interruption. `follows`: it shows such work elsewhere. `writes`: a
-    signal interrupts it in order, as it does commands that resume.
+    signal interrupts it in order, as it does commands that resume. `hint`: printed after unknown options.
     """
 
     def register(run: Action) -> Action:
@@ -68,7 +69,7 @@ def command(
                 option(parser)
             grace = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
             work = interruptibly if resumes or writes else run
-            parser.set_defaults(command=work, resumes=resumes, follows=follows, grace_seconds=grace)
+            parser.set_defaults(command=work, resumes=resumes, follows=follows, hint=hint, grace_seconds=grace)
 
         COMMANDS.append(add)
         return run
@@ -178,15 +179,10 @@ DRIVER = (
 )
 """Options of every command that starts workers."""
 
-S3 = (
-    option("--s3-endpoint", "URL", "endpoint of an S3 service other than Amazon's"),
-    option("--s3-region", "REGION"),
-    choice("--s3-addressing", ["auto", "path", "virtual"]),
-    choice("--s3-checksums", ["auto", "when_required", "when_supported"]),
-)
-"""How the bucket is reached, for commands without a spec."""
+S3_ENDPOINT = option("--s3-endpoint", "URL", "endpoint of an S3 service other than Amazon's")
+"""For commands without a spec; region and credentials are those of boto3's environment."""
 
-RUN_DIR = (option("run_dir", "RUN_DIR", "a folder or s3://bucket/prefix"), *S3)
+RUN_DIR = (option("run_dir", "RUN_DIR", "a folder or s3://bucket/prefix"), S3_ENDPOINT)
 BASELINE = option(
     "--baseline",
     "CASE",
@@ -225,8 +221,7 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
 
 
 def _place(arguments: argparse.Namespace, url: str) -> Place:
-    options = arguments.s3_endpoint, arguments.s3_region, arguments.s3_addressing, arguments.s3_checksums
-    return Place(url, S3Options(*options))
+    return Place(url, S3Options(arguments.s3_endpoint))
 
 
 # ---- a job
@@ -306,7 +301,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     LOGICAL_DATE,
     _address("none: a driver of this machine"),
     option("--wait-seconds", "S", "how long to wait for the end (60); 0 returns at once", type=_seconds, default=60.0),
-    *S3,
+    S3_ENDPOINT,
 )
 def _stop(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.remote.submit import stop
@@ -417,7 +412,7 @@ def _export(arguments: argparse.Namespace) -> int:
         option("--json", help="all figures as JSON", dest="form", action="store_const", const="json", default="text"),
         option("--markdown", help="Markdown tables", dest="form", action="store_const", const="markdown"),
     ),
-    *S3,
+    S3_ENDPOINT,
 )
 def _compare(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.compare.compare import compare
@@ -468,7 +463,7 @@ def _show(arguments: argparse.Namespace) -> int:
     "sweep",
     "run several variants of a job on the same workers, or resume them; idempotent",
     option("sweep", "SWEEP.yaml"),
-    flag("--dry-run", "show the cases, what a worker loads, samples and tokens; write nothing"),
+    flag("--dry-run", "show the cases in order and what a worker loads for each; write nothing"),
     SET,
     *DRIVER,
     resumes=True,
@@ -511,17 +506,6 @@ def _measure(arguments: argparse.Namespace) -> int:
 # ---- eval
 
 
-class _Refused(argparse.Action):
-    """An option that is known and not supported, with the reason."""
-
-    def __init__(self, *, reason: str, **rest: Any) -> None:
-        super().__init__(**rest)
-        self._reason = reason
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(f"{self.option_strings[0]}: {self._reason}")
-
-
 @command(
     "eval",
     "run lm-evaluation-harness's tasks with a spec's model and decoder, or resume that",
@@ -542,11 +526,8 @@ class _Refused(argparse.Action):
     flag("--log_samples", "has no effect: samples are always written"),
     flag("--write_out", "print the first prompts"),
     option("--metadata", "KEY=VALUE", "for tasks that need some", nargs="+", default=[]),
-    *(
-        option(name, help=argparse.SUPPRESS, nargs="*", action=_Refused, reason=reason)
-        for name, reason in REFUSED.items()
-    ),
     resumes=True,
+    hint=HINT,
     allow_abbrev=False,
 )
 def _eval(arguments: argparse.Namespace) -> int:
@@ -584,7 +565,7 @@ def _truth(text: str, name: str, why: str = "") -> bool:
     "list the runs below a folder, with their state",
     option("folder", "DIR", "a folder or s3://bucket/prefix"),
     flag("--json", "all facts as JSON", dest="as_json"),
-    *S3,
+    S3_ENDPOINT,
 )
 def _list(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.results.status import list_runs
@@ -605,9 +586,8 @@ def _list(arguments: argparse.Namespace) -> int:
         required=True,
         type=_runs_or_age,
     ),
-    flag("--unfinished", "delete unfinished runs, too; they prove nothing"),
     flag("--yes", "delete; without it nothing is deleted"),
-    *S3,
+    S3_ENDPOINT,
     writes=True,
 )
 def _prune(arguments: argparse.Namespace) -> int:
@@ -616,8 +596,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     counts = [value for value in arguments.keep if isinstance(value, int)]
     ages = [value for value in arguments.keep if isinstance(value, timedelta)]
     keep = Keep(max(counts, default=None), max(ages, default=None))
-    yes, unfinished = arguments.yes, arguments.unfinished
-    return prune(_place(arguments, arguments.base), keep, yes=yes, unfinished=unfinished)
+    return prune(_place(arguments, arguments.base), keep, yes=arguments.yes)
 
 
 # ---- other places to run
@@ -625,7 +604,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 @command(
     "manifest",
-    "write a file that runs the job on Kubernetes, Slurm or cron",
+    "print a file that runs the job on Kubernetes, Slurm or cron",
     *SPEC,
     option(
         "--for",
@@ -634,52 +613,26 @@ def _prune(arguments: argparse.Namespace) -> int:
         required=True,
         choices=("rayjob", "raycluster", "cronjob", "slurm", "cron"),
     ),
-    option("--out", "FILE", "write to a file, or to a folder; default: print"),
-    flag("--overwrite", "replace an existing file"),
-    option("--name", help="name of the job there; default: from the spec's name"),
-    option("--logical-date", "DATE", "rayjob with a date in output.path; default: when it starts (UTC)"),
-    option("--schedule", "CRON", "'minute hour day month weekday'; default: '0 3 * * *'"),
-    option("--time-zone", "ZONE", "cronjob: for example Europe/Berlin"),
-    option("--time-limit", "TIME", "of one run, like 12h; default: 24h"),
-    option("--retries", "N", "starts after a run that did not finish; default: 3", type=_whole(0)),
-    option("--auth", "MODE", "RAY_AUTH_MODE: token (the default) or disabled"),
+    option("--schedule", "CRON", "cronjob, slurm, cron: 'minute hour day month weekday'; default: '0 3 * * *'"),
     option("--secret", "NAME", "credentials by reference: a Kubernetes Secret; elsewhere a file of KEY=VALUE lines"),
-    group(
-        "nodes (rayjob, raycluster, slurm; default: from the spec's workers)",
-        option("--nodes", "N", "nodes with workers", type=_whole(0)),
-        option("--max-nodes", "N", "let the autoscaler add nodes; not slurm", type=_whole(0)),
-        option("--cpus-per-node", "N", type=_whole(0)),
-        option("--gpus-per-node", "N", type=_whole(0)),
-        option("--memory-per-node", "SIZE", "default: 8Gi"),
-    ),
+    option("--nodes", "N", "rayjob, raycluster, slurm: nodes for the spec's workers", type=_whole(1)),
+    repeatable("--shared-path", "FOLDER", "a folder that all nodes see, so that specs may use it; not cron"),
     group(
         "Kubernetes (rayjob, raycluster, cronjob)",
         option("--image", help="image of draftmill; default: draftmill:0.1.0"),
-        option("--namespace", "NAME"),
         option("--service-account", "NAME", "with the right to S3, so that no Secret is needed"),
-        repeatable("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere"),
-        option("--ray-cluster", "NAME", "cronjob: the RayCluster that runs the job"),
+        repeatable("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere; not cronjob"),
+        option("--ray-cluster", "NAME", "cronjob: the RayCluster that runs the job; default: draftmill"),
     ),
-    group(
-        "machines",
-        repeatable("--shared-path", "FOLDER", "a folder that all nodes see, so that specs may use it"),
-        option("--head-address", "ADDR", "cronjob, cron: a Ray cluster's address"),
-        option("--account", help="slurm"),
-        option("--partition", help="slurm"),
-        option("--user", help="cron: write an entry for /etc/cron.d"),
-        option("--program", "PATH", "slurm, cron: draftmill's path; default: this one"),
-        option("--directory", "PATH", "slurm, cron: working directory; default: this one"),
-    ),
-    description="Prints a file that runs the job elsewhere or on a schedule. Each option says to which kinds it applies.",
+    description="Prints a file that runs the job elsewhere or on a schedule. What has no option is a line of the file.",
 )
 def _manifest(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.remote.manifest import manifest
-    from draftmill.jobs.remote.manifest_options import Options
+    from draftmill.jobs.remote.manifest_job import Options
 
     given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    options = Options(**given)
-    return manifest(arguments.spec, arguments.set, options, arguments.out, overwrite=arguments.overwrite)
+    return manifest(arguments.spec, arguments.set, Options(**given))
 
 
 @command(

@@ -37,7 +37,10 @@ def main(argv: Sequence[str] | None = None, *, is_program: bool = False) -> int:
 
     `is_program`: the process is this command's alone, and signals may end it by force.
     """
-    arguments = parser().parse_args(argv)
+    top = parser()
+    arguments, unknown = top.parse_known_args(argv)
+    if unknown:
+        top.error(f"unrecognized arguments: {' '.join(unknown)}{arguments.hint}")
     arguments.is_program = is_program
     gc.set_threshold(COLLECT_AFTER)
     as_json = getattr(arguments, "log", "text") == "json"

@@ -203,7 +203,6 @@ def build(
     stops: Stops | None,
     max_rows: int,
     max_tokens: int,
-    prompt_rows: int | None = None,
     trace: bool = False,
     has_constraints: bool = False,
 ) -> Decoder:
@@ -222,7 +221,6 @@ def build(
         drafter=networks.drafter,
         drafter_info=networks.drafter_info,
         trace=trace,
-        prompt_rows=prompt_rows,
         has_constraints=has_constraints or bool(sampling.changes_logits),
     )
     if isinstance(task, Score):

@@ -229,7 +229,6 @@ def build_parts(
         stops=stops,
         max_rows=max_rows,
         max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
-        prompt_rows=job.prompt_rows,
         trace=job.trace,
         has_constraints=getattr(recipe.task, "constraint", None) is not None or recipe.columns.constraint is not None,
     )

@@ -43,4 +43,4 @@ class Setup:
 
     def __post_init__(self) -> None:
         if self.prompt_rows is not None and self.prompt_rows < 1:
-            raise ValueError(f"batching.prompt_rows: {self.prompt_rows}; must be at least 1")
+            raise ValueError(f"prompt_rows: {self.prompt_rows}; must be at least 1")

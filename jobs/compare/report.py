@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -29,34 +28,28 @@ from numpy.typing import NDArray
 
 from draftmill.actors.metrics.settings import Better
 from draftmill.jobs.compare.compare import comparison_table, equal_text, heading, notes, number, runs_table
-from draftmill.jobs.compare.comparison import Comparisons, RunFigures, baselines_of, compare_runs, figures_of, sums_of
+from draftmill.jobs.compare.comparison import Comparisons, RunFigures, baselines_of, compare_runs, figures_of
 from draftmill.jobs.compare.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, find_runs
 from draftmill.jobs.compare.statistics import LEVEL, Interval, bootstrap, finite_values, grouped_sums, quotient, wilson
 from draftmill.jobs.config.sweep_spec import RECORD
 from draftmill.jobs.drive.cost import PURPOSES, DeviceSums, device_time_rows, hours_text, purposes_of
 from draftmill.jobs.drive.run_log import Sessions, read_sessions
-from draftmill.jobs.drive.totals import efficiency, exactness, ratio
+from draftmill.jobs.drive.totals import exactness
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.formatting import counted, duration, rate_text
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.fingerprint import flat
+from draftmill.jobs.results.export import open_whole
 from draftmill.jobs.results.passes import latest_rows
-from draftmill.jobs.results.summary import is_small
+from draftmill.jobs.results.summary import machine_rows, sample_rows, sums_of
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
+from draftmill.storage.runs.sums import Sums, brief_line
 from draftmill.storage.stores.interface import Place, is_local
 from draftmill.storage.stores.store import open_store
 
 MADE_BY: Final = '<meta name="generator" content="draftmill'
 """How a page of ours is recognized, to be replaced by a newer one."""
-
-EFFICIENCY: Final = {
-    "token_padding_eff": "padding efficiency (useful token rows, of those computed)",
-    "lane_eff": "lane efficiency (slots occupied)",
-    "engine_eff": "engine efficiency (workers' time in forwards)",
-    "tail_frac": "tail (workers' time with slots idle and no sample left)",
-    "prompts_shared": "prompts shared (prompt rows taken over from other samples, not computed)",
-}
 
 
 def report(place: Place, out: str, *, baseline: str | None = None, overwrite: bool = False) -> int:
@@ -92,12 +85,8 @@ def write_page(out: str, page: Callable[[], str], *, field: str = "--out", overw
             if MADE_BY.encode() not in file.read(1000):
                 raise UserError(f"{out!r} exists and is not a page of draftmill; --overwrite replaces it", field=field)
     content = page().encode()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with open_whole(Place(out), field=field, overwrite=True) as file:
+        file.write(content)
     return len(content)
 
 
@@ -143,9 +132,7 @@ LENGTHS: Final = 24
 """Bins of new tokens in the plot of forwards against length."""
 
 QUANTILES: Final = (0.5, 0.95)
-DETAILS: Final = (
-    "id", "status", "error_kind", "error", "accept_hist", "worker", "started_at", "wait_s", "prefill_s", "decode_s",
-)  # fmt: skip
+DETAILS: Final = ("status", "accept_hist", "worker", "started_at", "wait_s", "prefill_s", "decode_s")
 """Columns that only a report reads, beside those of RunRows."""
 
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -168,9 +155,7 @@ class RunStatistics:
     rates: Curve
     active: Curve
     times: dict[str, NDArray[np.float64]]
-    errors: dict[str, int]
-    examples: dict[str, tuple[str, str]]
-    sums: dict[str, int]
+    sums: Sums
     workers: int
     period: str | None
     sessions: Sessions
@@ -182,18 +167,11 @@ def read_statistics(run: FinishedRun) -> RunStatistics:
     rows = read_rows(run)
     ok = rows.ok_N
     histogram = np.zeros(0, np.int64)
-    errors: Counter[str] = Counter()
-    examples: dict[str, tuple[str, str]] = {}
     workers: set[str] = set()
     parts: list[tuple[NDArray[np.float64], ...]] = []
     for table in latest_rows(run.passes, columns=DETAILS):
         histogram = add_histograms(histogram, table.filter(pc.equal(table["status"], "ok"))["accept_hist"])
         workers.update(pc.unique(table["worker"].cast(pa.string())).drop_null().to_pylist())
-        failed = table.filter(pc.equal(table["status"], "failed")).select(["error_kind", "id", "error"])
-        for row in failed.to_pylist():
-            kind = row["error_kind"] or "unknown"
-            errors[kind] += 1
-            examples.setdefault(kind, (row["id"], row["error"] or ""))
         start = table["started_at"].cast(pa.int64()).fill_null(0).to_numpy() / 1e6
         resident = numbers(table, "prefill_s", np.float64) + numbers(table, "decode_s", np.float64)
         parts.append((start, numbers(table, "wait_s", np.float64), resident))
@@ -213,9 +191,7 @@ def read_statistics(run: FinishedRun) -> RunStatistics:
         rates=rates,
         active=active,
         times={name: np.quantile(values[ok], QUANTILES) for name, values in times.items() if values[ok].any()},
-        errors=dict(sorted(errors.items(), key=lambda item: (-item[1], item[0]))),
-        examples=examples,
-        sums=sums_of(rows),
+        sums=sums_of(run.passes),
         workers=len(workers),
         period=f"{_moment(start.min())} to {_moment(end.max())}" if len(start) else None,
         sessions=read_sessions(run.store),
@@ -562,33 +538,12 @@ def _results(cases: Sequence[RunStatistics]) -> Part:
 
 
 def _run_figures(case: RunStatistics) -> Iterator[tuple[str, str]]:
-    figures, sums, sessions = case.figures, case.sums, case.sessions
-    yield "samples", f"{figures.samples:,} ({figures.samples - figures.failed:,} ok, {figures.failed:,} failed)"
-    yield "tokens", f"{figures.tokens:,} {case.run.plan.spec.task.done}, {sums['prompt_tokens']:,} given"
-    yield "NFE per token", number(figures.nfe_per_token)
-    if figures.nfe_draft_per_token:
-        yield "draft NFE per token", number(figures.nfe_draft_per_token)
-    yield "device ms per token", number(1000 * (figures.device_s_per_token or 0.0))
-    if sums["iterations"]:
-        yield "tokens per iteration", number(figures.tokens_per_iteration)
-    if sums["proposed"]:
-        yield "acceptance", f"{figures.acceptance:.1%} of {sums['proposed']:,} draft tokens"
-        if commits_one_more(case):
-            length = number(1 + sums["accepted"] / sums["iterations"])
-            yield "mean acceptance length", f"{length} (1 + accepted / iterations)"
-    if sessions.wall_s:
-        rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
-        yield "tokens per second", f"{rate_text(rate)} ({duration(sessions.wall_s)} of decoding)"
-        if not is_small(figures.samples, sessions):
-            shares = efficiency(sessions.effort)
-            yield from ((label, f"{shares[name]:.1%}") for name, label in EFFICIENCY.items() if name in shares)
+    yield from sample_rows(case.sums, case.run.plan.spec.task.done)
+    if case.figures.nfe_draft_per_token:
+        yield "draft NFE per token", number(case.figures.nfe_draft_per_token)
+    yield "device ms per token", number(1000 * (case.figures.device_s_per_token or 0.0))
+    yield from machine_rows(case.sums, case.sessions)
     yield from device_time_rows(case.spent)
-
-
-def commits_one_more(case: RunStatistics) -> bool:
-    """Whether iterations commit the accepted drafts and one more token, up to what the ends of texts cut off."""
-    beyond = case.sums["iterations"] + case.sums["accepted"] - case.figures.tokens
-    return abs(beyond) <= case.figures.samples + 0.02 * case.figures.tokens
 
 
 def _device_times(cases: Sequence[RunStatistics]) -> list[Part]:
@@ -627,9 +582,9 @@ def _comparison(comparisons: Comparisons) -> Iterator[Part]:
 
 def _errors(cases: Sequence[RunStatistics]) -> Part:
     rows = [
-        [case.figures.name, kind, f"{count:,}", *map(_brief, case.examples[kind])]
+        [case.figures.name, kind, f"{count:,}", *map(brief_line, case.sums.examples.get(kind, [(0, "", "")])[0][1:])]
         for case in cases
-        for kind, count in case.errors.items()
+        for kind, count in sorted(case.sums.errors.items(), key=lambda item: (-item[1], item[0]))
     ]
     if not rows:
         return _note("No sample failed.")
@@ -661,15 +616,14 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     yield "name", spec.name
     yield "fingerprint", plan.fingerprint
     yield "task", _settings(spec.task.model_dump(mode="json"))
-    weights = (model.get("checkpoint") or "unknown")[:12]
-    yield "model", f"{spec.model.path} ({model.get('family', 'unknown family')}, weights {weights})"
+    yield "model", f"{spec.model.path} ({model['family']}, weights {model['checkpoint'][:12]})"
     yield "decoder", _settings(spec.decoder.model_dump(mode="json"))
     yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling.model_dump(mode='json'))}"
     files = ", ".join(f"{file.name} ({file.size or 0:,} bytes)" for file in plan.files[:5])
     more = f" and {len(plan.files) - 5:,} more" if len(plan.files) > 5 else ""
     yield "inputs", f"{files}{more}"
     yield "rows and passes", f"{plan.rows:,} samples in {plan.units:,} units, passes: {len(case.run.passes)}"
-    yield "draftmill", f"version {plan.code_version}, result schema {results.get('schema_version', 'unknown')}"
+    yield "draftmill", f"version {plan.code_version}, result schema {results['schema_version']}"
     yield "workers", f"{case.workers:,} with results"
     for text, count in case.sessions.started_on.items():
         yield "started", f"{count:,} on {text}"
@@ -686,11 +640,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{_settings(value)}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _brief(message: str) -> str:
-    message = printable(" ".join(message.split()))
-    return message if len(message) <= 120 else f"{message[:117]}..."
 
 
 def _foot(cases: Sequence[RunStatistics]) -> str:

@@ -57,8 +57,7 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
     Metrics come from the run's `metrics/`, from the column `metrics`, and for scored texts from SCORES.
     """
     scores = [name for name in SCORES if run.plan.spec.task.kind == "score"]
-    names = ["id", "status", "sample", by, *COUNTS, "device_s", "metrics", *scores]
-    columns = [name for name in names if name in set(run.plan.schema.names)]
+    columns = ["id", "status", "sample", by, *COUNTS, "device_s", "metrics", *scores]
     parts = [_part(table, by, scores) for table in latest_rows(run.passes, columns=columns)]
     ids = pa.chunked_array([part["ids"] for part in parts], type=pa.string())
     sample_N = _column(parts, "sample", np.int32)
@@ -96,8 +95,7 @@ def _part(table: pa.Table, by: By, scores: Sequence[str]) -> dict[str, Any]:
     }
     part |= {name: numbers(table, name, np.int32) for name in COUNTS}
     for name in scores:
-        if name in table.column_names:
-            part["metrics"][name] = table[name].cast(pa.float64()).to_numpy()
+        part["metrics"][name] = table[name].cast(pa.float64()).to_numpy()
     return part
 
 

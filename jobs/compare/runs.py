@@ -73,8 +73,7 @@ def cases_of(store: Store) -> dict[str, dict[str, Any]]:
     """A sweep's cases with their changes, in the order of its file."""
     try:
         cases = parse_json(store.get(RECORD))["cases"]
-        named: list[dict[str, Any]] = [{"name": case} if isinstance(case, str) else case for case in cases]
-        return {str(case["name"]): dict(case.get("changes") or {}) for case in named}
+        return {str(case["name"]): dict(case["changes"]) for case in cases}
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedRun(f"{store.url}/{RECORD}", error, "run the sweep again") from None
 

@@ -146,7 +146,6 @@ class BatchingSettings(Settings):
 
     max_tokens: Auto | Positive = Field(default="auto", description="most cache columns of all slots")
     max_rows: Auto | Positive = Field(default="auto", description="most slots of a worker")
-    prompt_rows: Auto | Positive = Field(default="auto", description="most rows of prompts in a forward")
     window: Positive = Field(default=65536, description="rows that are sorted together")
 
 

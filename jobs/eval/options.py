@@ -1,10 +1,10 @@
-"""The options of lm-evaluation-harness that `draftmill eval` passes on, and those it refuses, with the reason."""
+"""The options of lm-evaluation-harness that `draftmill eval` passes on."""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,24 +17,11 @@ Seeds = tuple[int | None, int | None, int | None, int | None]
 SEEDS: Final[Seeds] = (0, 1234, None, 1234)
 """The defaults of lm-evaluation-harness, except torch's: nothing here draws from it, and setting it imports torch."""
 
-REFUSED: Final[Mapping[str, str]] = {
-    "--model": "SPEC names the model; write model.path there, or --set model.path=...",
-    "--model_args": "SPEC describes the model; use its model section, or --set model.KEY=VALUE",
-    "--batch_size": "workers batch by themselves; batching.max_rows and batching.max_tokens in SPEC limit them",
-    "--max_batch_size": "workers batch by themselves; batching.max_rows and batching.max_tokens in SPEC limit them",
-    "--device": "use model.device in SPEC, or --set model.device=...",
-    "--output_path": "results go to output.path in SPEC; use --set output.path=...",
-    "--use_cache": "its key has neither the decoder, the seed nor the weights, so it can give another job's answers; finished "
-    "requests are kept in output.path anyway, and the same command continues from them",
-    "--cache_requests": "it writes pickle files; requests are built again in every run",
-    "--trust_remote_code": "code of data sets never runs here; model.trust_remote_code in SPEC is for the model's tokenizer",
-    "--config": "write the options on the command line, and the model in SPEC",
-    "--check_integrity": "it runs the tests of lm-evaluation-harness, which are not installed with it",
-    "--wandb_args": "not supported; upload the files in output.path",
-    "--trackio_args": "not supported; upload the files in output.path",
-    "--hf_hub_log_args": "not supported; upload the files in output.path",
-}
-"""Options that `draftmill eval` refuses, and what to use instead."""
+HINT: Final = (
+    " (what lm_eval has for models, batches, devices and outputs is in SPEC: model.path, batching.max_rows, model.device, "
+    "output.path; finished requests are always kept there)"
+)
+"""Said of an option that is not known here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ def make_job(resolved: Resolved, plan: Plan) -> Job:
         recipe=resolved.recipe,
         max_rows=None if batching.max_rows == "auto" else batching.max_rows,
         max_tokens=None if batching.max_tokens == "auto" else batching.max_tokens,
-        prompt_rows=None if batching.prompt_rows == "auto" else batching.prompt_rows,
         unit_rows=max((size.rows for size in plan.sizes()), default=1),
         files=InputFiles(
             (replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),

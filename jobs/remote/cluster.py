@@ -184,10 +184,6 @@ class RayJobs:
         with self._in_words():
             return str(self._client.get_job_logs(name))
 
-    def tail(self, name: str) -> Any:
-        """An asynchronous iterator over what a job writes, from the beginning."""
-        return self._client.tail_job_logs(name)
-
     def stop(self, name: str) -> bool:
         """Ask a job to end; False if it had ended."""
         with self._in_words():

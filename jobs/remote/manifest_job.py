@@ -1,6 +1,7 @@
 """What every manifest is made from: the checked spec, its text, options and nodes, and a name that other programs allow.
 
-A local path that the cluster can't see is refused, with its key in the spec.
+An option that would do nothing is refused, and so is a local path that the cluster can't see, with its key in the spec. What is
+one line of the file has no option: the file says what the line means.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.jobs.config.paths import is_inside, places_of
-from draftmill.jobs.config.spec import JobSpec, load_spec, with_logical_date
+from draftmill.jobs.config.spec import JobSpec, load_spec
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.config.yaml_file import apply_override, parse, read_mapping
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.remote.manifest_options import Options, check_options, option_name
 from draftmill.jobs.remote.templates import check_printable, yaml_document
 from draftmill.storage.errors import UserError
 
@@ -31,6 +31,75 @@ GRACE_S = 45
 
 KILL_S = 60
 """Seconds between SIGTERM and SIGKILL in the programs that start the driver."""
+
+KINDS = ("rayjob", "raycluster", "cronjob", "slurm", "cron")
+OWN_CLUSTER = frozenset({"rayjob", "raycluster"})
+KUBERNETES = OWN_CLUSTER | {"cronjob"}
+
+APPLIES = {
+    "schedule": frozenset({"cronjob", "slurm", "cron"}),
+    "nodes": OWN_CLUSTER | {"slurm"},
+    "image": KUBERNETES,
+    "service_account": KUBERNETES,
+    "volume": OWN_CLUSTER,
+    "secret": frozenset(KINDS),
+    "shared_path": KUBERNETES | {"slurm"},
+    "ray_cluster": frozenset({"cronjob"}),
+}
+"""The kinds that each option applies to."""
+
+CRON_FIELD = r"[0-9A-Za-z*/,-]+"
+PATTERNS = {
+    "image": (r"[a-z0-9][A-Za-z0-9._:/@-]{0,254}", "an image like registry.example/draftmill:0.1.0"),
+    "service_account": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, digits, - and ."),
+    "ray_cluster": (r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?", "lower-case letters, digits and -, at most 53"),
+    "schedule": (
+        rf"{CRON_FIELD}( {CRON_FIELD}){{4}}|@[a-z]+",
+        "minute, hour, day of month, month, day of week, for example '0 3 * * *' for every day at 03:00",
+    ),
+}
+"""What values may be, as a pattern and in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options as given; None and empty where the command line has none."""
+
+    kind: str
+    schedule: str | None = None
+    nodes: int | None = None
+    image: str | None = None
+    service_account: str | None = None
+    volume: tuple[str, ...] = ()
+    secret: str | None = None
+    shared_path: tuple[str, ...] = ()
+    ray_cluster: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, kinds in APPLIES.items():
+            value = getattr(self, field)
+            if value not in {None, ()} and self.kind not in kinds:
+                applies = ", ".join(kind for kind in KINDS if kind in kinds)
+                raise UserError(f"does not apply to {self.kind}; it applies to {applies}", field=option_name(field))
+            for text in value if isinstance(value, tuple) else (value,):
+                if not isinstance(text, str):
+                    continue
+                check_printable(text, option_name(field))
+                if field in PATTERNS and not re.fullmatch(PATTERNS[field][0], text, re.ASCII):
+                    raise UserError(
+                        f"{text[:80]!r} is not allowed; allowed: {PATTERNS[field][1]}", field=option_name(field)
+                    )
+
+    @property
+    def times(self) -> str:
+        """The schedule; without one each day at 03:00."""
+        return self.schedule or "0 3 * * *"
+
+
+def option_name(field: str) -> str:
+    """`ray_cluster` as it is typed: --ray-cluster."""
+    return f"--{field.replace('_', '-')}"
+
 
 LONGEST_NAMES = {"rayjob": 47, "raycluster": 53, "cronjob": 52}
 """KubeRay 1.7's and Kubernetes' limits: names of pods, jobs and services are made from these names."""
@@ -42,7 +111,10 @@ MAX_SPEC_BYTES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job that is to be run by another program. `path` and `directory` are absolute, `overrides` are those of `--set`."""
+    """A job that is to be run by another program, in this working directory where that has it.
+
+    `path` is absolute, `overrides` are those of `--set`.
+    """
 
     spec: JobSpec
     options: Options
@@ -51,16 +123,10 @@ class Job:
     overrides: tuple[str, ...]
 
     @property
-    def directory(self) -> str:
-        """Where relative paths of the spec begin, on machines that share a file system with this one."""
-        return os.getcwd() if self.options.directory is None else self.options.directory
-
-    @property
     def program(self) -> str:
-        """The absolute path of draftmill on those machines."""
+        """The absolute path of draftmill."""
         beside = Path(sys.executable).parent / "draftmill"
-        here = str(beside) if beside.exists() else shutil.which("draftmill") or str(beside)
-        return self.options.program or here
+        return str(beside) if beside.exists() else shutil.which("draftmill") or str(beside)
 
     @property
     def dated(self) -> bool:
@@ -74,32 +140,14 @@ class Job:
 
 def read_job(path: str, overrides: Sequence[str], options: Options) -> Job:
     """Return a job whose spec and options are checked; UserError otherwise."""
-    check_options(options)
     spec = load_spec(path, overrides)
     refuse_memory(spec)
-    for field in ("program", "directory"):
-        if (value := getattr(options, field)) is not None:
-            check_folder(value, f"--{field}")
     full = check_printable(os.path.abspath(path), "SPEC.yaml")
-    check_printable(os.getcwd(), "--directory")
+    check_printable(os.getcwd(), "the working directory")
     for override in overrides:
         check_printable(override, "--set")
-    if options.logical_date is not None:
-        with_logical_date(spec, options.logical_date)  # refused where output.path has no date
-    return Job(spec, options, _name(spec, options), full, tuple(overrides))
-
-
-def _name(spec: JobSpec, options: Options) -> str:
-    longest = LONGEST_NAMES.get(options.kind, MAX_NAME)
-    if options.name is None:
-        return slug(spec.name, longest)
-    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", options.name) or len(options.name) > longest:
-        raise UserError(
-            f"{options.name[:80]!r} is not allowed; allowed for {options.kind}: lower-case letters, digits and -, starting "
-            f"with a letter and not ending with -, at most {longest} characters",
-            field="--name",
-        )
-    return options.name
+    name = slug(spec.name, LONGEST_NAMES.get(options.kind, MAX_NAME))
+    return Job(spec, options, name, full, tuple(overrides))
 
 
 def slug(name: str, longest: int) -> str:
@@ -142,23 +190,18 @@ class Shape:
     """One kind of node and how many of it; `why` is a comment on where the numbers come from."""
 
     nodes: int
-    most_nodes: int
     cpus: int
     gpus: int
-    memory: str
     why: str
 
 
 def shapes_of(job: Job) -> list[Shape]:
     """The nodes for each shape of the spec's workers."""
     shapes = job.spec.shapes
-    if len(shapes) > 1:
-        for field in ("nodes", "max_nodes", "cpus_per_node", "gpus_per_node"):
-            if getattr(job.options, field) is not None:
-                raise UserError(
-                    "the spec's workers have several shapes; allowed: set count, cpus and gpus of each in the spec",
-                    field=option_name(field),
-                )
+    if len(shapes) > 1 and job.options.nodes is not None:
+        raise UserError(
+            "the spec's workers have several shapes; allowed: set count of each in the spec", field="--nodes"
+        )
     return [_shape(job, workers) for workers in shapes]
 
 
@@ -174,55 +217,17 @@ def one_shape(job: Job) -> Shape:
 
 
 def _shape(job: Job, workers: WorkerShape) -> Shape:
-    """The nodes for one shape. Where no option says what a node has, it has what its share of the workers needs."""
-    options = job.options
-    # `auto` is one a process if the model or the nodes are said to have one.
-    worker_gpus = workers.gpus_if(job.spec.model.device.startswith("cuda") or bool(options.gpus_per_node))
-    _check_room(job, workers, worker_gpus)
-    nodes = 1 if options.kind == "slurm" and options.nodes is None else options.nodes
-    room = _room(job, workers, worker_gpus)
-    if room is None:
-        room = 1 if nodes is None or workers.count == "auto" else math.ceil(workers.count / nodes)
-    if nodes is None:
-        nodes = 1 if workers.count == "auto" else math.ceil(workers.count / room)
-    if workers.count != "auto" and max(nodes, options.max_nodes or 0) * room < workers.count:
-        raise UserError(
-            f"{nodes} is too few: workers.count is {workers.count}, and a node has room for {room}", field="--nodes"
-        )
-    cpus = options.cpus_per_node or max(1, math.ceil(room * workers.cpus))
-    gpus = math.ceil(room * worker_gpus) if options.gpus_per_node is None else options.gpus_per_node
-    return Shape(
-        nodes, max(nodes, options.max_nodes or 0), cpus, gpus, options.memory, _why(workers, gpus, worker_gpus)
-    )
-
-
-def _check_room(job: Job, workers: WorkerShape, worker_gpus: float) -> None:
-    options = job.options
-    for field, has, needs, key in (
-        ("--gpus-per-node", options.gpus_per_node, worker_gpus, "workers.gpus"),
-        ("--cpus-per-node", options.cpus_per_node, workers.cpus, "workers.cpus"),
-    ):
-        if has is not None and has < needs:
-            raise UserError(f"{has} is too few: a worker needs {needs:g} ({key})", field=field)
-
-
-def _room(job: Job, workers: WorkerShape, worker_gpus: float) -> int | None:
-    """How many workers fit on a node as the options describe it; None if they don't."""
-    options = job.options
-    rooms = []
-    if options.gpus_per_node is not None and worker_gpus:
-        rooms.append(math.floor(options.gpus_per_node / worker_gpus + 1e-9))
-    if options.cpus_per_node is not None:
-        rooms.append(math.floor(options.cpus_per_node / workers.cpus + 1e-9))
-    return min(rooms, default=None)
-
-
-def _why(workers: WorkerShape, gpus: int, worker_gpus: float) -> str:
-    count = "as many workers as fit" if workers.count == "auto" else counted(workers.count, "worker")
-    comment = f"The spec asks for {count}, each with {workers.cpus:g} CPUs and {worker_gpus:g} GPUs."
-    if workers.gpus == "auto" and gpus == 0:
-        comment += " workers.gpus is auto: --gpus-per-node N makes nodes with GPUs."
-    return comment
+    """The nodes for one shape: each has what its share of the workers needs, which is one worker without --nodes or a count."""
+    worker_gpus = workers.gpus_if(job.spec.model.device.startswith("cuda"))
+    count = 1 if workers.count == "auto" else workers.count
+    nodes = job.options.nodes or (1 if job.options.kind == "slurm" else count)
+    room = math.ceil(count / nodes)
+    gpus = math.ceil(room * worker_gpus)
+    asked = "as many workers as fit" if workers.count == "auto" else counted(workers.count, "worker")
+    why = f"The spec asks for {asked}, each with {workers.cpus:g} CPUs and {worker_gpus:g} GPUs."
+    if workers.gpus == "auto" and not gpus:
+        why += " workers.gpus is auto: --set workers.gpus=1 makes nodes with GPUs."
+    return Shape(nodes, max(1, math.ceil(room * workers.cpus)), gpus, why)
 
 
 # ---- which local paths a cluster can see

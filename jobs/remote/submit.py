@@ -6,12 +6,9 @@ The same command again follows the job while it runs; when it has ended, it star
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,9 +55,8 @@ _log = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 POLL_S = 1.0
-AGAIN_PER_S = 1_000_000
-"""Characters of log that broken connections may bring again per second on average: a long log waits for its next connection,
-so that what is read grows with the time, not with its square."""
+READ_PER_S = 200_000
+"""Most characters of log that are read per second on average: a long log is read less often."""
 
 SILENT_S = 60.0
 """Seconds without any answer of the cluster after which it counts as lost: as long as a driver waits for a lost head."""
@@ -91,39 +87,9 @@ def end_of(info: Any) -> End:
     return End(UNEXPECTED, f"the driver's process ended with {ended}; submit it again to resume")
 
 
-class LogTail(threading.Thread):
-    """Reads a job's log as it is written, in a thread that ends with the process; `take` hands over what has come."""
-
-    def __init__(self, client: RayJobs, name: str) -> None:
-        super().__init__(name="log", daemon=True)
-        self._client, self._job = client, name
-        self._texts: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        """Read until the connection ends, for whatever reason; the follower opens another one."""
-        with suppress(Exception):
-            asyncio.run(self._read())
-
-    async def _read(self) -> None:
-        async for text in self._client.tail(self._job):
-            self._texts.put(text)
-
-    def take(self) -> str:
-        """What has come since the last call."""
-        texts: list[str] = []
-        with suppress(queue.Empty):
-            while True:
-                texts.append(self._texts.get_nowait())
-        return "".join(texts)
-
-
 @dataclass(slots=True)
 class Follower:
-    """Shows a job's log through `show` until the job is over. Texts that a broken connection repeats are shown once.
-
-    Every connection brings the whole log again: Ray's job API can't begin in its middle.
-    """
+    """Prints a job's log through `show` until the job is over: each text once, although each request brings the whole log."""
 
     client: RayJobs
     name: str
@@ -131,30 +97,18 @@ class Follower:
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[float], None] = time.sleep
     _shown: int = 0
-    _skip: int = 0
-    _opened_s: float = 0.0
+    _next_s: float = 0.0
 
     def follow(self) -> End:
         """Return when the job is over; Unreachable if the cluster is silent for SILENT_S."""
-        tail = self._connect()
         while True:
-            self._take(tail)
             info = self._info()
+            if is_over(info) or self.clock() >= self._next_s:
+                with suppress(StoreError):
+                    self._read_log()
             if is_over(info):
-                tail.join(timeout=POLL_S)
-                self._take(tail)
-                with suppress(StoreError):  # what the connection did not bring
-                    self._add(self.client.logs(self.name)[self._shown :])
                 return end_of(info)
-            if not tail.is_alive():
-                self._take(tail)
-                if self.clock() - self._opened_s >= self._shown / AGAIN_PER_S:
-                    tail = self._connect()
             self.wait(POLL_S)
-
-    def _connect(self) -> LogTail:
-        self._skip, self._opened_s = self._shown, self.clock()
-        return LogTail(self.client, self.name)
 
     def _info(self) -> Any:
         """The job's state; asks again while the cluster does not answer."""
@@ -167,16 +121,12 @@ class Follower:
                     raise
                 self.wait(POLL_S)
 
-    def _take(self, tail: LogTail) -> None:
-        text = tail.take()
-        new = text[self._skip :]
-        self._skip = max(0, self._skip - len(text))
-        self._add(new)
-
-    def _add(self, text: str) -> None:
-        if text:
-            self._shown += len(text)
-            self.show(text)
+    def _read_log(self) -> None:
+        log = self.client.logs(self.name)
+        self._next_s = self.clock() + len(log) / READ_PER_S
+        if new := log[self._shown :]:
+            self._shown = len(log)
+            self.show(new)
 
 
 SHIPPED = ("working_dir", "py_modules", "excludes")

@@ -206,9 +206,7 @@ def columns_of(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
                 "not available with --format openai, whose fields are fixed; choose jsonl, csv or parquet",
                 field=COLUMNS,
             )
-        # Older runs lack the columns that were added later.
-        known = [name for name in OPENAI_COLUMNS if name in plan.schema.names]
-        return [*known, *([KEEP] if plan.keep is not None else [])]
+        return [*OPENAI_COLUMNS, *([KEEP] if plan.keep is not None else [])]
     known = plan.schema.names
     for name in columns:
         if name not in known and name not in own_columns(plan):

@@ -176,7 +176,7 @@ def json_line(value: Mapping[str, Any]) -> bytes:
 
 
 def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str, Any]]:
-    """The rows as JSON values: times as ISO 8601, maps (of results before schema 6) as objects, and null for NaN and infinity.
+    """The rows as JSON values: times as ISO 8601, and null for NaN and infinity.
 
     `keep` has the fields of the struct `keep`, whose JSON texts are parsed; a kept column may also stand by itself.
     """
@@ -190,8 +190,7 @@ def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str,
             return [(to_json({name: value}, own[name]) or {})[name] for value in values]
         if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_boolean(kind):
             return values
-        is_map = pa.types.is_map(field.type)
-        return [None if value is None else plain(dict(value) if is_map else value) for value in values]
+        return [plain(value) for value in values]
 
     columns = [plain_values(table.field(place), column.to_pylist()) for place, column in enumerate(table.columns)]
     names = table.column_names

@@ -18,6 +18,7 @@ from draftmill.jobs.drive.cost import device_time_rows
 from draftmill.jobs.drive.run_log import Sessions
 from draftmill.jobs.drive.totals import efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
+from draftmill.jobs.results.passes import Pass, latest_rows
 from draftmill.storage.runs.commit import Manifest
 from draftmill.storage.runs.metric_files import KEYS, MetricError, metric_sets, read_metric_errors, read_metrics
 from draftmill.storage.runs.records import read_results
@@ -41,6 +42,14 @@ def read_summary(store: Store, manifest: Manifest) -> Sums:
     return sum_up(read_results(store, objects=(unit.object for unit in manifest.units), columns=SUMMED))
 
 
+def sums_of(passes: Sequence[Pass]) -> Sums:
+    """The sums over the rows of a finished run, each as the last pass that has it left it."""
+    first = passes[0]
+    if len(passes) == 1 and first.manifest is not None:
+        return read_summary(first.store, first.manifest)
+    return sum_up(latest_rows(passes, columns=SUMMED))
+
+
 def table_lines(
     name: str,
     url: str,
@@ -52,9 +61,9 @@ def table_lines(
 ) -> list[str]:
     """The table, one aligned line per figure; `done` is the verb for the new tokens, such as "generated"."""
     rows = [
-        *_sample_rows(results, done),
+        *sample_rows(results, done),
         ("exact", exactness(manifest.exact)),
-        *_machine_rows(results, sessions),
+        *machine_rows(results, sessions),
         *([] if sessions.wall_s < MIN_S else device_time_rows(sessions.devices)),
         *error_rows(results),
     ]
@@ -63,7 +72,8 @@ def table_lines(
     return [f"draftmill: {name}", *(f"  {label:<{width}}  {value}" for label, value in rows)]
 
 
-def _sample_rows(results: Sums, done: str) -> list[tuple[str, str]]:
+def sample_rows(results: Sums, done: str) -> list[tuple[str, str]]:
+    """Figures of the samples, each with its label."""
     rows = [
         ("samples", f"{results.rows:,}  ({results.ok:,} ok, {results.failed:,} failed, {results.skipped:,} skipped)"),
         ("tokens", f"{results.new_tokens:,} {done}, {results.prompt_tokens:,} given"),
@@ -80,7 +90,8 @@ def _sample_rows(results: Sums, done: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _machine_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
+def machine_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
+    """Figures of the machines, each with its label; none without recorded sessions."""
     if not sessions.wall_s:
         return []
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)

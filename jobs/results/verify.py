@@ -366,9 +366,7 @@ def _metric_problems(
 
 def _keys(store: Store, name: str) -> list[dict[str, object]]:
     [table] = read_results(store, objects=[name], columns=KEYS.names)
-    samples = table["sample"].to_pylist() if "sample" in table.column_names else [0] * table.num_rows
-    pairs = zip(table["id"].to_pylist(), samples, strict=True)
-    return [{"id": name, "sample": sample or 0} for name, sample in pairs]
+    return [{"id": row["id"], "sample": row["sample"] or 0} for row in table.to_pylist()]
 
 
 Result = tuple[list[int], list[float] | None, float | None]
@@ -412,7 +410,7 @@ def pick(
         table = read_parquet(store.get(unit.object))
         good = np.flatnonzero(pc.equal(table.column("status"), "ok").to_numpy())
         for row in good[inside].tolist():
-            each = table.column("token_logprobs")[row].as_py() if "token_logprobs" in table.column_names else None
+            each = table.column("token_logprobs")[row].as_py()
             together = table.column("logprob")[row].as_py() if scores else None
             yield unit, row, (table.column("tokens")[row].as_py(), each, together)
 

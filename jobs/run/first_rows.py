@@ -56,11 +56,6 @@ class RowSample:
         """Tokens to generate of each row, int32 [rows]."""
         return np.asarray(self.table["holes"].to_numpy(), dtype=np.int32)
 
-    @property
-    def new_tokens(self) -> float:
-        """Tokens to generate of all rows."""
-        return float(self.masked().mean()) * self.total
-
 
 @dataclass(frozen=True, slots=True)
 class RowCanvas:

@@ -3,18 +3,17 @@
 Without --yes it only says what it would delete.
 
 Of a finished run stay `_plan.json` and `_SUCCESS`, by which `input.since` knows its inputs, `_ids.parquet`, by which
-`input.dedupe` knows its ids, `_manifest.json` with the hashes of what was there, and the sums of its sessions. An unfinished run
-proves nothing: it goes whole. `_pruned.json` is written before anything is deleted, so that no run without results is taken for a
-damaged one.
+`input.dedupe` knows its ids, `_manifest.json` with the hashes of what was there, and the sums of its sessions. `_pruned.json` is
+written before anything is deleted, so that no run without results is taken for a damaged one.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from draftmill.jobs.config.dates import format_date, read_date
@@ -28,10 +27,9 @@ from draftmill.jobs.run.known_ids import IDS, ok_ids
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import write_parquet
-from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import LEASE, LeaseHeld
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import AlreadyExists, Level, Place, Stat, Store, level_of
+from draftmill.storage.stores.interface import AlreadyExists, Place, Stat, Store
 from draftmill.storage.stores.store import open_store, remove_empty_folders
 
 _log = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A run, and why it stays; it goes if `stays` is None."""
+    """A run, and why it stays; if `stays` is None, its `objects` are deleted."""
 
     run: FoundRun
     facts: RunFacts
@@ -67,28 +65,28 @@ class Candidate:
     objects: list[Stat] = field(repr=False)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that would be deleted."""
-        return sum(stat.size for stat in self.objects)
+    def what(self) -> str:
+        """What is deleted, in words."""
+        return f"{counted(len(self.objects), 'file')}, {size_text(sum(stat.size for stat in self.objects))}"
 
 
-def candidates(base: Store, keep: Keep, now: datetime, *, unfinished: bool) -> list[Candidate]:
+def candidates(base: Store, keep: Keep, now: datetime) -> list[Candidate]:
     """Every run below the base path, oldest first, and whether it goes."""
     runs = [(run, facts_of(run)) for run in runs_below(base) if run.name]
     runs.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
-    free = [facts.name for _, facts in runs if not facts.is_pruned and not _obstacle(facts, unfinished=unfinished)]
+    free = [facts.name for _, facts in runs if not facts.is_pruned and not _obstacle(facts)]
     newest = set(free[-keep.newest :] if keep.newest else ())
     chosen = []
     for run, facts in runs:
-        stays = _obstacle(facts, unfinished=unfinished) or _rule(facts, keep, newest, now)
-        objects = [] if stays else list(_objects(run.store, run.level, is_success=facts.is_success))
+        stays = _obstacle(facts) or _rule(facts, keep, newest, now)
+        objects = [] if stays else _objects(run.store)
         if facts.is_pruned and not objects:
             stays = "its results were pruned before"
         chosen.append(Candidate(run, facts, stays, objects))
     return chosen
 
 
-def _obstacle(facts: RunFacts, *, unfinished: bool) -> str | None:
+def _obstacle(facts: RunFacts) -> str | None:
     """Why a run must stay whatever its date is; None if it may go."""
     if facts.driver is not None:
         return f"driver {facts.driver} works on it"
@@ -96,9 +94,7 @@ def _obstacle(facts: RunFacts, *, unfinished: bool) -> str | None:
         return "it is damaged"
     if facts.logical_date is None and facts.samples is not None:
         return "it is not a run of a recurring job: it has no logical date"
-    if not facts.is_success and not unfinished:
-        return "it is not finished; --unfinished deletes such runs, too"
-    return None
+    return None if facts.is_success else "it is not finished"
 
 
 def _rule(facts: RunFacts, keep: Keep, newest: set[str], now: datetime) -> str | None:
@@ -112,33 +108,23 @@ def _rule(facts: RunFacts, keep: Keep, newest: set[str], now: datetime) -> str |
     return None
 
 
-def _objects(store: Store, level: Level, *, is_success: bool) -> Iterator[Stat]:
-    for folder in FOLDERS:
-        for stat in store.list(folder):
-            if not (is_success and stat.name.startswith("attempts/") and stat.name.endswith(SESSIONS)):
-                yield stat
-    if not is_success:
-        own = {name: stat for name, stat in level.files.items() if name[0] == "_" and name not in {PLAN, LEASE}}
-        yield from (replace(stat, name=name) for name, stat in own.items())
+def _objects(store: Store) -> list[Stat]:
+    return [stat for folder in FOLDERS for stat in store.list(folder) if not stat.name.endswith(SESSIONS)]
 
 
 def prune_run(candidate: Candidate, on_lost: Callable[[str], None]) -> None:
-    """Delete what goes of a run, under its lease; may be called again after it was killed. LeaseHeld if a driver has started.
+    """Delete the results of a run, under its lease; may be called again after it was killed. LeaseHeld if a driver has started.
 
-    LeaseLost if this process was suspended over its lease: what is left may belong to a driver that has resumed the run.
+    LeaseLost if this process was suspended over its lease: what is left may belong to a driver that has taken over.
     """
-    store, is_success = candidate.run.store, candidate.facts.is_success
+    store = candidate.run.store
     with hold_lease(store, on_lost) as lease:
-        if not is_success and store.exists(SUCCESS):
-            raise UserError(f"{store.url} has finished in the meantime; run the command again")
-        # Again: it was looked at without the lease.
-        objects = list(_objects(store, level_of(store), is_success=is_success))
-        if is_success:
-            _prove(candidate, objects)
-        for name in [stat.name for stat in objects] + ([] if is_success else [PLAN, LEASE]):
+        objects = _objects(store)  # again: it was looked at without the lease
+        _prove(candidate, objects)
+        for stat in objects:
             failpoint("prune.before_delete")
             lease.check()
-            store.delete(name)
+            store.delete(stat.name)
     remove_empty_folders(store)
 
 
@@ -161,18 +147,18 @@ def _prove(candidate: Candidate, objects: Sequence[Stat]) -> None:
         store.create(PRUNED, (json.dumps(facts) + "\n").encode())
 
 
-def prune(base: Place, keep: Keep, *, yes: bool = False, unfinished: bool = False) -> int:
-    """Show, and with `yes` delete, the runs that go; returns the exit code. UserError if `base` is no base path."""
+def prune(base: Place, keep: Keep, *, yes: bool = False) -> int:
+    """Show, and with `yes` delete, what goes; returns the exit code. UserError if `base` is no base path."""
     store = open_store(base)
     check_base(store)
     if not yes:
-        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished)
-        print("\n".join([*lines_of(store, keep, runs), _summary(runs)]))
+        print_candidates(store, keep, candidates(store, keep, datetime.now(UTC)), "would be pruned")
+        print("nothing was deleted; --yes deletes it, and keeps what proves that the inputs are done")
         return OK
     stop = StopFlag()
     with base_lease(store, stop.set):
-        runs = candidates(store, keep, datetime.now(UTC), unfinished=unfinished)
-        print("\n".join(lines_of(store, keep, runs, verb="pruned")), flush=True)
+        runs = candidates(store, keep, datetime.now(UTC))
+        print_candidates(store, keep, runs, "pruned")
         return delete(runs, stop)
 
 
@@ -204,28 +190,8 @@ def delete(runs: Sequence[Candidate], stop: StopFlag) -> int:
     return OK
 
 
-def lines_of(store: Store, keep: Keep, runs: Sequence[Candidate], *, verb: str = "would be pruned") -> list[str]:
-    """A line for each run: why it stays, or what goes."""
-    if not runs:
-        return [f"{store.url}: no runs"]
+def print_candidates(store: Store, keep: Keep, runs: Sequence[Candidate], verb: str) -> None:
+    """Print a line for each run: why it stays, or what goes."""
+    rows = [[one.facts.name, f"{verb}: {one.what}" if one.stays is None else f"stays: {one.stays}"] for one in runs]
     head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
-    rows = []
-    for candidate in runs:
-        whole = "" if candidate.facts.is_success else "; it is not finished, and goes whole"
-        going = f"{verb}: {counted(len(candidate.objects), 'file')}, {size_text(candidate.num_bytes)}{whole}"
-        rows.append([candidate.facts.name, going if candidate.stays is None else f"stays: {candidate.stays}"])
-    return [head, *table_lines(rows)]
-
-
-def _summary(runs: Sequence[Candidate]) -> str:
-    going = [candidate for candidate in runs if candidate.stays is None]
-    if not going:
-        return "nothing to delete"
-    files, size = (
-        sum(len(candidate.objects) for candidate in going),
-        size_text(sum(candidate.num_bytes for candidate in going)),
-    )
-    return (
-        f"nothing was deleted; --yes deletes {counted(files, 'file')}, {size}, of {counted(len(going), 'run')}, and keeps what "
-        "proves that their inputs are done"
-    )
+    print("\n".join([head, *table_lines(rows)]), flush=True)

@@ -35,11 +35,9 @@ from draftmill.jobs.exit_codes import (
     too_many_failed,
 )
 from draftmill.jobs.formatting import counted, rate_text, table_lines
-from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.jobs.results.measure import measure_units
 from draftmill.jobs.results.passes import count_failed, passes_of
 from draftmill.jobs.results.summary import figure_text, metric_means, read_summary
-from draftmill.jobs.run.first_rows import SAMPLE_ROWS, take_sample
 from draftmill.jobs.run.outcome import full_disk_text
 from draftmill.jobs.run.session import Run, RunOptions, decode
 from draftmill.jobs.sweep.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
@@ -314,58 +312,20 @@ def _progress(case: SweepCase) -> str:
     return f"{done:,} of {case.plan.units:,} units"
 
 
-# ---- --dry-run: figures from plans, from all rows, or estimated from the first rows. It writes nothing.
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is left of a case: samples and tokens to generate or score. `counted` if no figure is an estimate."""
-
-    samples: float
-    tokens: float
-    counted: bool
+# ---- --dry-run
 
 
 def dry_run_lines(spec: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
-    """The report, line by line, as it becomes known."""
+    """The cases in the order in which they would run, with what each changes and what a worker loads for it."""
     ready = in_order([case for case in cases if case.is_ready])
-    loads = loads_of(ready)
-    models = counted(sum("model" in names for names in loads), "model load")
+    loads = {case.name: names for case, names in zip(ready, loads_of(ready), strict=True)}
+    models = counted(sum("model" in names for names in loads.values()), "model load")
     yield f"sweep     {spec.name}: {counted(len(spec.cases), 'case')}, {models} on each worker"
     yield f"output    {spec.path}"
-    for case in cases:
-        state = ", finished already" if case.is_closed else ", planned already" if case.plan is not None else ""
-        yield f"  {case.name}: {changes_text(case.changes)}{state}"
+    for case in [*ready, *(case for case in cases if not case.is_ready)]:
+        state = f"loads {', '.join(loads[case.name]) or 'nothing'}" if case.is_ready else "finished already"
+        yield f"  {case.name}: {changes_text(case.changes)}; {state}"
     if lacking := [case.name for case in cases if case.lacks_metrics()]:
         yield f"metrics   left to measure, without decoding, in {counted(len(lacking), 'case')}: {', '.join(lacking)}"
     if not ready:
         yield "nothing is left to decode"
-        return
-    works = work_of(ready)
-    rows = [["case", "loads", "samples", "new tokens"]]
-    for case, names in zip(ready, loads, strict=True):
-        work = works[case.name]
-        about = "" if work.counted else "~"
-        rows.append([case.name, ", ".join(names) or "-", f"{about}{work.samples:,.0f}", f"{about}{work.tokens:,.0f}"])
-    yield from table_lines(rows, right=True)
-    if not all(work.counted for work in works.values()):
-        yield f"~ is estimated from the first {SAMPLE_ROWS} rows"
-    yield "new tokens: for completions the most that may be generated"
-
-
-def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:
-    """What is left of each case, by name; the rows of cases that would share a plan are read once."""
-    works: dict[str, Work] = {}
-    for group in plan_groups([case.resolved for case in cases]):
-        members = [cases[number] for number in group]
-        sample = None
-        for case in members:
-            if case.plan is None:
-                sample = sample or take_sample(case.resolved)
-                works[case.name] = Work(sample.total, sample.new_tokens, sample.exact)
-            else:
-                done = done_units(case.store)
-                left = sum(size.rows for size in case.plan.sizes() if size.unit not in done)
-                tokens = case.plan.holes * ratio(left, case.plan.rows)
-                works[case.name] = Work(left, tokens, left == case.plan.rows)
-    return works

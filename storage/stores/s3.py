@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -188,8 +189,9 @@ class S3Store:
 
     @property
     def with_checksums(self) -> bool:
-        """Whether writes carry SHA-256 checksums."""
-        return self.place.s3.checksums != "when_required"
+        """Whether writes carry SHA-256 checksums; `auto` follows boto3's variable."""
+        theirs = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "").lower()
+        return (theirs if self.place.s3.checksums == "auto" else self.place.s3.checksums) != "when_required"
 
     def where(self, name: str) -> str:
         """The object's URL, for messages."""

@@ -1,7 +1,5 @@
 """A decoder without a model, and a UnitIO without files, for tests of the loop around them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -12,7 +10,7 @@ import numpy as np
 
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import Turns
-from draftmill.actors.messages import Receipt, Verdict, WorkUnit
+from draftmill.actors.messages import Failure, Receipt, Verdict, WorkUnit
 from draftmill.actors.metrics.base import Measuring
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request
@@ -167,3 +165,11 @@ def answers_of(measuring: Measuring) -> list[Any]:
             next(measuring)
         except StopIteration as end:
             return list(end.value)
+
+
+def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
+    """What a worker says until it holds nothing more."""
+    news: list[Receipt | Failure] = []
+    while runner.held:
+        news += runner.step()
+    return news

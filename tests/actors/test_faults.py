@@ -1,7 +1,5 @@
 """What errors of a device mean: memory that ran out, a device that is lost, or a row that fails."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
@@ -11,10 +9,10 @@ import torch
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.messages import Failure, Receipt
+from draftmill.actors.messages import Receipt
 from draftmill.decoders.backbones.split import GroupLostError
 from draftmill.decoders.base import Request
-from tests.actors.fakes import FakeClerk, FakeDecoder, lose_device, work
+from tests.actors.fakes import FakeClerk, FakeDecoder, lose_device, run_all, work
 
 MEMORY = [
     torch.OutOfMemoryError("Tried to allocate 2.00 GiB"),
@@ -48,17 +46,17 @@ NEITHER = [
 
 
 @pytest.mark.parametrize("error", MEMORY, ids=str)
-def test_memory_that_ran_out_is_known_by_its_class_and_by_the_texts_of_the_libraries(error: Exception):
+def test_memory_that_ran_out_is_known_by_its_class_and_by_the_texts_of_the_libraries(error):
     assert ran_out_of_memory(error) and not lost_device(error)
 
 
 @pytest.mark.parametrize("error", LOST, ids=str)
-def test_a_device_that_is_lost_is_known_by_its_class_and_by_the_texts_of_the_runtime(error: Exception):
+def test_a_device_that_is_lost_is_known_by_its_class_and_by_the_texts_of_the_runtime(error):
     assert lost_device(error) and not ran_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", NEITHER, ids=str)
-def test_other_errors_are_neither(error: Exception):
+def test_other_errors_are_neither(error):
     assert not lost_device(error) and not ran_out_of_memory(error)
 
 
@@ -92,13 +90,6 @@ def test_errors_are_told_apart_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
-    news: list[Receipt | Failure] = []
-    while runner.held:
-        news += runner.step()
-    return news
-
-
 def test_a_lost_device_ends_the_worker_and_no_row_is_blamed_for_it():
     unit_io = FakeClerk({0: [2, 97, 3]})
     runner = UnitRunner(FakeDecoder(trouble=lose_device), unit_io)
@@ -109,7 +100,7 @@ def test_a_lost_device_ends_the_worker_and_no_row_is_blamed_for_it():
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), DeviceLostError), "it has to reach the driver"
 
 
-def test_an_allocator_that_can_not_even_free_has_lost_its_device(monkeypatch: pytest.MonkeyPatch):
+def test_an_allocator_that_can_not_even_free_has_lost_its_device(monkeypatch):
     def trouble(requests: list[Request]) -> None:
         raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
 
@@ -125,7 +116,7 @@ def test_an_allocator_that_can_not_even_free_has_lost_its_device(monkeypatch: py
         run_all(runner)
 
 
-def test_when_memory_ran_out_the_frames_are_let_go_before_the_allocator_frees(monkeypatch: pytest.MonkeyPatch):
+def test_when_memory_ran_out_the_frames_are_let_go_before_the_allocator_frees(monkeypatch):
     held, freed = [], []
 
     class Big:

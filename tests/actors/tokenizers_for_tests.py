@@ -1,7 +1,5 @@
 """Two small tokenizers: one byte-level, whose pieces join exactly, and one of words, whose pieces do not."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers

@@ -12,8 +12,6 @@ probabilities of the branches add up to the law of the text. A chooser that read
 batched draws give, which ties those to the enumeration.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

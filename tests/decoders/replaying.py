@@ -4,8 +4,6 @@ As with a CUDA graph, nothing that the first forward knew on the host may differ
 another result here too, and memory that has moved is found. References stand in for the kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps

@@ -11,8 +11,6 @@ therefore compared with a tolerance. Models are exact tables in float64, so that
     totals     tokens that were committed, rows that were verified, prompts and what of them was shared
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

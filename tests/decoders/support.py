@@ -12,6 +12,7 @@ from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.settings import DECODERS
 
 
 def table_info(vocab_size, suppressed=()):
@@ -67,10 +68,20 @@ def run_all(decoder, requests):
     return outcomes
 
 
+def decoder_settings(kind, **settings):
+    """The section `decoder` of a spec."""
+    return DECODERS[kind].model_validate({"kind": kind} | settings)
+
+
+def engine(backbone, info, settings, sampling=None, *, rows=3, max_tokens=1 << 20, **more):
+    """A decoder; `more` are further fields of Setup."""
+    sampling = sampling or Sampling()
+    setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=max_tokens, **more)
+    return build_decoder(setup, settings)
+
+
 def decode(backbone, info, settings, sampling, requests, *, rows=3, max_tokens=1 << 20, **more):
-    decoder = build_decoder(
-        Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=max_tokens, **more), settings
-    )
+    decoder = engine(backbone, info, settings, sampling, rows=rows, max_tokens=max_tokens, **more)
     return run_all(decoder, requests)
 
 
@@ -87,6 +98,19 @@ def score(backbone, info, settings, requests, *, rows=3, **estimate):
 
 def texts(outcomes):
     return {index: outcome.tokens.tolist() for index, outcome in outcomes.items()}
+
+
+class Pair:
+    """A stop text: these two tokens in a row, or any two equal ones."""
+
+    def __init__(self, *tokens):
+        self.tokens = list(tokens)
+
+    def find(self, tokens, num_checked):
+        for count in range(max(num_checked + 1, 2), len(tokens) + 1):
+            if list(tokens[count - 2 : count]) == (self.tokens or [tokens[count - 1]] * 2):
+                return count
+        return None
 
 
 def random_lengths(auto):

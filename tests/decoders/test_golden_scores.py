@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from draftmill.decoders import estimates
-from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.draws.schedule import NOISE_EPS
 from draftmill.decoders.estimates import Mask
-from draftmill.decoders.masked.settings import AncestralSettings, StepwiseSettings
-from tests.decoders.support import score
+from tests.decoders.support import decoder_settings, score
 from tests.golden_data import read_arrays, read_json
 
 MASKS: dict[int, tuple[Any, float]] = {}
@@ -89,7 +86,7 @@ def test_masked_tokens_have_the_public_codes_log_probabilities(golden, given_mas
         canvases += ids.tolist()
         laws += list(logits.double().log_softmax(-1))
     requests = texts_of(canvases, info.mask_id, given_masks)
-    check(score(backbone, info, StepwiseSettings(kind="stepwise"), requests, rows=4), requests, given_masks, laws)
+    check(score(backbone, info, decoder_settings("stepwise"), requests, rows=4), requests, given_masks, laws)
 
 
 def test_mdlm_tokens_have_the_public_codes_log_probabilities(golden, given_masks):
@@ -101,7 +98,7 @@ def test_mdlm_tokens_have_the_public_codes_log_probabilities(golden, given_masks
         canvases += arrays[case["x"]["array"]].tolist()
         laws += list(arrays[case["no_time_cond"]["subs_log_probs"]["array"]])
     requests = texts_of(canvases, info.mask_id, given_masks)
-    check(score(backbone, info, AncestralSettings(kind="ancestral"), requests, rows=4), requests, given_masks, laws)
+    check(score(backbone, info, decoder_settings("ancestral"), requests, rows=4), requests, given_masks, laws)
 
 
 def test_sedd_tokens_have_the_public_codes_scores_at_the_noise_of_their_time(golden, given_masks):
@@ -115,7 +112,7 @@ def test_sedd_tokens_have_the_public_codes_scores_at_the_noise_of_their_time(gol
         # Given that a mask is revealed, its token's probability is proportional to the score of the token.
         laws += list(arrays[case["log_score"]["array"]][..., : info.mask_id].double().log_softmax(-1))
     requests = texts_of(canvases, info.mask_id, given_masks, share=shares)
-    check(score(backbone, info, AncestralSettings(kind="ancestral"), requests, rows=4), requests, given_masks, laws)
+    check(score(backbone, info, decoder_settings("ancestral"), requests, rows=4), requests, given_masks, laws)
 
 
 def test_sdar_blocks_have_the_log_probabilities_of_the_public_codes_training(golden, given_masks):
@@ -125,7 +122,7 @@ def test_sdar_blocks_have_the_log_probabilities_of_the_public_codes_training(gol
         read_arrays(folder / "train_layout.safetensors"),
     )
     backbone, info = loaded(folder, suppressed=())
-    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=case["block_size"])
+    settings = decoder_settings("block_diffusion", block_size=case["block_size"])
     lengths = case["sample_lengths"]
     clean, hidden = (torch.tensor(case[name]).split(lengths) for name in ("clean_ids", "masked"))
     nats = arrays["train.ce"].split([int(one.sum()) for one in hidden])
@@ -150,7 +147,7 @@ def test_texts_that_the_public_code_decoded_greedily_at_block_size_1_are_greedy_
         case for case in public["cases"] if case.get("verifier_randomness") == "onehot" and case.get(name) is not None
     ]
     backbone, info = loaded(folder, 95, suppressed=())
-    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=1)
+    settings = decoder_settings("block_diffusion", block_size=1)
     requests = [
         Request(index, index, np.asarray(case["output"], dtype=np.int32), score_from=len(case["prompt"]))
         for index, case in enumerate(told)
@@ -173,7 +170,7 @@ def test_densities_of_any_subset_models_are_those_of_the_public_code(golden):
             scored = np.asarray(case["masked_in_order"])
             requests.append(Request(len(requests), 0, np.asarray(density["sequence"], dtype=np.int32), scored=scored))
             expected.append(density)
-    outcomes = score(backbone, info, AnySubsetSettings(kind="any_subset"), requests, rows=4)
+    outcomes = score(backbone, info, decoder_settings("any_subset"), requests, rows=4)
     assert len(requests) >= 8
     for index, density in enumerate(expected):
         assert outcomes[index].token_logprobs == pytest.approx(density["token_log_density"], abs=1e-4)
@@ -191,6 +188,6 @@ def test_the_joint_of_any_subset_models_is_that_of_the_public_code(golden):
         canvas = np.asarray(joint["input_ids"], dtype=np.int32)
         canvas[scored] = fill
         requests.append(Request(index, index, canvas, scored=scored))
-    outcomes = score(backbone, info, AnySubsetSettings(kind="any_subset"), requests, rows=16)
+    outcomes = score(backbone, info, decoder_settings("any_subset"), requests, rows=16)
     for index, fill in enumerate(fills):
         assert outcomes[index].logprob == pytest.approx(float(expected[tuple(fill)].log()), abs=1e-3)

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.base import Request
-from draftmill.decoders.masked.settings import StepwiseSettings, ThresholdSettings
 from tests.decoders.backbones.masked_models import load, look
-from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
-from tests.decoders.support import run_all
+from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check_reveals, decoded
+from tests.decoders.support import decoder_settings
 
 LLADA_MASK, DREAM_MASK = 90, 91
 
@@ -52,8 +50,7 @@ class Loop:
 
 
 def ours(backbone, folder, settings, case, mask_id):
-    canvas = canvas_of(case, mask_id)
-    return run_all(built(backbone, folder, settings), [Request(0, 1, canvas)])[0]
+    return decoded(built(backbone, folder, settings), case, mask_id)
 
 
 # ---- LLaDA ---------------------------------------------------------------------------------------------------------------
@@ -69,8 +66,8 @@ def test_the_older_fast_dllm_spends_a_forward_on_a_block_that_is_done(golden, ki
     assert sum(case["revealed_per_call"].count(0) for case in cases) == (1 if kind == "prefix_cache" else 0)
     for case in cases:
         options = case["settings"]
-        settings = ThresholdSettings(
-            kind="threshold", block_length=options["block_length"], tau=options["threshold"], cache=CACHES[kind]
+        settings = decoder_settings(
+            "threshold", block_length=options["block_length"], tau=options["threshold"], cache=CACHES[kind]
         )
         outcome = ours(backbone, folder, settings, case, LLADA_MASK)
         wasted = case["revealed_per_call"].count(0)
@@ -99,7 +96,7 @@ def test_masks_in_a_prompt_are_holes_and_not_rivals(golden):
     loop.check(case)
     assert len(loop.masks()) == case["masks_left"] == 2
 
-    settings = StepwiseSettings(kind="stepwise", block_length=size, steps=options["steps"])
+    settings = decoder_settings("stepwise", block_length=size, steps=options["steps"])
     outcome = ours(backbone, folder, settings, case, LLADA_MASK)
     assert len(outcome.tokens) == options["gen_length"] + 2
     assert LLADA_MASK not in outcome.tokens
@@ -115,9 +112,9 @@ def test_what_does_not_come_out_even_goes_to_the_first_steps_as_in_llada(golden,
         options, num_blocks = case["settings"], case["settings"]["gen_length"] // case["settings"]["block_length"]
         if (options["block_length"], options["steps"] // num_blocks) != (masks, steps) or case["masks_left"]:
             continue
-        settings = StepwiseSettings(kind="stepwise", block_length=masks, steps=options["steps"])
+        settings = decoder_settings("stepwise", block_length=masks, steps=options["steps"])
         outcome = ours(backbone, folder, settings, case, LLADA_MASK)
-        check(outcome, case, canvas_of(case, LLADA_MASK))
+        check_reveals(outcome, case, canvas_of(case, LLADA_MASK))
         assert [len(step.positions) for step in outcome.trace] == shares * num_blocks
         found += 1
     assert found
@@ -145,9 +142,7 @@ def test_dreams_origin_leaves_to_chance_how_many_are_revealed_and_random_does_no
                     loop.reveal(position, law[index])
         loop.check(case)
 
-        settings = StepwiseSettings(
-            kind="stepwise", block_length=None, steps=steps, schedule="dream", confidence="random"
-        )
+        settings = decoder_settings("stepwise", block_length=None, steps=steps, schedule="dream", confidence="random")
         outcome = ours(backbone, folder, settings, case, DREAM_MASK)
         counts = [len(step.positions) for step in outcome.trace]
         assert counts == cases[case["id"].replace("origin", "entropy")]["revealed_per_call"]
@@ -175,7 +170,7 @@ def test_threshold_has_no_quota_of_tokens_for_a_step(golden):
                 else:
                     left += 1
         loop.check(case)
-        settings = ThresholdSettings(kind="threshold", block_length=None, tau=options["threshold"])
+        settings = decoder_settings("threshold", block_length=None, tau=options["threshold"])
         outcome = ours(backbone, folder, settings, case, DREAM_MASK)
         found.append((case["nfe"], outcome.nfe))
     assert found == [(12, 5), (8, 4)]
@@ -226,12 +221,12 @@ def test_no_token_of_dream_is_revealed_unasked_and_no_confidence_is_swapped(gold
         assert all(loop.call_of[start] == min(loop.call_of[p] for p in range(start, start + size)) for start in starts)
 
         if "threshold" in options:
-            settings = ThresholdSettings(kind="threshold", block_length=size, tau=options["threshold"], cache=cache)
+            settings = decoder_settings("threshold", block_length=size, tau=options["threshold"], cache=cache)
             outcome = ours(backbone, folder, settings, case, DREAM_MASK)
             fewer += outcome.nfe < case["nfe"]
         else:
-            base = StepwiseSettings(
-                kind="stepwise", block_length=size, steps=options["steps"], confidence="entropy", cache=cache
+            base = decoder_settings(
+                "stepwise", block_length=size, steps=options["steps"], confidence="entropy", cache=cache
             )
             outcome = ours(backbone, folder, base, case, DREAM_MASK)
             assert outcome.nfe == case["nfe"]

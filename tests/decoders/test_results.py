@@ -13,7 +13,7 @@ PARTS = 16
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow), *soak(range(2, PARTS))])
-def test_every_field_of_every_result_is_what_it_was(part: int) -> None:
+def test_every_field_of_every_result_is_what_it_was(part):
     expected, changed = results.read(), list[str]()
     for case in results.cases()[part::PARTS]:
         (digests, total), (known, known_total) = results.line_of(case), expected[case.name]
@@ -24,7 +24,7 @@ def test_every_field_of_every_result_is_what_it_was(part: int) -> None:
     assert not changed, "\n".join(changed)
 
 
-def test_the_matrix_has_every_decoder_and_each_case_once() -> None:
+def test_the_matrix_has_every_decoder_and_each_case_once():
     cases = results.cases()
     assert {case.settings["kind"] for case in cases} == set(DECODERS)
     assert [name for name, count in Counter(case.name for case in cases).items() if count > 1] == []

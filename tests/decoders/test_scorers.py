@@ -1,7 +1,5 @@
 """Every family has one decoder that scores texts, and it is found from any of the family's decoders."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest
@@ -25,7 +23,7 @@ def settings_of(kind: str, **more: Any) -> DecoderChoice:
 
 
 @pytest.mark.parametrize("family", get_args(ModelKind))
-def test_each_kind_of_models_has_one_decoder_that_scores(family: str) -> None:
+def test_each_kind_of_models_has_one_decoder_that_scores(family):
     (kind,) = (name for name, one in DECODERS.items() if one.runs_on == family and "score" in one.tasks)
     assert callable(_import_named(DECODERS[kind].scorer))
     for name, one in DECODERS.items():
@@ -33,13 +31,13 @@ def test_each_kind_of_models_has_one_decoder_that_scores(family: str) -> None:
             assert scorer_of(settings_of(name)).name() == kind
 
 
-def test_what_scores_keeps_the_settings_that_a_score_depends_on() -> None:
+def test_what_scores_keeps_the_settings_that_a_score_depends_on():
     drafting = settings_of("s2d2", block_size=4, causal_cache=True, fused=True, tau=0.5)
     assert scorer_of(drafting) == settings_of("block_diffusion", block_size=4, causal_cache=True)
     assert scorer_of(settings_of("stepwise", tokens_per_step=4)) == settings_of("stepwise")
 
 
-def test_a_row_has_as_many_canvases_as_its_score_has_samples() -> None:
+def test_a_row_has_as_many_canvases_as_its_score_has_samples():
     task = Score.model_validate({"kind": "score", "estimate": {"samples": 16}}, strict=True)
     for kind, expected in (("stepwise", 80), ("any_subset", 5), ("autoregressive", 5)):
         assert most_canvases(task, settings_of(kind), 5) == expected  # type: ignore[arg-type]

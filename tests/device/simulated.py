@@ -4,8 +4,6 @@ Tokens follow a rule of their places, so that drafts of repeated text are often 
 Triton's own answer to the arguments of each launch of attention.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,19 +17,18 @@ from draftmill.decoders.backbones.cache import OnSlots, SlotCache
 from draftmill.decoders.backbones.invariance import NO_RULES
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.cuda_graphs import Work, drop_all
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.kernels.seen import Seen, Tiling
 from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import token_info
+from tests.decoders.support import decoder_settings, token_info
 
 VOCAB, HEADS, KEY_HEADS, WIDTH, SLOTS = 97, 8, 2, 16, 64
 DECODERS = {
-    "autoregressive": AutoregressiveSettings(kind="autoregressive"),
-    "speculative": SpeculativeSettings(kind="speculative", k=4, drafter=NgramDrafterSettings(kind="ngram")),
+    "autoregressive": decoder_settings("autoregressive"),
+    "speculative": decoder_settings("speculative", k=4, drafter={"kind": "ngram"}),
 }
 
 

@@ -1,7 +1,5 @@
 """The decoders on a pretended GPU, and what their steps do there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

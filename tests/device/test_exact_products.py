@@ -10,17 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import load_networks
-from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.packed import FixedLinear
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
-from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
 from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.registry import find_heads
 from draftmill.storage.stores.interface import Place
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.references import kernels as reference
+from tests.decoders.support import decoder_settings
 from tests.device.pretend import pretending
 from tests.device.steps import BUILTIN, run, run_on_cpu
 from tests.device.test_fullgraph import FAMILIES, stream_step, token_step
@@ -135,7 +134,7 @@ def test_decoders_of_exact_models_give_the_texts_of_a_cpu(operations, monkeypatc
 def test_draft_heads_of_exact_models_are_fixed(operations):
     with pretending():
         backbone: Any = load_backbone(BUILTIN / "asarm-tiny", dtype="float32", device="cuda", exact=True)
-        heads = find_heads(AssdSettings(kind="assd", k=5), BUILTIN / "asarm-tiny", backbone)
+        heads = find_heads(decoder_settings("assd", k=5), BUILTIN / "asarm-tiny", backbone)
     assert heads is not None
     assert {type(part) for part in heads.modules() if hasattr(part, "in_features")} == {FixedLinear}
 
@@ -155,9 +154,7 @@ def test_draws_that_no_kernel_makes_are_refused(operations, sampling, reason):
 
 def test_networks_of_an_exact_place_are_exact(operations):
     place = ModelPlace(Place("builtin:ar-tiny"), None, "auto", None, "auto", "float32", "cuda", False, exact=True)
-    drafts = SpeculativeSettings(
-        kind="speculative", drafter=ModelDrafterSettings(kind="model", path="builtin:ar-micro")
-    )
+    drafts = decoder_settings("speculative", drafter={"kind": "model", "path": "builtin:ar-micro"})
     with pretending():
         exact = load_networks(BUILTIN / "ar-tiny", place, drafts)
         usual = load_networks(BUILTIN / "ar-tiny", replace(place, exact=False), drafts)

@@ -3,8 +3,6 @@
 torch.compile refuses to make one graph (`fullgraph`) of code that does either. Compiled and plain code must agree.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +100,7 @@ def drawn(backbone: Any, rows: Any, asked_R: Tensor, key_R2: Tensor, warp: Warp)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
-def test_a_step_of_every_family_is_one_graph(family: str) -> None:
+def test_a_step_of_every_family_is_one_graph(family):
     backbone, make = loaded(FAMILIES[family])
     prompt, step = make([5, 3, 4], [0, 0, 0]), make([1, 2, 1], [5, 3, 4])
     asked_R = torch.tensor([0, 2, 3])
@@ -117,7 +115,7 @@ def test_a_step_of_every_family_is_one_graph(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_reading_a_number_back_is_found() -> None:
+def test_reading_a_number_back_is_found():
     """The test above can fail: the experts' products on a CPU are cut by numbers that are read back."""
     backbone: Any = load_backbone(FAMILIES["blocks of experts (LLaDA2)"], device="cpu")
     backbone.allocate(3, WIDE)

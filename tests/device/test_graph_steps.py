@@ -1,7 +1,5 @@
 """A captured step on a pretended GPU: one buffer down, one graph, one record up; nothing crosses inside of the graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +64,7 @@ RATIO = {"speculative": (1, 1, 1, 1), "speculative, model": (5, 5, 5, 2), "assd,
     ("name", "acceptance"), [*((name, "coupled") for name in LIMITS), *((name, "rejection") for name in RATIO)]
 )
 @pytest.mark.slow
-def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(
-    name: str, acceptance: str, monkeypatch: Any
-) -> None:
+def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(name, acceptance, monkeypatch):
     use_graphs(monkeypatch)
     monkeypatch.setattr("draftmill.decoders.engine.cuda_graphs.find_recorder", lambda device: OneLaunch())
     requests, limit = MANY.get(name, 5), (LIMITS if acceptance == "coupled" else RATIO)[name]
@@ -101,7 +97,7 @@ class Counted(Replaying):
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "speculative, model"])
-def test_a_row_that_no_kernel_draws_leaves_graphs_to_the_rest(name: str, monkeypatch: Any) -> None:
+def test_a_row_that_no_kernel_draws_leaves_graphs_to_the_rest(name, monkeypatch):
     """And they keep their bits: a penalty, a min-p or another top-k than the job's is drawn by torch, row by row."""
     use_graphs(monkeypatch)
     own = [RowSettings(penalties=Penalties(frequency=1.5)), RowSettings(min_p=0.2), RowSettings(top_k=9)]

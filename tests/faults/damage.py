@@ -3,8 +3,6 @@
 A damage is a name and what takes the place of the file: bytes, or a function that puts something else there.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

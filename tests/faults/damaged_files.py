@@ -1,7 +1,5 @@
 """Every file that draftmill reads, sound and damaged: the world of tests/faults/test_damaged_files.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import io

@@ -4,8 +4,6 @@ A world is a folder of sound files: models, inputs, specs, a finished run. A cas
 commands that read it. `serve` imports everything once and forks a process for each case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -3,8 +3,6 @@
 The nodes are further raylets of this machine, which Ray's own stand-in for a cloud starts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -118,7 +116,7 @@ def nodes(address: str) -> int:
     return sum(node.state == 0 for node in found)
 
 
-def test_the_autoscaler_brings_nodes_for_the_queue_and_takes_them_away_again(address: str, tmp_path: Path):
+def test_the_autoscaler_brings_nodes_for_the_queue_and_takes_them_away_again(address, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 48, longest=24)
     assert nodes(address) == 1
     spec = write_spec(tmp_path, rows=rows, batching={"max_rows": 1}, workers={"count": "auto"})

@@ -4,8 +4,6 @@ Drivers and workers are real processes. Drivers are forked from a server that ha
 session's Ray, so that a round costs little more than loading the model. Only processes that were started here are killed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -172,7 +170,7 @@ def disturb(crashes: Crashes, name: str, kill: Round, kills: int) -> Path:
 
 @pytest.mark.parametrize("who", list(ROUNDS))
 @pytest.mark.parametrize("seed", [7, *soak(range(8, 17))])
-def test_a_killed_job_resumes_to_byte_identical_rows(crashes: Crashes, expected: pa.Table, who: str, seed: int):
+def test_a_killed_job_resumes_to_byte_identical_rows(crashes, expected, who, seed):
     crashes.rng = random.Random(seed)
     kill, rounds = ROUNDS[who]
     total = 0
@@ -186,7 +184,7 @@ def test_a_killed_job_resumes_to_byte_identical_rows(crashes: Crashes, expected:
     raise AssertionError(f"only {total} of {rounds} hit a running job")
 
 
-def test_sigterm_lets_running_units_finish_and_exits_with_4(crashes: Crashes, expected: pa.Table):
+def test_sigterm_lets_running_units_finish_and_exits_with_4(crashes, expected):
     spec, run = crashes.job("terminated", workers={"count": 1}, batching={"max_rows": 1})
     process = crashes.start(spec)
     assert process.pid is not None and reached(process, run / "data", 1)
@@ -199,7 +197,7 @@ def test_sigterm_lets_running_units_finish_and_exits_with_4(crashes: Crashes, ex
     assert rows_of(run).equals(expected)
 
 
-def test_a_second_driver_is_told_who_holds_the_run_and_exits_with_4(crashes: Crashes):
+def test_a_second_driver_is_told_who_holds_the_run_and_exits_with_4(crashes):
     spec, run = crashes.job("shared", workers={"count": 1}, batching={"max_rows": 1})
     first = crashes.start(spec)
     assert reached(first, run / "data", 1)

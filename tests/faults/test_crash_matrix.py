@@ -4,8 +4,6 @@ A process is the driver and its worker in one (tests/runs/local_pool.py), forked
 that a kill costs little more than loading the model. What kills workers alone, on a real Ray, is in test_crash.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -30,7 +28,6 @@ from tests.jobs.run.recurring_jobs import KILLS as RECURRING  # recurring jobs t
 from tests.runs.jobs_of_tests import forked, rows_of, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 from tests.runs.test_sweep import KILLS  # and `draftmill sweep` there
-from tests.storage.stores.s3_server import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -116,23 +113,21 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(folder, rows, rows_of(folder / "u"))
 
 
-def test_killed_at_every_side_effect_on_disk_the_rows_are_the_same(matrix: Matrix):
+def test_killed_at_every_side_effect_on_disk_the_rows_are_the_same(matrix):
     spec = matrix.spec("chain")
     matrix.kill_at(spec, LOCAL)
     matrix.check(open_store(str(matrix.folder / "chain")))
 
 
 @pytest.mark.s3
-def test_killed_at_every_side_effect_on_s3_the_rows_are_the_same(
-    matrix: Matrix, s3_server: S3Server, s3_options: S3Options
-):
+def test_killed_at_every_side_effect_on_s3_the_rows_are_the_same(matrix, s3_server, s3_options):
     spec, store = matrix.on_s3("chain-s3", s3_server.new_bucket(), s3_options)
     matrix.kill_at(spec, S3)
     matrix.check(store, "--s3-endpoint", s3_server.endpoint)
 
 
 @pytest.mark.parametrize("point", ["plan.before_plan", "commit.before_manifest"])
-def test_sigterm_outside_of_decoding_ends_with_4_too_and_gives_the_lease_back(matrix: Matrix, point: str):
+def test_sigterm_outside_of_decoding_ends_with_4_too_and_gives_the_lease_back(matrix, point):
     spec, run = matrix.spec(f"term-{point}"), matrix.folder / f"term-{point}"
     process = forked(run_here, str(spec), f"{point}=sleep:1:60", f"{spec}.log")
     last = run / "data" / f"unit-{UNITS - 1:08d}.parquet" if point.startswith("commit") else run / "plan"
@@ -155,7 +150,7 @@ def test_sigterm_outside_of_decoding_ends_with_4_too_and_gives_the_lease_back(ma
 @pytest.mark.soak
 @pytest.mark.parametrize("hit", [1, 2, 5])
 @pytest.mark.parametrize("point", sorted({point.partition(":")[0] for point in LOCAL}))
-def test_killed_again_and_again_at_one_side_effect_the_rows_are_the_same(matrix: Matrix, point: str, hit: int):
+def test_killed_again_and_again_at_one_side_effect_the_rows_are_the_same(matrix, point, hit):
     spec = matrix.spec(f"soak-{point}-{hit}")
     for _ in range(3):
         assert matrix.process(spec, f"{point}=kill:{hit}") in {0, -signal.SIGKILL}
@@ -173,7 +168,7 @@ def test_the_matrix_has_every_failpoint_of_the_source():
 
 
 @pytest.mark.parametrize("point", ["plan.before_plan", "commit.before_manifest"])
-def test_a_full_disk_or_another_error_of_a_write_ends_the_run_and_the_next_one_finishes_it(matrix: Matrix, point: str):
+def test_a_full_disk_or_another_error_of_a_write_ends_the_run_and_the_next_one_finishes_it(matrix, point):
     spec = matrix.spec(f"raise-{point}")
     assert matrix.process(spec, f"{point}=raise") == 1
     store = open_store(str(matrix.folder / f"raise-{point}"))

@@ -3,8 +3,6 @@
 In the short suite some dozens of files, with `--soak` a third of all, which is more than 2,000.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,17 +41,17 @@ def problems(world: Path, kind: str, part: str) -> Iterator[str]:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_file_ends_as_documented(world: Path, kind: str) -> None:
+def test_a_damaged_file_ends_as_documented(world, kind):
     assert not list(problems(world, kind, f"0/{FEW}"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_third_damaged_file_ends_as_documented(world: Path, kind: str) -> None:
+def test_every_third_damaged_file_ends_as_documented(world, kind):
     assert not list(problems(world, kind, f"0/{MANY}"))
 
 
 @pytest.mark.slow
-def test_make_soak_tries_at_least_2000_files(world: Path) -> None:
+def test_make_soak_tries_at_least_2000_files(world):
     assert sum(len(cases(world, kind)[::MANY]) for kind in KINDS) >= 2000

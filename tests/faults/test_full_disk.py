@@ -1,7 +1,5 @@
 """A disk that is full while a job runs: a clear error, nothing lost, and the next run goes on once there is room."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -38,9 +36,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
-def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_next_one_finishes_it(
-    tmp_path: Path, room: list[int], capsys: pytest.CaptureFixture[str]
-):
+def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_next_one_finishes_it(tmp_path, room, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", 16, longest=12)
     spec, run = write_spec(tmp_path, rows=rows, out="full"), tmp_path / "full"
     with without_ray():

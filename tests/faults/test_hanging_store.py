@@ -1,7 +1,5 @@
 """Signals where Python's handlers can't end the process: the store hangs, or one forward takes minutes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -18,7 +16,6 @@ from draftmill.jobs.cli import main
 from draftmill.storage.stores.interface import S3_DEFAULTS, Place, S3Options, Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
-from tests.storage.stores.s3_server import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -69,9 +66,7 @@ def running(spec: Path, store: Store, points: str, *program: str) -> Iterator[su
 
 
 @pytest.mark.parametrize("kind", ["local disk", "without locks", pytest.param("s3", marks=pytest.mark.s3)])
-def test_sigterm_ends_within_its_grace_while_the_store_hangs(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest, s3_server: S3Server
-) -> None:
+def test_sigterm_ends_within_its_grace_while_the_store_hangs(kind, tmp_path, request, s3_server):
     rows, hangs = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "hangs"
     sections: dict[str, Any] = {}
     url, options = str(tmp_path / "run"), None
@@ -99,7 +94,7 @@ def test_sigterm_ends_within_its_grace_while_the_store_hangs(
     assert main(["verify", url, *more]) == 0
 
 
-def test_a_second_sigint_within_a_long_forward_ends_at_once(tmp_path: Path) -> None:
+def test_a_second_sigint_within_a_long_forward_ends_at_once(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
     spec = write_spec(tmp_path, rows=rows, batching={"max_rows": 1})
     with running(

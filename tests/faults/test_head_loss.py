@@ -1,7 +1,5 @@
 """The head of a cluster is lost while a job runs: Ray ends the driver, and the same command goes on where it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -47,9 +45,7 @@ def units_done(run: Path, epoch: int) -> set[int]:
     return {event["unit"] for event in events if event["event"] == "done"}
 
 
-def test_a_lost_head_ends_the_driver_with_1_and_the_same_command_repeats_no_committed_unit(
-    cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_a_lost_head_ends_the_driver_with_1_and_the_same_command_repeats_no_committed_unit(cluster, tmp_path, capfd):
     rows = write_rows(tmp_path / "rows.jsonl", ROWS, longest=40)
     process, log = begun(cluster, rows)
     (head,) = cluster.head_node.all_processes["gcs_server"]

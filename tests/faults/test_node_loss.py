@@ -1,7 +1,5 @@
 """Nodes are lost, told to go, and join while a job runs on them: nothing is lost, nothing is there twice."""
 
-from __future__ import annotations
-
 import json
 import time
 from importlib import import_module
@@ -83,7 +81,7 @@ def is_undisturbed(rows: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_without_a_node_that_is_lost(patience: None, cluster: Any, rows: Path):
+def test_a_job_goes_on_without_a_node_that_is_lost(patience, cluster, rows):
     second = cluster.add_node(**NODE)
     process, log = begun(cluster, rows)
     cluster.remove_node(second, allow_graceful=False)
@@ -94,7 +92,7 @@ def test_a_job_goes_on_without_a_node_that_is_lost(patience: None, cluster: Any,
 
 
 @pytest.mark.slow
-def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(patience: None, cluster: Any, rows: Path):
+def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(patience, cluster, rows):
     second = cluster.add_node(**NODE)
     process, log = begun(cluster, rows)
     told_to_go(cluster, second, in_s=600)
@@ -107,7 +105,7 @@ def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(patience:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("patience", [25.0], indirect=True)  # longer than another worker takes to come up
-def test_a_node_that_joins_is_used(patience: None, cluster: Any, rows: Path):
+def test_a_node_that_joins_is_used(patience, cluster, rows):
     process, log = begun(cluster, rows)
     cluster.add_node(**NODE)
     process.join(300)
@@ -117,9 +115,7 @@ def test_a_node_that_joins_is_used(patience: None, cluster: Any, rows: Path):
 
 
 @pytest.mark.slow
-def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_ends_the_job(
-    patience: None, cluster: Any, rows: Path
-):
+def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_ends_the_job(patience, cluster, rows):
     process, log = begun(cluster, rows)
     told_to_go(cluster, cluster.head_node, in_s=20)
     process.join(60)

@@ -3,8 +3,6 @@
 Without Ray (tests/runs/local_pool.py). What the generated Slurm script and CronJob never retry are exit codes 2 and 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,8 +91,8 @@ def struck(server: S3Server, method: str, part: str) -> int:
 @pytest.mark.parametrize("phase", [*(phase for phase in PHASES if phase not in PATIENT), *soak(PATIENT)])
 @pytest.mark.slow
 def test_an_outage_ends_with_a_code_that_is_retried_and_the_next_start_completes_the_job(
-    tmp_path: Path, s3_server: S3Server, s3_options: S3Options, impatient: None, phase: str, kind: str
-) -> None:
+    tmp_path, s3_server, s3_options, impatient, phase, kind
+):
     bucket = Bucket(tmp_path, s3_server, s3_options)
     method, part = PHASES[phase]
     s3_server.fail(kind, method, part, times=10**6)
@@ -114,9 +112,7 @@ def test_an_outage_ends_with_a_code_that_is_retried_and_the_next_start_completes
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["403", *soak(KINDS[1:])])
 @pytest.mark.parametrize("phase", ["input", *soak(PHASES.keys() - {"input"})])
-def test_an_outage_of_some_seconds_is_borne_or_retried(
-    tmp_path: Path, s3_server: S3Server, s3_options: S3Options, kind: str, phase: str
-) -> None:
+def test_an_outage_of_some_seconds_is_borne_or_retried(tmp_path, s3_server, s3_options, kind, phase):
     bucket = Bucket(tmp_path, s3_server, s3_options)
     method, part = PHASES[phase]
     s3_server.fail(kind, method, part, times=10**6, seconds=5.0)

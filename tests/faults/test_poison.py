@@ -1,14 +1,12 @@
 """Rows that nothing can decode: each comes back failed with its class, and every other row of its unit comes back ok."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import time
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +84,7 @@ def verdicts(run: Path) -> dict[str, tuple[str, str]]:
     return {row["id"]: (row["error_kind"], row["error_stage"]) for row in rows if row["status"] == "failed"}
 
 
-def test_a_row_that_can_not_be_decoded_is_failed_with_its_class_and_its_unit_is_ok(tmp_path: Path):
+def test_a_row_that_can_not_be_decoded_is_failed_with_its_class_and_its_unit_is_ok(tmp_path):
     rows = write_poison(tmp_path / "rows.jsonl", TOKENIZE, NAN, RAISES, MEMORY)
     spec = write_spec(tmp_path, rows=rows, errors={"max_rate": 0.5})
     with without_ray(build=poisoned_runner):
@@ -123,7 +121,7 @@ class DeadlyWorker(Turns):
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", [ABORT, *soak([ENDLESS])])
 def test_a_row_that_kills_its_worker_or_never_ends_is_found_and_its_unit_is_ok(
-    ray_session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: int
+    ray_session, tmp_path, monkeypatch, fate
 ):
     rows = write_poison(tmp_path / "rows.jsonl", fate, rows=8)
     output = {"path": str(tmp_path / "run"), "unit_rows": 2}

@@ -3,21 +3,16 @@
 Without Ray (tests/runs/local_pool.py); rows, plan, results, traces and the lease all go through the same storm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.storage.errors import StoreError
 from draftmill.storage.stores import s3
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 from tests.runs.jobs_of_tests import rows_of, soak, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
-from tests.storage.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.s3
 
@@ -38,9 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *soak(range(2, 22))])
-def test_a_job_in_a_storm_of_faults_ends_complete_with_nothing_twice(
-    tmp_path: Path, s3_server: S3Server, s3_options: S3Options, impatient: None, seed: int
-):
+def test_a_job_in_a_storm_of_faults_ends_complete_with_nothing_twice(tmp_path, s3_server, s3_options, impatient, seed):
     url = f"s3://{s3_server.new_bucket()}"
     rows = write_rows(tmp_path / "rows.jsonl", UNITS * UNIT_ROWS, longest=12)
     inputs, store = S3Store(f"{url}/rows", s3_options), S3Store(f"{url}/run", s3_options)
@@ -68,9 +61,7 @@ def test_a_job_in_a_storm_of_faults_ends_complete_with_nothing_twice(
     assert main(["verify", store.url, "--s3-endpoint", s3_server.endpoint]) == 0
 
 
-def test_stalls_and_resets_do_not_outlast_a_stores_patience(
-    s3_server: S3Server, s3_options: S3Options, impatient: None
-):
+def test_stalls_and_resets_do_not_outlast_a_stores_patience(s3_server, s3_options, impatient):
     store = S3Store(f"s3://{s3_server.new_bucket()}/run", s3_options, sleep=lambda _: None)
     s3_server.rage(1.0, seed=3, stall_s=0.0)
     with pytest.raises(StoreError):

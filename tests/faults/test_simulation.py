@@ -3,8 +3,6 @@
 The driver, the scheduler, the lease and the committer are the real ones. `make soak` plays ten times as many schedules.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -40,7 +38,7 @@ def at_work() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     "seeds", [range(FEW), pytest.param(range(FEW, SCHEDULES), marks=pytest.mark.slow), *MORE], ids=str
 )
-def test_whatever_happens_when_every_row_is_there_once_with_a_reason(at_work: dict[str, Any], seeds: range):
+def test_whatever_happens_when_every_row_is_there_once_with_a_reason(at_work, seeds):
     seen: Counter[str] = Counter()
     for seed in seeds:
         try:
@@ -55,7 +53,7 @@ def test_whatever_happens_when_every_row_is_there_once_with_a_reason(at_work: di
 
 
 @pytest.mark.slow
-def test_one_fault_at_any_access_of_the_store_loses_nothing(at_work: dict[str, Any]):
+def test_one_fault_at_any_access_of_the_store_loses_nothing(at_work):
     for seed in range(JOBS):
         job = drawn_job(seed)
         accesses = play(World(job, seed), at_work).accesses
@@ -75,7 +73,7 @@ def undisturbed(at_work: dict[str, Any], seed: int, slow: Kind | None = None) ->
     return world
 
 
-def test_with_slow_answers_of_any_kind_a_run_ends_like_one_without(at_work: dict[str, Any]):
+def test_with_slow_answers_of_any_kind_a_run_ends_like_one_without(at_work):
     plain = undisturbed(at_work, 1)
     took_s = {kind: undisturbed(at_work, 1, kind).now_s - plain.now_s for kind in plain.kinds}
     assert took_s.keys() >= {(True, "list", "data"), (True, "put", "attempts"), (True, "replace", "_lease.json")}
@@ -83,7 +81,7 @@ def test_with_slow_answers_of_any_kind_a_run_ends_like_one_without(at_work: dict
     assert all(20 < seconds < 200 for seconds in took_s.values()), f"a driver waits again and again: {took_s}"
 
 
-def test_a_log_on_the_drivers_own_thread_is_found(at_work: dict[str, Any]):
+def test_a_log_on_the_drivers_own_thread_is_found(at_work):
     start = SimThread.start
 
     def waited_for(self: SimThread) -> None:
@@ -104,7 +102,7 @@ def broken_within(at_work: dict[str, Any], schedules: int) -> str:
     return ""
 
 
-def test_a_committer_that_writes_over_what_is_there_is_found(at_work: dict[str, Any]):
+def test_a_committer_that_writes_over_what_is_there_is_found(at_work):
     create = Handle._create
 
     def careless(self: Handle, name: str, data: bytes, metadata: dict[str, str] | None) -> Any:
@@ -114,7 +112,7 @@ def test_a_committer_that_writes_over_what_is_there_is_found(at_work: dict[str, 
         assert "was written twice" in broken_within(at_work, 300)
 
 
-def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work: dict[str, Any]):
+def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work):
     dismiss = SchedulerState.dismiss
 
     def forgetful(self: SchedulerState, name: str) -> Any:
@@ -125,7 +123,7 @@ def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work:
         assert broken_within(at_work, 300) == "the job does not end"
 
 
-def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work: dict[str, Any]):
+def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work):
     dismiss = SchedulerState.dismiss
 
     def careless(self: SchedulerState, name: str) -> Any:
@@ -137,7 +135,7 @@ def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work: dic
 
 
 @pytest.mark.slow
-def test_copies_of_a_unit_that_fails_are_found(at_work: dict[str, Any]):
+def test_copies_of_a_unit_that_fails_are_found(at_work):
     """A mistake that was made: while one copy ran, the failures of the other settled nothing, for ever."""
     with patch.object(Unit, "suspect", property(lambda self: self.alone)):
         assert broken_within(at_work, 300) == "the job does not end"

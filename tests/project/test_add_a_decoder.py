@@ -1,7 +1,5 @@
 """docs/add-a-decoder.md, followed step by step in a copy of the project: the decoder that it adds runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -58,12 +56,12 @@ def run(project: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_its_test_passes(project: Path) -> None:
+def test_its_test_passes(project):
     said = run(project, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "tests")
     assert "5 passed" in said
 
 
-def test_the_rest_of_the_project_knows_it(project: Path) -> None:
+def test_the_rest_of_the_project_knows_it(project):
     said = run(project, "-m", "draftmill.jobs.cli", "models")
     family = next(line for line in said.splitlines() if line.split()[:1] == ["llama"])
     assert family.endswith(", repeat") or ", repeat," in family

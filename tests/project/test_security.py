@@ -74,13 +74,7 @@ def stage(s3_url: str, s3_server: S3Server, s3_options: S3Options) -> tuple[str,
 
 @pytest.mark.slow
 @pytest.mark.s3
-def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
-    tmp_path: Path,
-    planted: dict[str, str],
-    stage: tuple[str, S3Server, S3Options],
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(tmp_path, planted, stage, capfd, caplog):
     """A run on S3 with rows that fail, units that fail, a store that stumbles, a rerun, and every command that reads it.
 
     What goes wrong says every secret there is, as a careless library might.
@@ -91,7 +85,7 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(
     spec = write_spec(
         tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 12), output={"path": s3_url, "unit_rows": 4}, s3=place
     )
-    options = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", str(s3_options.region)]
+    options = ["--s3-endpoint", str(s3_options.endpoint)]
     canvas, close = RowUnitIO._canvas, RowUnitIO.close_unit
     failures = iter([True])
 
@@ -155,9 +149,7 @@ def test_a_text_is_shown_without_its_secrets(planted: dict[str, str], text: str,
     assert redacted(text) == expected
 
 
-def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(
-    planted: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(planted, monkeypatch, capsys):
     def careless() -> int:
         raise RuntimeError(f"\x1b[2J denied: {' '.join(planted.values())}")
 
@@ -263,9 +255,7 @@ def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path: Pat
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
-def test_a_file_that_unpacks_without_end_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, ending):
     monkeypatch.setattr(sources, "UNPACKED_BYTES", 2**20)
     monkeypatch.setattr(sources, "BUFFER_BYTES", 2**12)
     rows = 2**10

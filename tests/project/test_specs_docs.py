@@ -1,7 +1,5 @@
 """The tables of the pages are those that docs/make_specs.py writes; the settings describe each key of a spec."""
 
-from __future__ import annotations
-
 import pytest
 
 from docs.make_specs import PAGES, REGION, TABLES, filled

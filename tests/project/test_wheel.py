@@ -1,7 +1,5 @@
 """The wheel works outside of a checkout: in an environment of its own, beside a user's folders with the names of ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -64,14 +62,14 @@ def call(environment: Path, folder: Path, program: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_package_is_the_installed_one(environment: Path, folder: Path) -> None:
+def test_the_package_is_the_installed_one(environment, folder):
     assert call(environment, folder, "python", "-c", HERE).strip() == str(packages_of(environment))
     assert "usage: draftmill" in call(environment, folder, "draftmill", "--help")
     assert (packages_of(environment) / "draftmill" / "py.typed").is_file()
 
 
 @pytest.mark.slow
-def test_a_job_runs_beside_a_users_folders_of_the_same_names(environment: Path, folder: Path) -> None:
+def test_a_job_runs_beside_a_users_folders_of_the_same_names(environment, folder):
     call(environment, folder, "draftmill", "run", "job.yaml", "--local", "--quiet")
     assert "4 tokens in " in call(environment, folder, "draftmill", "show", "runs/first")
     call(environment, folder, "draftmill", "show", "runs/first", "--html", "rows.html")
@@ -80,6 +78,6 @@ def test_a_job_runs_beside_a_users_folders_of_the_same_names(environment: Path, 
 
 
 @pytest.mark.slow
-def test_a_users_own_folder_is_imported_under_its_own_name(environment: Path, folder: Path) -> None:
+def test_a_users_own_folder_is_imported_under_its_own_name(environment, folder):
     code = "import draftmill.storage.errors\ntry:\n    import storage\nexcept RuntimeError as error:\n    print(error)"
     assert call(environment, folder, "python", "-c", code) == "storage.py is the user's\n"

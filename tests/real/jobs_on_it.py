@@ -1,7 +1,5 @@
 """Jobs on the real model by the command line's own code and a Ray of this machine, and their rows."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

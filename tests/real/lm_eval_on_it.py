@@ -1,7 +1,5 @@
 """lm-evaluation-harness on the real model: `draftmill eval` beside lm_eval's own `hf` model, on tasks written here."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

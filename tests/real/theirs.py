@@ -1,7 +1,5 @@
 """What transformers says of the same checkpoint: greedy continuations, scores, how near a tie was."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,19 @@
-"""What the tests of recipes share: a few files, a causal model to start from, a short schedule."""
+"""What the tests of recipes share: a few files, a causal model to start from, a short schedule, what every training keeps."""
 
-from __future__ import annotations
-
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
 
 from recipes import ar, causal, causal_folder, corpus, loop
 
 SHAPE = ar.SIZES["micro-test"].shape
 
 
+@cache
 def few_files() -> list[corpus.SourceFile]:
     """Some training files and two held-out ones."""
     train, held_out = corpus.split(corpus.standard_library())
@@ -37,3 +42,56 @@ def short_schedule(steps: int, seed: int = 0) -> loop.Schedule:
 
 def no_report(step: int, *values: float) -> None:
     """Training reports nothing."""
+
+
+def check_training(make: Any, steps: int = 30) -> None:
+    """Training with the trainers that `make` gives is repeatable and lowers the loss."""
+    losses = []
+    for _ in range(2):
+        trainer = make()
+        losses.append([trainer.advance() for _ in range(steps)])
+    assert losses[0] == losses[1]
+    assert np.mean(losses[0][-8:]) < np.mean(losses[0][:8]) - 0.2
+
+
+def check_resumed(folder: Path, straight: Any, first: Any, second: Any) -> None:
+    """A training of six steps that `second` resumes after three of `first` ends with the bits of `straight`."""
+    assert loop.run(straight, None, loop.Pace(), no_report)
+    for _ in range(3):
+        first.advance()
+    first.save(folder)
+    assert second.restore(folder) and (second.step, second.tokens) == (3, first.tokens)
+    assert loop.run(second, folder, loop.Pace(), no_report)
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def written_twice(recipe: Any, flags: list[str], folder: Path) -> tuple[Path, Path]:
+    """What a recipe writes in one go, and in two; both see a few files in the place of the standard library."""
+    few, whole, resumed = few_files(), folder / "whole", folder / "resumed"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "standard_library", lambda: few)
+        assert recipe.main([*flags, "--out", str(whole)]) == 0
+        again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(folder / "state")]
+        assert recipe.main([*again, "--minutes", "0"]) == 3
+        assert recipe.main(again) == 0
+    return whole, resumed
+
+
+def check_written(folders: tuple[Path, Path], files: tuple[str, ...], *lines: str) -> None:
+    """Both folders have the same files; the page has these lines and the held-out files."""
+    whole, resumed = folders
+    for name in files:
+        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
+    text = (whole / "README.md").read_text()
+    assert all(f"- `{file.path}`" in text for file in few_files()[-2:])
+    assert all(line in text for line in lines)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return all(
+        (folder / name).read_bytes() == (ar.TOKENIZER / name).read_bytes() for name in causal_folder.TOKENIZER_FILES
+    )
+
+
+MODEL_FILES = ("model.safetensors", "config.json", "generation_config.json")

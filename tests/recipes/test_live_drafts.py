@@ -1,9 +1,5 @@
 """Live drafts: every training step carries them one Jacobi iteration further, and a resumed training has the same ones."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,11 +10,6 @@ from recipes.packing import IDS, Trajectory
 
 SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
 N, VERSIONS = 4, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +41,12 @@ def trainer_of(texts: list[Trajectory], model: torch.nn.Module, steps: int = 10)
     return distillation.LiveTrainer(model, plan, drafts, text, source, device=torch.device("cpu"), most_rows=10**6)  # type: ignore[arg-type]
 
 
-def test_whole_blocks_of_a_completion_are_the_fixed_points() -> None:
+def test_whole_blocks_of_a_completion_are_the_fixed_points():
     (text,) = live_drafts.texts([np.array([7])], [np.arange(1, 10)], N)
     assert [block.tolist() for block in text.blocks] == [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]
 
 
-def test_the_first_drafts_are_right_tokens_and_then_tokens_of_the_prompt() -> None:
+def test_the_first_drafts_are_right_tokens_and_then_tokens_of_the_prompt():
     texts = some_texts(causal.new_model(SMALL, 0))
     drafts = LiveDrafts(texts, N, VERSIONS, seed=0)
     assert drafts.drafts.shape == (4, VERSIONS, 3 * N)
@@ -66,7 +57,7 @@ def test_the_first_drafts_are_right_tokens_and_then_tokens_of_the_prompt() -> No
                 assert set(block[wrong[0] :] if len(wrong) else []) <= {*text.prompt, *states[-1]}
 
 
-def test_a_step_is_one_jacobi_iteration_of_the_model_on_the_finished_text_before_each_block() -> None:
+def test_a_step_is_one_jacobi_iteration_of_the_model_on_the_finished_text_before_each_block():
     model = causal.new_model(SMALL, 0)
     texts = some_texts(model)
     trainer = trainer_of(texts, model)
@@ -97,7 +88,7 @@ def check_iteration(model: torch.nn.Module, text: Trajectory, before: IDS, after
             assert after[start : start + N].tolist() == expected
 
 
-def test_a_resumed_training_has_the_drafts_and_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+def test_a_resumed_training_has_the_drafts_and_losses_of_one_that_was_not_stopped(tmp_path):
     texts = some_texts(causal.new_model(SMALL, 0))
     whole, first = (trainer_of(texts, causal.new_model(SMALL, 3)) for _ in range(2))
     losses = [whole.advance() for _ in range(8)]
@@ -110,7 +101,7 @@ def test_a_resumed_training_has_the_drafts_and_losses_of_one_that_was_not_stoppe
     assert (second.drafts.drafts == whole.drafts.drafts).all()
 
 
-def test_a_step_takes_texts_of_like_length_up_to_its_rows() -> None:
+def test_a_step_takes_texts_of_like_length_up_to_its_rows():
     model = causal.new_model(SMALL, 0)
     rng = np.random.default_rng(2)
     prompts = [rng.integers(9, 24, size) for size in range(4, 44)]

@@ -1,10 +1,7 @@
 """The recipe of the builtin causal models: packing, training, the folder, and that it is the any-subset model's corpus."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,20 +9,22 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from recipes import ar, causal, causal_folder, corpus, loop
-from tests.recipes.recipes_of_tests import no_report, short_schedule
-
-SHAPE = ar.SIZES["micro-test"].shape
+from tests.recipes.recipes_of_tests import (
+    MODEL_FILES,
+    SHAPE,
+    check_resumed,
+    check_training,
+    check_written,
+    has_tokenizer,
+    short_schedule,
+    written_twice,
+)
 
 
 @pytest.fixture(scope="module")
 def prepared() -> corpus.Prepared:
     train, held_out = corpus.split(corpus.standard_library())
     return corpus.prepare(train[:20], held_out[:4], PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def plan_of(steps: int, seed: int = 0) -> loop.Schedule:
@@ -37,7 +36,7 @@ def trainer_of(prepared: corpus.Prepared, steps: int, seed: int = 0) -> causal.T
 
 
 @pytest.mark.slow
-def test_packed_files_are_all_there_between_their_ends(prepared: corpus.Prepared) -> None:
+def test_packed_files_are_all_there_between_their_ends(prepared):
     stream = prepared.train
     ids = causal.pack(stream, seed=0)
     starts, ends = np.flatnonzero(ids == corpus.BOS_ID), np.flatnonzero(ids == corpus.EOS_ID)
@@ -49,7 +48,7 @@ def test_packed_files_are_all_there_between_their_ends(prepared: corpus.Prepared
     assert not np.array_equal(ids, causal.pack(stream, seed=1))
 
 
-def test_windows_depend_on_seed_and_step_only_and_reach_both_ends() -> None:
+def test_windows_depend_on_seed_and_step_only_and_reach_both_ends():
     ids = np.arange(40)
     draws = [causal.training_windows(ids, seed=0, step=step, count=8, length=36) for step in range(30)]
     assert np.array_equal(draws[7], causal.training_windows(ids, seed=0, step=7, count=8, length=36))
@@ -59,7 +58,7 @@ def test_windows_depend_on_seed_and_step_only_and_reach_both_ends() -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_each_token_given_those_before(prepared: corpus.Prepared) -> None:
+def test_the_loss_is_that_of_each_token_given_those_before(prepared):
     model = causal.new_model(SHAPE, 0)
     ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))
     with torch.no_grad():
@@ -68,7 +67,7 @@ def test_the_loss_is_that_of_each_token_given_those_before(prepared: corpus.Prep
     assert causal.next_token_loss(model, ids).item() == pytest.approx(expected.item(), abs=0.02)  # bfloat16 products
 
 
-def test_fresh_weights_depend_on_the_seed_alone() -> None:
+def test_fresh_weights_depend_on_the_seed_alone():
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     one = causal.new_model(SHAPE, 3)
@@ -80,30 +79,16 @@ def test_fresh_weights_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.slow
-def test_training_is_deterministic_and_lowers_the_loss(prepared: corpus.Prepared) -> None:
-    runs = []
-    for _ in range(2):
-        trainer = trainer_of(prepared, 30)
-        runs.append([trainer.advance() for _ in range(30)])
-    assert runs[0] == runs[1]
-    assert np.mean(runs[0][-5:]) < np.mean(runs[0][:5]) - 0.2
+def test_training_is_deterministic_and_lowers_the_loss(prepared):
+    check_training(lambda: trainer_of(prepared, 30))
 
 
-def test_a_resumed_training_ends_with_the_same_bits(prepared: corpus.Prepared, tmp_path: Path) -> None:
-    straight = trainer_of(prepared, 6)
-    assert loop.run(straight, None, loop.Pace(), no_report)
-    first = trainer_of(prepared, 6)
-    for _ in range(3):
-        first.advance()
-    first.save(tmp_path)
-    second = causal.Trainer(causal.new_model(SHAPE, 9), plan_of(6), prepared.train, torch.device("cpu"))
-    assert second.restore(tmp_path)
-    assert loop.run(second, tmp_path, loop.Pace(), no_report)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
+def test_a_resumed_training_ends_with_the_same_bits(prepared, tmp_path):
+    other = causal.Trainer(causal.new_model(SHAPE, 9), plan_of(6), prepared.train, torch.device("cpu"))
+    check_resumed(tmp_path, trainer_of(prepared, 6), trainer_of(prepared, 6), other)
 
 
-def test_perplexity_of_a_uniform_model_is_known(prepared: corpus.Prepared) -> None:
+def test_perplexity_of_a_uniform_model_is_known(prepared):
     model = causal.new_model(SHAPE, 0)
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -115,26 +100,11 @@ def test_perplexity_of_a_uniform_model_is_known(prepared: corpus.Prepared) -> No
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train, held_out = corpus.split(corpus.standard_library())
-    few = train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
-    monkeypatch.setattr(corpus, "standard_library", lambda: few)
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(tmp_path):
     flags = ["--size", "micro-test", "--steps", "3", "--threads", "1", "--batch-tokens", "1024"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert ar.main([*flags, "--out", str(whole)]) == 0
-    again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(tmp_path / "state")]
-    assert ar.main([*again, "--minutes", "0"]) == 3
-    assert ar.main(again) == 0
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
-    for name in causal_folder.TOKENIZER_FILES:
-        assert (whole / name).read_bytes() == (ar.TOKENIZER / name).read_bytes(), name
-    text = (whole / "README.md").read_text()
-    assert all(f"- `{file.path}`" in text for file in few[-2:])
-    assert "| 512 |" in text
-
+    whole, resumed = written_twice(ar, flags, tmp_path)
+    check_written((whole, resumed), MODEL_FILES, "| 512 |")
+    assert has_tokenizer(whole)
     loaded = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
     assert type(loaded).__name__ == "Qwen2ForCausalLM"
     assert loaded.generation_config.eos_token_id == corpus.EOS_ID

@@ -1,9 +1,6 @@
 """The recipe of the builtin model: corpus, tokenizer, orders, two-stream model, training, draft heads, folder."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XL
 from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
 from recipes import asarm, corpus, draft_heads, evaluation, folder, head_training, loop, masking, training
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
+from tests.recipes.recipes_of_tests import check_resumed, check_training, check_written, no_report, written_twice
 
 MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
 
@@ -30,11 +28,6 @@ def tokenizer(files: list[corpus.SourceFile]) -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def stream(files: list[corpus.SourceFile], tokenizer: PreTrainedTokenizerFast) -> corpus.TokenStream:
     return corpus.tokenise(tokenizer, files[:20])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def micro_plan(steps: int) -> training.Plan:
@@ -60,11 +53,7 @@ def canvas_of(ids: np.ndarray, masked: np.ndarray) -> tuple[Canvas, QueryRows]:
     return Canvas(torch.from_numpy(ids), rank, torch.from_numpy((~masked).sum(1))), QueryRows(index, rank)
 
 
-def no_report(step: int, *values: float) -> None:
-    """Training reports nothing here."""
-
-
-def test_the_split_is_stable_and_no_text_is_on_both_sides(files: list[corpus.SourceFile]) -> None:
+def test_the_split_is_stable_and_no_text_is_on_both_sides(files):
     train, held_out = corpus.split(files)
     assert len(train) + len(held_out) == len(files)
     assert not {file.text for file in train} & {file.text for file in held_out}
@@ -79,14 +68,14 @@ def test_the_split_is_stable_and_no_text_is_on_both_sides(files: list[corpus.Sou
     ]
 
 
-def test_the_corpus_has_no_tests_and_no_generated_tables(files: list[corpus.SourceFile]) -> None:
+def test_the_corpus_has_no_tests_and_no_generated_tables(files):
     assert files == sorted(files, key=lambda file: file.path)
     for file in files:
         assert not corpus.EXCLUDED_FOLDERS & set(file.path.split("/")[:-1])
         assert not file.path.startswith("_sysconfigdata")
 
 
-def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_tokenizer_round_trips_any_text(tokenizer):
     draw = random.Random(0)
     texts = ["", " ", "\n\n  \t\r\n x ,  'n't . !", "a <mask> b</s><eod>", "\x00\x7f", "日本語 é \U0001f600"]
     ranges = ((0, 127), (0, 0xD7FF), (0xE000, 0x10FFFF), (9, 32))
@@ -98,9 +87,7 @@ def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast) 
         assert all(index >= len(corpus.SPECIAL_TOKENS) for index in ids)
 
 
-def test_the_tokenizer_round_trips_the_standard_library(
-    files: list[corpus.SourceFile], tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_tokenizer_round_trips_the_standard_library(files, tokenizer):
     sizes = corpus.token_bytes(tokenizer)
     for file in files[::40]:
         ids = corpus.encode(tokenizer, file.text)
@@ -108,7 +95,7 @@ def test_the_tokenizer_round_trips_the_standard_library(
         assert sizes[ids].sum() == len(file.text.encode())
 
 
-def test_special_ids_are_xlnets_and_every_byte_has_a_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_ids_are_xlnets_and_every_byte_has_a_token(tokenizer):
     assert tokenizer.convert_ids_to_tokens(list(range(9))) == list(corpus.SPECIAL_TOKENS)
     assert tokenizer.mask_token_id == corpus.MASK_ID
     single = [piece for piece in tokenizer.convert_ids_to_tokens(list(range(9, len(tokenizer)))) if len(piece) == 1]
@@ -116,21 +103,19 @@ def test_special_ids_are_xlnets_and_every_byte_has_a_token(tokenizer: PreTrained
     assert len(tokenizer) == MICRO.vocab_size
 
 
-def test_line_starts_follow_newlines_and_file_starts(
-    stream: corpus.TokenStream, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_line_starts_follow_newlines_and_file_starts(stream, tokenizer):
     assert stream.line_starts[stream.bounds[:-1]].all()
     place = int(np.flatnonzero(stream.line_starts)[5])
     assert "\n" in tokenizer.decode([int(stream.ids[place - 1])])
 
 
-def test_ranks_put_the_prompt_first_and_then_go_left_to_right() -> None:
+def test_ranks_put_the_prompt_first_and_then_go_left_to_right():
     masked = np.array([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]], dtype=bool)
     assert masking.decoding_ranks(masked).tolist() == [[0, 2, 3, 1, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("pattern", masking.PATTERNS)
-def test_every_pattern_masks_exactly_what_it_was_asked_to(pattern: str) -> None:
+def test_every_pattern_masks_exactly_what_it_was_asked_to(pattern):
     rng = np.random.default_rng(0)
     line_starts = rng.random(64) < 0.1
     for num_masked in (1, 2, 31, 63, 64):
@@ -142,7 +127,7 @@ def test_every_pattern_masks_exactly_what_it_was_asked_to(pattern: str) -> None:
         masking.draw_mask(rng, line_starts, 3, "nothing")
 
 
-def test_a_batch_depends_on_seed_and_step_only_and_covers_the_prompt_shares(stream: corpus.TokenStream) -> None:
+def test_a_batch_depends_on_seed_and_step_only_and_covers_the_prompt_shares(stream):
     schedule = masking.MaskSchedule(low=0.0, high=1.0, warmup=0)
     first, again, other = (
         masking.training_batch(stream, schedule, seed=0, step=step, count=16, length=32) for step in (7, 7, 8)
@@ -156,14 +141,14 @@ def test_a_batch_depends_on_seed_and_step_only_and_covers_the_prompt_shares(stre
     assert np.all((first.limit >= prompt)[first.masked])
 
 
-def test_windows_stay_inside_one_file(stream: corpus.TokenStream) -> None:
+def test_windows_stay_inside_one_file(stream):
     index = masking.draw_windows(stream, np.random.default_rng(0), count=200, length=48)
     owner = np.searchsorted(stream.bounds, index, side="right")
     assert (owner[:, :1] == owner).all()
 
 
 @pytest.mark.parametrize("length", [2, 17])
-def test_the_model_is_transformers_xlnet(length: int) -> None:
+def test_the_model_is_transformers_xlnet(length):
     shape = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=64)
     model = random_model(shape)
     config = XLNetConfig(**{key: value for key, value in folder.xlnet_config(shape).items() if key != "torch_dtype"})
@@ -187,7 +172,7 @@ def test_the_model_is_transformers_xlnet(length: int) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_without_context_attends_to_nothing() -> None:
+def test_a_row_without_context_attends_to_nothing():
     model = random_model(MICRO)
     masked = np.ones((2, 6), dtype=bool)
     rng = np.random.default_rng(0)
@@ -200,7 +185,7 @@ def test_a_row_without_context_attends_to_nothing() -> None:
     assert model.read(alone, model.context(alone), only).isfinite().all()
 
 
-def test_a_query_row_sees_only_the_ranks_below_its_limit() -> None:
+def test_a_query_row_sees_only_the_ranks_below_its_limit():
     model = random_model(MICRO)
     rng = np.random.default_rng(0)
     ids, masked = rng.integers(9, 320, (1, 12)), rng.random((1, 12)) < 0.7
@@ -217,46 +202,28 @@ def test_a_query_row_sees_only_the_ranks_below_its_limit() -> None:
     assert not torch.equal(fresh, model.read(other, model.context(other), query))
 
 
-def test_the_rate_warms_up_stays_and_falls_to_zero() -> None:
+def test_the_rate_warms_up_stays_and_falls_to_zero():
     plan = training.Plan(steps=100, warmup=10, decay_share=0.2, learning_rate=1.0)
     assert [plan.rate(step) for step in (0, 9, 50, 80, 90, 100)] == pytest.approx([0.1, 1, 1, 1, 0.5, 0])
 
 
 @pytest.mark.slow
-def test_training_is_deterministic_and_lowers_the_loss(stream: corpus.TokenStream) -> None:
-    runs = []
-    for _ in range(2):
-        trainer = micro_trainer(stream, 30)
-        runs.append([trainer.advance() for _ in range(30)])
-    assert runs[0] == runs[1]
-    assert np.mean(runs[0][-5:]) < np.mean(runs[0][:5]) - 0.2
+def test_training_is_deterministic_and_lowers_the_loss(stream):
+    check_training(lambda: micro_trainer(stream, 30))
 
 
-def test_a_resumed_training_ends_with_the_same_bits(stream: corpus.TokenStream, tmp_path: Path) -> None:
-    straight = micro_trainer(stream, 6)
-    assert loop.run(straight, None, loop.Pace(), no_report)
-    first = micro_trainer(stream, 6)
-    for _ in range(3):
-        first.advance()
-    first.save(tmp_path)
-    second = micro_trainer(stream, 6, seed=99)
-    assert second.restore(tmp_path)
-    assert (second.step, second.tokens) == (3, first.tokens)
-    assert loop.run(second, tmp_path, loop.Pace(), no_report)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
+def test_a_resumed_training_ends_with_the_same_bits(stream, tmp_path):
+    check_resumed(tmp_path, micro_trainer(stream, 6), micro_trainer(stream, 6), micro_trainer(stream, 6, seed=99))
     assert not micro_trainer(stream, 6).restore(tmp_path / "nothing")
 
 
-def test_training_stops_when_its_minutes_are_over_and_keeps_its_state(
-    stream: corpus.TokenStream, tmp_path: Path
-) -> None:
+def test_training_stops_when_its_minutes_are_over_and_keeps_its_state(stream, tmp_path):
     trainer = micro_trainer(stream, 1000)
     assert not loop.run(trainer, tmp_path, loop.Pace(minutes=0.0), no_report)
     assert loop.checkpoint_state(tmp_path / "checkpoint.safetensors")["step"] == trainer.step == 1
 
 
-def test_acceptance_and_both_losses_of_a_draft_law() -> None:
+def test_acceptance_and_both_losses_of_a_draft_law():
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log()
     q = torch.tensor([[0.2, 0.3, 0.5, 0.0]]).log()
     assert head_training.acceptance(p, q).item() == pytest.approx(0.7)
@@ -265,7 +232,7 @@ def test_acceptance_and_both_losses_of_a_draft_law() -> None:
     assert head_training.head_loss(p, q, by_acceptance=True).item() == pytest.approx(-np.log(0.7), abs=1e-6)
 
 
-def test_rows_know_their_neighbours_once_these_are_of_an_earlier_rank() -> None:
+def test_rows_know_their_neighbours_once_these_are_of_an_earlier_rank():
     ids = np.array([[10, 11, 12, 13, 14]])
     masked = np.array([[True, False, True, True, False]])
     windows = masking.Windows(ids, masked, masking.decoding_ranks(masked))
@@ -275,7 +242,7 @@ def test_rows_know_their_neighbours_once_these_are_of_an_earlier_rank() -> None:
 
 
 @pytest.mark.slow
-def test_heads_learn_and_training_them_is_deterministic(stream: corpus.TokenStream) -> None:
+def test_heads_learn_and_training_them_is_deterministic(stream):
     model = random_model(MICRO, scale=0.3)
     plan = draft_heads.HeadPlan(steps=40, count=4, length=24, markov_hidden=32, warmup=4)
     losses: list[list[float]] = [[], []]
@@ -292,7 +259,7 @@ def test_heads_learn_and_training_them_is_deterministic(stream: corpus.TokenStre
         assert torch.equal(one, two)
 
 
-def test_untrained_heads_change_nothing_and_a_fresh_row_is_always_accepted(stream: corpus.TokenStream) -> None:
+def test_untrained_heads_change_nothing_and_a_fresh_row_is_always_accepted(stream):
     model = random_model(MICRO)
     heads = DraftHeads(width=MICRO.d_model, markov_hidden=16)
     found = evaluation.draft_acceptance(model, heads, stream, length=32, revealed=0.3, limit=4)
@@ -307,9 +274,7 @@ def test_untrained_heads_change_nothing_and_a_fresh_row_is_always_accepted(strea
     assert (law[:, corpus.MASK_ID] == -torch.inf).all()
 
 
-def test_bits_per_byte_of_a_uniform_model_are_known(
-    stream: corpus.TokenStream, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_bits_per_byte_of_a_uniform_model_are_known(stream, tokenizer):
     model = random_model(MICRO, scale=0.0)
     sizes = corpus.token_bytes(tokenizer)
     score = evaluation.quality(model, stream, sizes, length=64, revealed=0.5, limit=20)
@@ -319,7 +284,7 @@ def test_bits_per_byte_of_a_uniform_model_are_known(
         evaluation.quality(model, stream, sizes, length=10**6, revealed=0.5)
 
 
-def test_the_folder_loads_in_transformers_and_back(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_the_folder_loads_in_transformers_and_back(tokenizer, tmp_path):
     model = random_model(MICRO)
     folder.save_model(tmp_path, model, tokenizer)
     heads = DraftHeads(width=MICRO.d_model, markov_hidden=16)
@@ -340,20 +305,7 @@ def test_the_folder_loads_in_transformers_and_back(tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
-    files: list[corpus.SourceFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train, held_out = corpus.split(files)
-    few = train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
-    monkeypatch.setattr(corpus, "standard_library", lambda: few)
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(tmp_path):
     flags = ["--size", "micro", "--steps", "2", "--head-steps", "2", "--threads", "1", "--batch-tokens", "1024"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert asarm.main([*flags, "--out", str(whole)]) == 0
-    again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(tmp_path / "state")]
-    assert asarm.main([*again, "--minutes", "0"]) == 3
-    assert asarm.main(again) == 0
-    for name in ("model.safetensors", "draft_head.safetensors", "tokenizer.json", "config.json"):
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
-    text = (whole / "README.md").read_text()
-    assert all(f"- `{file.path}`" in text for file in few[-2:])
-    assert "| 128 | 50% |" in text and "| 5% | markov |" in text
+    files = ("model.safetensors", "draft_head.safetensors", "tokenizer.json", "config.json")
+    check_written(written_twice(asarm, flags, tmp_path), files, "| 128 | 50% |", "| 5% | markov |")

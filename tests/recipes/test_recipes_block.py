@@ -1,7 +1,5 @@
 """The recipe of the builtin block-diffusion model: the doubled sequence against public code, masks, bound, training, folder."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -13,22 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
-from recipes import (
-    absorbing_quality,
-    ar,
-    block,
-    block_folder,
-    block_quality,
-    block_training,
-    causal,
-    causal_folder,
-    corpus,
-    loop,
-)
+from recipes import absorbing_quality, block, block_folder, block_quality, block_training, causal, corpus, loop
 from recipes.block_layout import (
     BLOCK,
     BLOCK_SHARES,
@@ -41,31 +28,20 @@ from recipes.block_layout import (
     visibility,
 )
 from tests.decoders.backbones.masked_models import look_alone
-from tests.recipes.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
+from tests.recipes.recipes_of_tests import (
+    MODEL_FILES,
+    SHAPE,
+    check_resumed,
+    check_training,
+    check_written,
+    has_tokenizer,
+    short_schedule,
+    written_twice,
+)
 from tests.runs.causal_jobs import job_spec, run_here
 
 CPU = torch.device("cpu")
 CASES = [Layout(1, True), Layout(4, False), Layout(4, True), Layout(16, False)]
-
-
-@pytest.fixture(scope="module")
-def few() -> list[corpus.SourceFile]:
-    return few_files()
-
-
-@pytest.fixture(scope="module")
-def prepared(few: list[corpus.SourceFile]) -> corpus.Prepared:
-    return corpus.prepare(*corpus.split(few), PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_causal_model(tmp_path_factory.mktemp("causal"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> block_training.Trainer:
@@ -83,7 +59,7 @@ def random_model(seed: int = 0) -> Qwen3ForCausalLM:
 # ---- the doubled sequence --------------------------------------------------------------------------------------------
 
 
-def test_sequence_mask_and_loss_are_the_public_codes(golden: Path) -> None:
+def test_sequence_mask_and_loss_are_the_public_codes(golden):
     """Two samples side by side, the second with a short last block, prompts unmasked."""
     folder = golden / "sdar"
     case, arrays = (
@@ -114,7 +90,7 @@ def test_sequence_mask_and_loss_are_the_public_codes(golden: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_a_masked_token_is_scored_as_in_a_forward_of_the_text_before_its_block_and_the_block(layout: Layout) -> None:
+def test_a_masked_token_is_scored_as_in_a_forward_of_the_text_before_its_block_and_the_block(layout):
     model, rng = random_model(), np.random.default_rng(1)
     ids = torch.from_numpy(rng.integers(20, 2000, (1, 16)))
     masked = torch.from_numpy(rng.random((1, 16)) < 0.6)
@@ -134,7 +110,7 @@ def test_a_masked_token_is_scored_as_in_a_forward_of_the_text_before_its_block_a
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_the_drawing_is_what_rows_see() -> None:
+def test_the_drawing_is_what_rows_see():
     drawn = """
         1111 .... .... .... .... ....
         .... 2222 .... 1111 .... ....
@@ -155,7 +131,7 @@ def test_the_drawing_is_what_rows_see() -> None:
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 
-def test_sizes_of_blocks_and_clean_copies_come_in_their_shares() -> None:
+def test_sizes_of_blocks_and_clean_copies_come_in_their_shares():
     rng = np.random.default_rng(0)
     layouts = [layout for _ in range(500) for layout in draw_layouts(rng, 8)]
     shares = [np.mean([layout.block == block for layout in layouts]) for block in BLOCKS]
@@ -166,7 +142,7 @@ def test_sizes_of_blocks_and_clean_copies_come_in_their_shares() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_every_block_has_a_uniform_number_of_masks_and_a_token_counts_one_on_average(size: int) -> None:
+def test_every_block_has_a_uniform_number_of_masks_and_a_token_counts_one_on_average(size):
     rng = np.random.default_rng(0)
     drawn = [draw_mask(rng, 32, size) for _ in range(3000)]
     masked = np.stack([mask for mask, _ in drawn]).reshape(-1, size)
@@ -180,13 +156,13 @@ def test_every_block_has_a_uniform_number_of_masks_and_a_token_counts_one_on_ave
     assert suffixes == pytest.approx(SUFFIX_SHARE + (1 - SUFFIX_SHARE) / math.comb(size, few), abs=0.06)
 
 
-def test_windows_without_whole_blocks_are_refused() -> None:
+def test_windows_without_whole_blocks_are_refused():
     with pytest.raises(ValueError, match=r"windows of 12 tokens .* multiples of 8"):
         draw_mask(np.random.default_rng(0), 12, 8)
 
 
 @pytest.mark.slow
-def test_a_steps_batch_depends_on_seed_and_step_only(start: Path, prepared: corpus.Prepared) -> None:
+def test_a_steps_batch_depends_on_seed_and_step_only(start, prepared):
     one, two, other = (trainer_of(start, prepared, 9, seed) for seed in (0, 0, 1))
     for _ in range(2):
         two.advance()
@@ -199,7 +175,7 @@ def test_a_steps_batch_depends_on_seed_and_step_only(start: Path, prepared: corp
 
 
 @pytest.mark.slow
-def test_the_loss_is_the_weighted_sum_over_masked_tokens(start: Path, prepared: corpus.Prepared) -> None:
+def test_the_loss_is_the_weighted_sum_over_masked_tokens(start, prepared):
     trainer = trainer_of(start, prepared, 9)
     trainer.model, trainer.teach_from = random_model(), 1
     batch = trainer.batch(0)
@@ -214,9 +190,7 @@ def test_the_loss_is_the_weighted_sum_over_masked_tokens(start: Path, prepared: 
     assert trainer.batch_loss(0)[0].item() == taught != pytest.approx(expected, rel=1e-3)
 
 
-def test_the_causal_model_teaches_blocks_of_one_token_all_but_the_first(
-    start: Path, prepared: corpus.Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_causal_model_teaches_blocks_of_one_token_all_but_the_first(start, prepared, monkeypatch):
     monkeypatch.setattr(loop, "autocast", lambda *_: nullcontext())
     trainer, flat = trainer_of(start, prepared, 9), math.log(SHAPE.vocab_size)
     teacher, batch = trainer.teacher, trainer.batch(0)
@@ -241,7 +215,7 @@ def test_the_causal_model_teaches_blocks_of_one_token_all_but_the_first(
 # ---- the start -------------------------------------------------------------------------------------------------------
 
 
-def test_queries_and_keys_have_their_mean_size_in_the_causal_model(start: Path, prepared: corpus.Prepared) -> None:
+def test_queries_and_keys_have_their_mean_size_in_the_causal_model(start, prepared):
     ids = torch.from_numpy(prepared.train.ids[:60].reshape(2, 30))
     source, model = causal.load_model(start, CPU), block_training.model_from(start, ids)
     own, weights = model.state_dict(), source.state_dict()
@@ -257,7 +231,7 @@ def test_queries_and_keys_have_their_mean_size_in_the_causal_model(start: Path, 
 # ---- the figures -----------------------------------------------------------------------------------------------------
 
 
-def test_the_bound_of_a_law_without_context_is_its_entropy(prepared: corpus.Prepared) -> None:
+def test_the_bound_of_a_law_without_context_is_its_entropy(prepared):
     model = block_training.empty_model(SHAPE).eval()
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -271,9 +245,7 @@ def test_the_bound_of_a_law_without_context_is_its_entropy(prepared: corpus.Prep
     assert following.nats_per_token == pytest.approx(flat, rel=1e-5) and following.tokens == 3 * 63
 
 
-def test_the_bound_is_the_mean_over_the_orders_of_decoding_each_block(
-    prepared: corpus.Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bound_is_the_mean_over_the_orders_of_decoding_each_block(prepared, monkeypatch):
     """Two blocks of 3 tokens: the mean of a block's nats over all 6 orders, one token after the other."""
     model, window, layout = random_model(), np.array([[30, 400, 77, 900, 41, 5]]), Layout(3, False)
     ids, visible = torch.from_numpy(window), visibility(6, layout)[None]
@@ -293,7 +265,7 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding_each_block(
     assert block_quality.bound(model, prepared, layout).nats_per_token * 6 == pytest.approx(exact, rel=0.02)
 
 
-def test_with_blocks_of_one_token_bound_and_next_token_law_agree(prepared: corpus.Prepared) -> None:
+def test_with_blocks_of_one_token_bound_and_next_token_law_agree(prepared):
     model = random_model()
     bound = block_quality.bound(model, prepared, Layout(1, True), limit=2)
     following = block_quality.next_token(model, prepared, length=256, limit=2)
@@ -306,7 +278,7 @@ def test_with_blocks_of_one_token_bound_and_next_token_law_agree(prepared: corpu
     assert following.nats_per_token * 510 == pytest.approx(rest, rel=1e-4)
 
 
-def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likelier_than_tau() -> None:
+def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likelier_than_tau():
     model, layout = random_model(), Layout(4, False)
     ids, visible = (
         torch.randint(20, 2000, (2, 8), generator=torch.Generator().manual_seed(0)),
@@ -337,62 +309,33 @@ def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likel
 
 
 @pytest.mark.slow
-def test_training_lowers_the_loss_and_is_repeatable(start: Path, prepared: corpus.Prepared) -> None:
-    runs = []
-    for _ in range(2):
-        trainer = trainer_of(start, prepared, 30)
-        runs.append([trainer.advance() for _ in range(30)])
-    assert runs[0] == runs[1]
-    assert np.mean(runs[0][-8:]) < np.mean(runs[0][:8]) - 0.2
+def test_training_lowers_the_loss_and_is_repeatable(start, prepared):
+    check_training(lambda: trainer_of(start, prepared, 30))
 
 
 @pytest.mark.slow
-def test_a_resumed_training_ends_with_the_same_bits(start: Path, prepared: corpus.Prepared, tmp_path: Path) -> None:
-    straight, first, second = (trainer_of(start, prepared, 6) for _ in range(3))
-    assert loop.run(straight, None, loop.Pace(), no_report)
-    for _ in range(3):
-        first.advance()
-    first.save(tmp_path)
-    assert second.restore(tmp_path)
-    assert loop.run(second, tmp_path, loop.Pace(), no_report)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
+def test_a_resumed_training_ends_with_the_same_bits(start, prepared, tmp_path):
+    check_resumed(tmp_path, *(trainer_of(start, prepared, 6) for _ in range(3)))
 
 
 @pytest.fixture(scope="module")
-def written(few: list[corpus.SourceFile], start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What the recipe writes in one go, and in two."""
-    folder, flags = tmp_path_factory.mktemp("blocks"), ["--start", str(start), "--steps", "3", "--threads", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "standard_library", lambda: few)
         for name, value in {"DRAWS": 1, "PACE_WINDOWS": 1, "LAYOUTS": CASES[:3]}.items():
             patch.setattr(block_quality, name, value)
-        whole, resumed = folder / "whole", folder / "resumed"
-        assert block.main([*flags, "--out", str(whole)]) == 0
-        again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(folder / "state")]
-        assert block.main([*again, "--minutes", "0"]) == 3
-        assert block.main(again) == 0
-    return whole, resumed
+        flags = ["--start", str(start), "--steps", "3", "--threads", "1"]
+        return written_twice(block, flags, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
-    written: tuple[Path, Path], few: list[corpus.SourceFile]
-) -> None:
-    whole, resumed = written
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
-    for name in causal_folder.TOKENIZER_FILES:
-        assert (whole / name).read_bytes() == (ar.TOKENIZER / name).read_bytes(), name
-    text = (whole / "README.md").read_text()
-    assert all(f"- `{file.path}`" in text for file in few[-2:])
-    assert "| 512 |" in text and "| 4 | token by token |" in text and "| 16 | 0.9 |" in text
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(written):
+    check_written(written, MODEL_FILES, "| 512 |", "| 4 | token by token |", "| 16 | 0.9 |")
+    assert has_tokenizer(written[0])
 
 
 @pytest.mark.slow
-def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(
-    written: tuple[Path, Path], golden: Path
-) -> None:
+def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(written, golden):
     folder, public = written[0], json.loads((golden / "sdar" / "config.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     own = {
@@ -425,7 +368,7 @@ PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "clas
 
 
 @pytest.mark.slow
-def test_the_decoders_of_block_diffusion_run_on_the_written_folder(written: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_decoders_of_block_diffusion_run_on_the_written_folder(written, tmp_path):
     def completed(name: str, decoder: dict[str, Any]) -> dict[str, Any]:
         sections: dict[str, Any] = {
             "model": {"path": str(written[0]), "device": "cpu"},

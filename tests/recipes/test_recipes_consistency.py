@@ -1,11 +1,8 @@
 """Progressive consistency distillation: the packed sequence, its mask and the loss against the public code, and the rounds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,11 +15,6 @@ from recipes.packing import Trajectory
 
 BUILTIN = Path(__file__).resolve().parents[2] / "decoders" / "builtin"
 SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def public_cases(golden: Path, kind: str) -> dict[str, Any]:
@@ -41,7 +33,7 @@ def packed_case(golden: Path) -> packing.Packed:
     return packing.pack(trajectory, chosen)
 
 
-def test_states_are_chosen_and_packed_as_in_the_public_code(golden: Path) -> None:
+def test_states_are_chosen_and_packed_as_in_the_public_code(golden):
     case = public_cases(golden, "train_prepare")["prep.window"]
     trajectory = trajectory_of(case)
     noisy = packing.noisy_states(trajectory.blocks, np.linspace(0, 1, case["window"]))
@@ -53,16 +45,14 @@ def test_states_are_chosen_and_packed_as_in_the_public_code(golden: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "window"), [("train.w4", 4), ("train.w2", 2), ("train.nowindow", None)])
-def test_the_mask_is_the_public_codes(golden: Path, name: str, window: int | None) -> None:
+def test_the_mask_is_the_public_codes(golden, name, window):
     expected = load_file(golden / "jacobi" / "arrays.safetensors")[f"{name}.mask"]
     batch = packing.collate([packed_case(golden)], window)
     assert torch.equal(batch.visible[0], expected)
 
 
 @pytest.mark.parametrize(("name", "window"), [("train.w4", 4), ("train.w2", 2)])
-def test_both_losses_are_the_public_codes(
-    golden: Path, name: str, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_losses_are_the_public_codes(golden, name, window, monkeypatch):
     case = public_cases(golden, "train_layout")[name]
     logits = load_file(golden / "jacobi" / "arrays.safetensors")[f"{name}.logits"]
     batch = packing.collate([packed_case(golden)], window)
@@ -92,7 +82,7 @@ def random_trajectory(rng: np.random.Generator, num_prompt: int, num_blocks: int
     return Trajectory(rng.integers(9, 24, num_prompt), blocks)
 
 
-def test_noise_is_the_share_from_the_first_difference_on() -> None:
+def test_noise_is_the_share_from_the_first_difference_on():
     states = np.array([[1, 2, 9, 4], [9, 2, 3, 4], [1, 2, 3, 9], [1, 2, 3, 4]])
     assert packing.noise(states).tolist() == [0.5, 1.0, 0.25, 0.0]
     assert packing.progressive_ratios(4).tolist() == [0.0, 0.25, 0.5, 0.75]
@@ -100,7 +90,7 @@ def test_noise_is_the_share_from_the_first_difference_on() -> None:
     assert [row.tolist() for row in chosen] == [states[i].tolist() for i in (2, 0, 0, 3)]
 
 
-def test_a_padded_sample_of_a_batch_has_the_logits_it_has_alone() -> None:
+def test_a_padded_sample_of_a_batch_has_the_logits_it_has_alone():
     rng = np.random.default_rng(0)
     samples = [random_trajectory(rng, 5, 3), random_trajectory(rng, 3, 1)]
     packed = [packing.pack(one, packing.noisy_states(one.blocks, packing.progressive_ratios(4))) for one in samples]
@@ -121,7 +111,7 @@ def test_a_padded_sample_of_a_batch_has_the_logits_it_has_alone() -> None:
         assert (mine[mine >= length] - length).tolist() == getattr(alone, rows).tolist()
 
 
-def test_versions_of_one_sample_do_not_see_each_other() -> None:
+def test_versions_of_one_sample_do_not_see_each_other():
     rng = np.random.default_rng(3)
     trajectory = random_trajectory(rng, 4, 3)
     versions = [packing.noisy_states(trajectory.blocks, packing.progressive_ratios(4), offset) for offset in (1, 2)]
@@ -142,7 +132,7 @@ def test_versions_of_one_sample_do_not_see_each_other() -> None:
         torch.testing.assert_close(both[number], student_logits(version)[0])
 
 
-def test_a_noisy_row_sees_no_clean_copy_of_its_own_block() -> None:
+def test_a_noisy_row_sees_no_clean_copy_of_its_own_block():
     rng = np.random.default_rng(1)
     trajectory = random_trajectory(rng, 3, 3)
     packed = packing.pack(trajectory, [states[0] for states in trajectory.blocks])
@@ -168,7 +158,7 @@ def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> dis
 
 
 @pytest.mark.slow
-def test_distillation_is_deterministic_and_brings_noisy_rows_to_the_fixed_point() -> None:
+def test_distillation_is_deterministic_and_brings_noisy_rows_to_the_fixed_point():
     rng = np.random.default_rng(2)
     trajectories = [random_trajectory(rng, 4, 3) for _ in range(3)]
     trainer, again = trainer_of(trajectories, 40), trainer_of(trajectories, 40)
@@ -189,7 +179,7 @@ def traced(
     return [(int(start), draft) for start, draft in zip(starts, drafts, strict=False)]
 
 
-def test_block_states_are_rebuilt_from_the_drafts_of_every_iteration() -> None:
+def test_block_states_are_rebuilt_from_the_drafts_of_every_iteration():
     # Prompt 1 2; blocks of three; the first forward after (3 4 5) commits the seed of the next block with it.
     final = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9])
     drafts = traced(final.tolist(), 2, [[0, 0, 5], [4, 0], [0, 0], [8]], [1, 3, 1, 2])
@@ -200,17 +190,17 @@ def test_block_states_are_rebuilt_from_the_drafts_of_every_iteration() -> None:
     ]
 
 
-def test_a_block_that_the_completion_ends_in_is_cut_and_an_empty_draft_is_none() -> None:
+def test_a_block_that_the_completion_ends_in_is_cut_and_an_empty_draft_is_none():
     final = np.array([1, 3, 4, 5])
     blocks = trajectories.blocks_of(final, 1, [(1, [3, 0, 0, 9]), (3, [9, 9]), (3, [])])
     assert [block.tolist() for block in blocks] == [[[3, 0, 0], [3, 4, 9], [3, 4, 5]]]
 
 
-def test_rounds_are_named_by_block_size_and_noise_ratios() -> None:
+def test_rounds_are_named_by_block_size_and_noise_ratios():
     assert consistency.rounds("16:16,32:live") == [consistency.Round(16, 16), consistency.Round(32, None)]
 
 
-def test_a_row_is_weighed_by_its_distance_from_the_divergence() -> None:
+def test_a_row_is_weighed_by_its_distance_from_the_divergence():
     states = np.array([[1, 9, 9, 4], [9, 9, 9, 9], [1, 2, 3, 4]])
     packed = packing.pack(Trajectory(np.array([5, 6]), [states]), [states[0]], [states[1]])
     batch = packing.collate([packed], None)
@@ -218,7 +208,7 @@ def test_a_row_is_weighed_by_its_distance_from_the_divergence() -> None:
     assert batch.depth.tolist() == [0, 1, 2, 0, 1, 2, 3]
 
 
-def test_fading_sharpening_and_the_sources_law_are_what_they_say() -> None:
+def test_fading_sharpening_and_the_sources_law_are_what_they_say():
     rng = np.random.default_rng(4)
     samples = [random_trajectory(rng, 5, 2), random_trajectory(rng, 3, 2)]
     packed = [packing.pack(one, [states[1] for states in one.blocks]) for one in samples]
@@ -243,7 +233,7 @@ def test_fading_sharpening_and_the_sources_law_are_what_they_say() -> None:
     assert found.clean.item() == pytest.approx(np.mean(clean), rel=2e-2)
 
 
-def test_prompts_of_a_range_of_lengths_are_as_often_short_as_long(tmp_path: Path) -> None:
+def test_prompts_of_a_range_of_lengths_are_as_often_short_as_long(tmp_path):
     ids = np.arange(3000) % 50
     stream = corpus.TokenStream(ids, ids == 0, np.array([0, 3000]))
     prepared = corpus.Prepared(None, stream, stream, [])  # type: ignore[arg-type]
@@ -257,7 +247,7 @@ def test_prompts_of_a_range_of_lengths_are_as_often_short_as_long(tmp_path: Path
     ]
 
 
-def test_a_blend_lies_between_two_models(tmp_path: Path) -> None:
+def test_a_blend_lies_between_two_models(tmp_path):
     folders = BUILTIN / "ar-tiny", BUILTIN / "ar-tiny-jacobi"
     out = consistency.blend(*folders, 0.25, tmp_path / "out")
     one, other, made = (load_file(folder / "model.safetensors") for folder in (*folders, out))
@@ -265,7 +255,7 @@ def test_a_blend_lies_between_two_models(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, (0.75 * one[name].float() + 0.25 * other[name].float()).half())
 
 
-def test_a_share_of_the_last_rounds_change_is_kept_once_and_said(tmp_path: Path) -> None:
+def test_a_share_of_the_last_rounds_change_is_kept_once_and_said(tmp_path):
     before, made = (shutil.copytree(BUILTIN / name, tmp_path / name) for name in ("ar-tiny", "ar-tiny-jacobi"))
     (tmp_path / "round-1").mkdir()
     plan = tmp_path / "round-1" / "plan.json"
@@ -282,7 +272,7 @@ def test_a_share_of_the_last_rounds_change_is_kept_once_and_said(tmp_path: Path)
     assert json.loads(plan.read_text()) == "words; 25% of its change of the weights is kept"
 
 
-def test_tokens_per_forward_and_common_beginnings_are_counted_by_hand() -> None:
+def test_tokens_per_forward_and_common_beginnings_are_counted_by_hand():
     one = jacobi_report.Decoded({"a": [1, 2, 3, 4], "b": [5, 6, 7, 8]}, forwards=5)
     other = jacobi_report.Decoded({"a": [1, 2, 9, 4], "b": [5, 6, 7, 8]}, forwards=2)
     assert one.tokens_per_forward == 8 / 5
@@ -292,9 +282,7 @@ def test_tokens_per_forward_and_common_beginnings_are_counted_by_hand() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_recipe_distils_from_a_jobs_traces_and_goes_on_where_it_was(
-    ray_session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_distils_from_a_jobs_traces_and_goes_on_where_it_was(ray_session, tmp_path, monkeypatch):
     train, held_out = corpus.split(corpus.standard_library())
     few = train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
     monkeypatch.setattr(corpus, "standard_library", lambda: few)

@@ -1,7 +1,5 @@
 """The recipe of EAGLE-3 heads: training sees what drafting sees, and the folder is one that decodes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -37,15 +35,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainee, li
     return out, trainee, losses
 
 
-def test_training_lowers_the_loss(trained: tuple[Path, Trainee, list[float]]) -> None:
+def test_training_lowers_the_loss(trained):
     _, _, losses = trained
     assert losses[7] < losses[0]  # the last third has another loss
 
 
 @torch.no_grad()
-def test_training_gives_the_laws_that_the_head_drafts_by(
-    trained: tuple[Path, Trainee, list[float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_gives_the_laws_that_the_head_drafts_by(trained, monkeypatch):
     """Row by row: from the target's states, and after one and two steps from the head's own; weights are stored in halves."""
     out, trainee, _ = trained
     monkeypatch.setattr("recipes.loop.torch.autocast", lambda *_, **__: torch.no_grad())

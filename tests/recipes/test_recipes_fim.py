@@ -1,7 +1,5 @@
 """The recipe of the model that fills in the middle: rows with a hole, what they count, the start, training, the folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +29,7 @@ def prepared(start: Path) -> corpus.Prepared:
     return corpus.prepare(files[:-2], files[-2:], fim_folder.extend_tokenizer(start))
 
 
-def test_a_row_is_prefix_suffix_middle_and_only_text_counts(prepared: corpus.Prepared) -> None:
+def test_a_row_is_prefix_suffix_middle_and_only_text_counts(prepared):
     tokenizer = prepared.tokenizer
     start = TEXT.index("    found")
     hole = (start, start + len("    found = os.stat(path)"))
@@ -45,7 +43,7 @@ def test_a_row_is_prefix_suffix_middle_and_only_text_counts(prepared: corpus.Pre
     assert weights[-said:] == [fim_windows.MIDDLE_WEIGHT] * said and set(weights[:-said]) == {0.0, 1.0}
 
 
-def test_a_row_that_is_too_long_loses_the_far_ends(prepared: corpus.Prepared) -> None:
+def test_a_row_that_is_too_long_loses_the_far_ends(prepared):
     tokenizer = prepared.tokenizer
     text = "a = 1\n" * 40 + "HOLE" + "\nb = 2" * 40
     whole, _ = fim_windows.fim_row(tokenizer, text, (240, 244), 10_000)
@@ -59,7 +57,7 @@ def test_a_row_that_is_too_long_loses_the_far_ends(prepared: corpus.Prepared) ->
     assert abs(len(corpus.encode(tokenizer, before)) - len(corpus.encode(tokenizer, after))) <= 1
 
 
-def test_holes_are_lines_ends_of_lines_and_spans() -> None:
+def test_holes_are_lines_ends_of_lines_and_spans():
     rng = np.random.default_rng(0)
     found = [TEXT[slice(*fim_windows.draw_hole(rng, TEXT))] for _ in range(300)]
     assert all(found)
@@ -69,7 +67,7 @@ def test_holes_are_lines_ends_of_lines_and_spans() -> None:
     assert any("\n" in text for text in found)
 
 
-def test_a_step_has_plain_windows_and_rows_with_a_hole(start: Path, prepared: corpus.Prepared) -> None:
+def test_a_step_has_plain_windows_and_rows_with_a_hole(start, prepared):
     model = fim.model_from(start, len(prepared.tokenizer))
     trainer = fim.Trainer(model, short_schedule(30), prepared, torch.device("cpu"))
     prefix, *_ = fim_windows.fim_ids(prepared.tokenizer)
@@ -85,7 +83,7 @@ def test_a_step_has_plain_windows_and_rows_with_a_hole(start: Path, prepared: co
     assert not np.array_equal(again.ids[:8, :16], trainer.batch(8).ids[:8, :16])
 
 
-def test_the_loss_counts_each_token_by_its_weight(start: Path) -> None:
+def test_the_loss_counts_each_token_by_its_weight(start):
     model = causal.load_model(start, torch.device("cpu"))
     ids = torch.tensor([[1, 50, 60, 70], [1, 80, 90, 5]])
     weights = torch.tensor([[0.0, 1.0, 0.0, 4.0], [0.0, 1.0, 4.0, 0.0]])
@@ -95,7 +93,7 @@ def test_the_loss_counts_each_token_by_its_weight(start: Path) -> None:
         assert fim.weighted_loss(model, ids, weights).item() == pytest.approx((nats / 10).item(), abs=0.02)
 
 
-def test_new_tokens_begin_as_the_mean_of_the_others_and_nothing_else_changes(start: Path) -> None:
+def test_new_tokens_begin_as_the_mean_of_the_others_and_nothing_else_changes(start):
     old = causal.load_model(start, torch.device("cpu"))
     new = fim.model_from(start, old.config.vocab_size + 3)
     before, after = old.model.embed_tokens.weight, new.model.embed_tokens.weight
@@ -107,9 +105,7 @@ def test_new_tokens_begin_as_the_mean_of_the_others_and_nothing_else_changes(sta
 
 
 @pytest.mark.slow
-def test_training_makes_a_folder_that_the_decoders_can_fill_with(
-    start: Path, prepared: corpus.Prepared, tmp_path: Path
-) -> None:
+def test_training_makes_a_folder_that_the_decoders_can_fill_with(start, prepared, tmp_path):
     plan = short_schedule(40)
 
     def trained() -> fim.Trainer:
@@ -138,7 +134,7 @@ def test_training_makes_a_folder_that_the_decoders_can_fill_with(
 
 
 @pytest.mark.slow
-def test_a_line_counts_where_it_comes_back_to_the_character(start: Path, prepared: corpus.Prepared) -> None:
+def test_a_line_counts_where_it_comes_back_to_the_character(start, prepared):
     lines = fim_quality.held_out_lines(prepared, 6)
     assert 3 <= len(lines) <= 6
     for line in lines:
@@ -163,7 +159,7 @@ def shape_of(start: Path) -> dict[str, int]:
     return dict(vars(absorbing.shape_of(start)))
 
 
-def test_matrices_in_int8_are_within_half_a_step_of_what_was_trained(start: Path, tmp_path: Path) -> None:
+def test_matrices_in_int8_are_within_half_a_step_of_what_was_trained(start, tmp_path):
     before = causal.load_model(start, torch.device("cpu"))
     fim_folder.save_model(tmp_path, before, absorbing.shape_of(start), fim_folder.extend_tokenizer(start))
     stored = load_file(tmp_path / "model.safetensors")

@@ -1,7 +1,5 @@
 """The recipe of the builtin masked-diffusion model: masks, the objective, training, measuring, a folder that decoders load."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -15,32 +13,21 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
-from recipes import absorbing, absorbing_folder, absorbing_quality, ar, causal, causal_folder, corpus, loop, mdm
+from recipes import absorbing, absorbing_folder, absorbing_quality, causal, corpus, mdm
 from tests.decoders.backbones.masked_models import look_alone
-from tests.recipes.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
+from tests.recipes.recipes_of_tests import (
+    MODEL_FILES,
+    SHAPE,
+    check_resumed,
+    check_training,
+    check_written,
+    has_tokenizer,
+    short_schedule,
+    written_twice,
+)
 from tests.runs.causal_jobs import job_spec, run_here
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def few() -> list[corpus.SourceFile]:
-    return few_files()
-
-
-@pytest.fixture(scope="module")
-def prepared(few: list[corpus.SourceFile]) -> corpus.Prepared:
-    return corpus.prepare(*corpus.split(few), PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_causal_model(tmp_path_factory.mktemp("causal"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
@@ -50,7 +37,7 @@ def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0
 # ---- what is masked --------------------------------------------------------------------------------------------------
 
 
-def test_the_numbers_of_masks_are_spread_over_all_there_are() -> None:
+def test_the_numbers_of_masks_are_spread_over_all_there_are():
     for seed in range(50):
         counts = np.sort(absorbing.mask_counts(np.random.default_rng(seed), 8, 16))
         assert (np.abs(counts - np.arange(2, 17, 2)) <= 1).all() and counts[0] >= 1 and counts[-1] <= 16
@@ -58,7 +45,7 @@ def test_the_numbers_of_masks_are_spread_over_all_there_are() -> None:
     assert np.bincount(many, minlength=9)[1:] == pytest.approx(1000, rel=0.12)
 
 
-def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet() -> None:
+def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet():
     rng = np.random.default_rng(0)
     masked = np.concatenate([absorbing.draw_masks(rng, count=8, length=64) for _ in range(300)])
     assert masked.any(1).all()
@@ -71,7 +58,7 @@ def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet() -> None:
 
 
 @pytest.mark.slow
-def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start: Path, prepared: corpus.Prepared) -> None:
+def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start, prepared):
     one, two, other = (trainer_of(start, prepared, 9, seed) for seed in (0, 0, 1))
     for _ in range(3):
         two.advance()
@@ -86,7 +73,7 @@ def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start: Path, pre
 # ---- the objective ---------------------------------------------------------------------------------------------------
 
 
-def test_a_masked_token_counts_one_over_the_masked_share_of_its_window() -> None:
+def test_a_masked_token_counts_one_over_the_masked_share_of_its_window():
     masked = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
     third = 4 / 3
     expected = torch.tensor([[4.0, 0, 0, 0], [third, third, 0, third], [1, 1, 1, 1]])
@@ -96,9 +83,7 @@ def test_a_masked_token_counts_one_over_the_masked_share_of_its_window() -> None
     assert absorbing.token_weights(one_of_many).max() == absorbing.HEAVIEST
 
 
-def test_the_loss_is_the_weighted_sum_over_masked_tokens_given_the_others(
-    start: Path, prepared: corpus.Prepared
-) -> None:
+def test_the_loss_is_the_weighted_sum_over_masked_tokens_given_the_others(start, prepared):
     model = absorbing.model_from(start).eval()
     ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))
     masked = torch.tensor([[0, 1, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1]], dtype=torch.bool)
@@ -110,7 +95,7 @@ def test_the_loss_is_the_weighted_sum_over_masked_tokens_given_the_others(
     assert absorbing.weighted_loss(model, ids, masked).item() == pytest.approx(total / 12, rel=0.01)  # bfloat16
 
 
-def test_a_masked_token_sees_both_sides_and_never_itself(start: Path) -> None:
+def test_a_masked_token_sees_both_sides_and_never_itself(start):
     model = absorbing.model_from(start).eval()
     ids, masked = torch.arange(20, 28).unsqueeze(0), (torch.arange(8) == 3).unsqueeze(0)
     before = absorbing.masked_logits(model, ids, masked)
@@ -121,7 +106,7 @@ def test_a_masked_token_sees_both_sides_and_never_itself(start: Path) -> None:
         assert same == (place == 3)
 
 
-def test_the_bound_of_a_law_without_context_is_its_entropy(start: Path, prepared: corpus.Prepared) -> None:
+def test_the_bound_of_a_law_without_context_is_its_entropy(start, prepared):
     model = absorbing.model_from(start).eval()
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -137,9 +122,7 @@ def test_the_bound_of_a_law_without_context_is_its_entropy(start: Path, prepared
         absorbing_quality.bound(model, prepared, length=10**6)
 
 
-def test_the_bound_is_the_mean_over_the_orders_of_decoding(
-    start: Path, prepared: corpus.Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bound_is_the_mean_over_the_orders_of_decoding(start, prepared, monkeypatch):
     """One token after the other in a random order: the mean of its nats over all orders, here all 6 of 3 tokens."""
     torch.manual_seed(0)
     model = absorbing.model_from(start).eval()
@@ -163,62 +146,32 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding(
 
 
 @pytest.mark.slow
-def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start: Path, prepared: corpus.Prepared) -> None:
-    runs = []
+def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start, prepared):
     source = causal.load_model(start, CPU).state_dict()
-    for _ in range(2):
-        trainer = trainer_of(start, prepared, 30)
-        assert all(torch.equal(tensor, source[name]) for name, tensor in trainer.model.state_dict().items())
-        runs.append([trainer.advance() for _ in range(30)])
-    assert runs[0] == runs[1]
-    assert np.mean(runs[0][-8:]) < np.mean(runs[0][:8]) - 0.2
+    begun = trainer_of(start, prepared, 30).model.state_dict()
+    assert all(torch.equal(tensor, source[name]) for name, tensor in begun.items())
+    check_training(lambda: trainer_of(start, prepared, 30))
 
 
-def test_a_resumed_training_ends_with_the_same_bits(start: Path, prepared: corpus.Prepared, tmp_path: Path) -> None:
-    straight, first, second = (trainer_of(start, prepared, 6) for _ in range(3))
-    assert loop.run(straight, None, loop.Pace(), no_report)
-    for _ in range(3):
-        first.advance()
-    first.save(tmp_path)
-    assert second.restore(tmp_path)
-    assert loop.run(second, tmp_path, loop.Pace(), no_report)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
+def test_a_resumed_training_ends_with_the_same_bits(start, prepared, tmp_path):
+    check_resumed(tmp_path, *(trainer_of(start, prepared, 6) for _ in range(3)))
 
 
 @pytest.fixture(scope="module")
-def written(few: list[corpus.SourceFile], start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What the recipe writes in one go, and in two."""
-    folder, flags = tmp_path_factory.mktemp("masked"), ["--start", str(start), "--steps", "3", "--threads", "1"]
-    flags += ["--batch-tokens", "1024"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "standard_library", lambda: few)
-        whole, resumed = folder / "whole", folder / "resumed"
-        assert mdm.main([*flags, "--out", str(whole)]) == 0
-        again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(folder / "state")]
-        assert mdm.main([*again, "--minutes", "0"]) == 3
-        assert mdm.main(again) == 0
-    return whole, resumed
+    flags = ["--start", str(start), "--steps", "3", "--threads", "1", "--batch-tokens", "1024"]
+    return written_twice(mdm, flags, tmp_path_factory.mktemp("masked"))
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
-    written: tuple[Path, Path], few: list[corpus.SourceFile]
-) -> None:
-    whole, resumed = written
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
-    for name in causal_folder.TOKENIZER_FILES:
-        assert (whole / name).read_bytes() == (ar.TOKENIZER / name).read_bytes(), name
-    text = (whole / "README.md").read_text()
-    assert all(f"- `{file.path}`" in text for file in few[-2:])
-    assert "| 512 |" in text and "| 95% at random |" in text and "| suffix, mask 8 |" in text
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(written):
+    check_written(written, MODEL_FILES, "| 512 |", "| 95% at random |", "| suffix, mask 8 |")
+    assert has_tokenizer(written[0])
 
 
 @pytest.mark.slow
-def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(
-    written: tuple[Path, Path], golden: Path
-) -> None:
+def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(written, golden):
     folder, public = written[0], json.loads((golden / "llada" / "config.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     assert config["mask_token_id"] == PreTrainedTokenizerFast.from_pretrained(folder).mask_token_id
@@ -245,7 +198,7 @@ PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "clas
 
 
 @pytest.mark.slow
-def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written, tmp_path):
     def filled(kind: str) -> dict[str, Any]:
         sections: dict[str, Any] = {"task": {"kind": "infill", "mask": {"kind": "marker"}}}
         sections |= {"model": {"path": str(written[0]), "device": "cpu"}, "decoder": {"kind": kind}}
@@ -258,9 +211,7 @@ def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written: tup
         assert speculative[name]["nfe"] <= row["nfe"]
 
 
-def test_the_written_folder_drafts_for_the_model_that_it_started_from(
-    written: tuple[Path, Path], start: Path, tmp_path: Path
-) -> None:
+def test_the_written_folder_drafts_for_the_model_that_it_started_from(written, start, tmp_path):
     def completed(decoder: dict[str, Any]) -> dict[str, Any]:
         sections: dict[str, Any] = {"model": {"path": str(start), "device": "cpu"}, "sampling": {"temperature": 1.0}}
         output = {"path": str(tmp_path / decoder["kind"])}

@@ -1,7 +1,5 @@
 """The recipe of the diffusion drafter's draft head: rows of both models, the laws that decoders draft from, the folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +28,6 @@ from tests.decoders.references.causal import PlainCausal, PlainMasked
 
 SHAPE = ar.SIZES["micro-test"].shape
 PLAN = specdiff_head.HeadPlan(steps=60, rows=400, batch_rows=64, markov_hidden=32, warmup=5)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +66,7 @@ def random_heads(width: int) -> DraftHeads:
 # ---- rows and laws -----------------------------------------------------------------------------------------------
 
 
-def test_rows_are_what_the_decoders_see_of_a_text_and_its_masks(pair: Pair) -> None:
+def test_rows_are_what_the_decoders_see_of_a_text_and_its_masks(pair):
     """Every law is that of the references, the head's included: a text of so many tokens, and masks behind it."""
     text, num_masks, heads = tokens(24).reshape(2, 12), np.array([5, 1]), random_heads(SHAPE.hidden_size)
     rows = frozen_pair.read_rows(pair, text, num_masks)
@@ -102,7 +95,7 @@ def test_rows_are_what_the_decoders_see_of_a_text_and_its_masks(pair: Pair) -> N
     assert acceptance(bare, headed).max() < 0.99, "the head says nothing"
 
 
-def test_windows_depend_on_seed_and_step_only_and_keep_a_token_of_the_text() -> None:
+def test_windows_depend_on_seed_and_step_only_and_keep_a_token_of_the_text():
     windows, ids = Windows(batch_tokens=64, lengths=(8, 20), length_shares=(0.5, 0.5)), tokens(100)
     drawn = [windows.draw(ids, seed=0, step=step) for step in range(60)]
     again, counts = windows.draw(ids, seed=0, step=7)
@@ -113,7 +106,7 @@ def test_windows_depend_on_seed_and_step_only_and_keep_a_token_of_the_text() -> 
     assert short == set(range(1, 8)) and long <= set(range(1, 17)) and 16 in long
 
 
-def test_models_that_are_no_pair_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_models_that_are_no_pair_are_refused(folders, tmp_path):
     target, masked = folders
     with pytest.raises(ValueError, match="a causal model and a masked-diffusion model are needed, not llada, qwen2"):
         frozen_pair.load_pair(masked, target)
@@ -126,13 +119,13 @@ def test_models_that_are_no_pair_are_refused(folders: tuple[Path, Path], tmp_pat
 # ---- training ----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_takes_each_row_once_before_any_twice() -> None:
+def test_a_step_takes_each_row_once_before_any_twice():
     drawn = torch.cat([PLAN.batch(150, step) for step in range(7)]).tolist()
     assert sorted(drawn[:150]) == sorted(drawn[150:300]) == list(range(150))
     assert drawn[:150] != drawn[150:300]
 
 
-def test_training_is_deterministic_and_more_is_accepted_on_other_text(pair: Pair) -> None:
+def test_training_is_deterministic_and_more_is_accepted_on_other_text(pair):
     rows = frozen_pair.collect_rows(pair, tokens(600), Windows(batch_tokens=256), count=PLAN.rows, seed=0)
     assert len(rows) >= PLAN.rows and rows.drafter.dtype == torch.float16
     trained, runs = [], []
@@ -150,7 +143,7 @@ def test_training_is_deterministic_and_more_is_accepted_on_other_text(pair: Pair
 # ---- the folder --------------------------------------------------------------------------------------------------
 
 
-def test_the_section_goes_before_the_training_and_replaces_an_older_one(tmp_path: Path) -> None:
+def test_the_section_goes_before_the_training_and_replaces_an_older_one(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("# name\n\nText.\n\n## Training\n\n- steps: 3\n\n## Held-out files\n\n- `a.py`\n")
     draft_report.put_section(readme, [draft_report.HEADING, "", "old"])
@@ -168,9 +161,7 @@ def test_the_section_goes_before_the_training_and_replaces_an_older_one(tmp_path
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_a_head_that_specdiff_finds(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_writes_a_head_that_specdiff_finds(folders, tmp_path, monkeypatch):
     train, held_out = corpus.split(corpus.standard_library())
     few = train[:4] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:1]
     monkeypatch.setattr(corpus, "standard_library", lambda: few)

@@ -1,7 +1,5 @@
 """A small causal model with the builtin tokenizer, and jobs over it that run in this process, without Ray."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -46,6 +44,10 @@ class World:
             ids, do_sample=False, max_new_tokens=room, eos_token_id=self.ends if ends is None else ends, pad_token_id=5
         )
         return found[0, ids.shape[1] :].tolist()
+
+    def spec(self, folder: Path, rows: list[dict[str, Any]], **sections: Any) -> JobSpec:
+        """A job over these rows, in another folder, with the model of this one."""
+        return job_spec(folder, rows, **{"model": {"path": str(self.folder / "model"), "device": "cpu"}} | sections)
 
 
 def make_world(folder: Path, **config: Any) -> World:
@@ -102,3 +104,19 @@ def run_here(spec: JobSpec, *, only: int | None = None) -> dict[str, dict[str, A
                 assert not isinstance(news, Failure), news
     runner.close()
     return results_of(spec)
+
+
+def next_job(folder: Path, rows: list[dict[str, Any]], *, unit_rows: int = 8, **sections: Any) -> Any:
+    """The result rows by id of one more job in the folder; the rows of a job over token ids have them as `ids`."""
+    output = {"path": str(folder / f"run-{len(list(folder.glob('run-*')))}"), "unit_rows": unit_rows}
+    if "ids" in rows[0]:
+        sections = of_ids(folder) | sections
+    return run_here(job_spec(folder, rows, **{"output": output} | sections))
+
+
+def of_ids(folder: Path) -> dict[str, Any]:
+    """Sections of a job over token ids by the model in the folder."""
+    return {
+        "input": {"path": str(folder / "rows.jsonl"), "columns": {"tokens": "ids"}},
+        "model": {"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
+    }

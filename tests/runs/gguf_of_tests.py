@@ -1,7 +1,5 @@
 """GGUF files as llama.cpp's converter writes them, of tiny models and vocabularies that tests make."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

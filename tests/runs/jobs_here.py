@@ -1,7 +1,5 @@
 """Whole jobs by the command line's own code, with one worker in this process in the place of Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small job for tests: the golden any-subset model, rows that are token ids, and what a finished run holds."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random

@@ -1,7 +1,5 @@
 """Whole jobs without Ray: `draftmill run` with its workers in the driver's own process, one turn each in every poll."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The builtin model that fills in the middle: its tokens, what it makes of the text after a hole, and its example."""
 
-from __future__ import annotations
-
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -67,7 +65,7 @@ def nats(before: str, middle: str, after: str, *, end: bool = True) -> float:
     return -sum(float(law[len(prompt) - 1 + place, token]) for place, token in enumerate(wanted))
 
 
-def test_its_tokenizer_is_ar_tinys_with_three_more_tokens() -> None:
+def test_its_tokenizer_is_ar_tinys_with_three_more_tokens():
     other = load_tokenizer(BUILTIN / "ar-tiny")
     assert other is not None
     more = tokenizer().vocabulary().items() - other.vocabulary().items()
@@ -77,7 +75,7 @@ def test_its_tokenizer_is_ar_tinys_with_three_more_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_it_reads_what_stands_after_a_hole() -> None:
+def test_it_reads_what_stands_after_a_hole():
     """The true line surprises it less beside its own text than beside the text that stands after another line."""
     lines = hidden_lines()
     assert len(lines) >= 16
@@ -88,7 +86,7 @@ def test_it_reads_what_stands_after_a_hole() -> None:
 
 
 @pytest.mark.slow
-def test_it_ends_a_line_where_the_line_ends() -> None:
+def test_it_ends_a_line_where_the_line_ends():
     """The end surprises it less after a whole line than in the middle of one."""
 
     def end(before: str, said: str, after: str) -> float:
@@ -100,7 +98,7 @@ def test_it_ends_a_line_where_the_line_ends() -> None:
 
 
 @pytest.mark.slow
-def test_its_example_fills_every_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_example_fills_every_hole(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     overrides = [f"output.path={tmp_path / 'run'}", "input.limit=6", "batching.max_rows=6"]
     rows = run_here(load_spec("examples/fim.yaml", overrides))
@@ -115,6 +113,6 @@ def test_its_example_fills_every_hole(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(fill["text"] in row["text"] for row in rows.values() for fill in row["fills"])
 
 
-def test_its_readme_has_its_quality() -> None:
+def test_its_readme_has_its_quality():
     readme = (FOLDER / "README.md").read_text()
     assert "| this model, text on both sides | " in readme and "python -m recipes.fim" in readme

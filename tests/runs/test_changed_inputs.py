@@ -1,7 +1,5 @@
 """An input that is replaced while a job is planned, read or resumed: never the text of another row under an id."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -29,7 +27,7 @@ from draftmill.storage.inputs.tables import BatchCache
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores import block_cache
 from draftmill.storage.stores.block_cache import BlockCache
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import job_spec, results_of, save_model
@@ -81,7 +79,7 @@ def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
     return failures
 
 
-def test_a_worker_opens_units_without_reading_the_plan(folder: Path) -> None:
+def test_a_worker_opens_units_without_reading_the_plan(folder):
     spec, plan, _ = planned(folder)
     job = make_job(resolved_of(plan), plan)
     (Path(spec.output.path) / PLAN).unlink()  # with many inputs it is hundreds of megabytes
@@ -95,7 +93,7 @@ def test_a_worker_opens_units_without_reading_the_plan(folder: Path) -> None:
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 @pytest.mark.parametrize("same_date", [False, True])
-def test_an_input_that_is_replaced_after_the_plan_commits_no_row(folder: Path, name: str, same_date: bool) -> None:
+def test_an_input_that_is_replaced_after_the_plan_commits_no_row(folder, name, same_date):
     spec, plan, path = planned(folder, name)
     write(path, OTHERS, as_of=path.stat() if same_date else None)
     (failure,) = decode(spec, plan)
@@ -108,7 +106,7 @@ def test_an_input_that_is_replaced_after_the_plan_commits_no_row(folder: Path, n
     assert decode(spec, plan) == [] and set(results_of(spec)) == {row["id"] for row in PLANNED}
 
 
-def test_a_file_that_lost_its_ids_is_another_one(folder: Path) -> None:
+def test_a_file_that_lost_its_ids_is_another_one(folder):
     spec, plan, path = planned(folder)
     size, date = path.stat().st_size, path.stat()
     write(path, [{"nn": row["id"], "prompt": row["prompt"]} for row in PLANNED], as_of=date)
@@ -117,13 +115,13 @@ def test_a_file_that_lost_its_ids_is_another_one(folder: Path) -> None:
     assert re.search(r"row (\d) has the id 'rows.jsonl:\1', which was 'old-\1'", failure.error)
 
 
-def test_a_copy_with_another_date_is_the_planned_file_and_is_read(folder: Path) -> None:
+def test_a_copy_with_another_date_is_the_planned_file_and_is_read(folder):
     spec, plan, path = planned(folder)
     os.utime(path, (1, 1))
     assert decode(spec, plan) == [] and len(results_of(spec)) == len(PLANNED)
 
 
-def test_a_resume_after_a_replacement_is_refused_with_the_files_name(folder: Path) -> None:
+def test_a_resume_after_a_replacement_is_refused_with_the_files_name(folder):
     spec, _, path = planned(folder)
     write(path, OTHERS)
     with pytest.raises(UserError, match=r"inputs changed since .* was planned: rows\.jsonl"):
@@ -131,9 +129,7 @@ def test_a_resume_after_a_replacement_is_refused_with_the_files_name(folder: Pat
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(folder, monkeypatch, when):
     path = folder / "rows.jsonl"
     spec = job_spec(folder, PLANNED)
     write(path, PLANNED)
@@ -151,7 +147,7 @@ def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(
     assert not store.exists("_plan.json")
 
 
-def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BUFFER_BYTES", 64)
     path = tmp_path / "rows.jsonl"
     write(path, PLANNED)
@@ -167,9 +163,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, m
 
 
 @pytest.mark.s3
-def test_an_object_that_is_replaced_is_never_read_as_the_listed_one(
-    s3_options: S3Options, s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_is_replaced_is_never_read_as_the_listed_one(s3_options, s3_url, monkeypatch):
     s3_store = S3Store(s3_url, s3_options)
 
     def put(rows: list[dict[str, str]]) -> None:

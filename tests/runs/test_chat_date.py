@@ -1,7 +1,5 @@
 """A chat template that prints the date prints that of the plan: in any time zone, over midnight, after a resume."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator
@@ -50,9 +48,7 @@ def spec_of(folder: Path, name: str) -> JobSpec:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_resumed_days_later_in_other_time_zones_has_equal_texts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_resumed_days_later_in_other_time_zones_has_equal_texts(folder, monkeypatch):
     on(monkeypatch, date(2026, 11, 23))
     whole = run_here(spec_of(folder, "whole"))
     resumed: dict[str, dict[str, Any]] = {}
@@ -69,7 +65,7 @@ def test_a_run_that_is_resumed_days_later_in_other_time_zones_has_equal_texts(
 
 
 @pytest.mark.slow
-def test_another_date_is_another_job_and_the_spec_may_name_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_date_is_another_job_and_the_spec_may_name_one(folder, monkeypatch):
     on(monkeypatch, date(2026, 11, 23))
     texts = []
     for number, task in enumerate((CHAT, CHAT | {"chat_date": "2026-11-23"}, CHAT | {"chat_date": "1999-01-01"})):
@@ -85,7 +81,7 @@ def test_another_date_is_another_job_and_the_spec_may_name_one(folder: Path, mon
         job_spec(folder, ROWS, task=CHAT | {"chat_date": "soon"})
 
 
-def test_a_job_with_a_logical_date_prints_that_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_with_a_logical_date_prints_that_one(folder, monkeypatch):
     on(monkeypatch, date(2026, 11, 23))
     spec = spec_of(folder, "daily/{date:%Y-%m-%d}").model_dump(mode="json")
     spec["output"]["logical_date"] = "2026-11-20"
@@ -94,9 +90,7 @@ def test_a_job_with_a_logical_date_prints_that_one(folder: Path, monkeypatch: py
     assert plan is not None and plan.results["task"]["chat_date"] == "2026-11-20"
 
 
-def test_a_template_without_a_date_and_a_job_without_a_chat_are_the_same_on_every_day(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_without_a_date_and_a_job_without_a_chat_are_the_same_on_every_day(folder, monkeypatch):
     keys = []
     for day in (date(2026, 11, 23), date(2026, 11, 24)):
         on(monkeypatch, day)

@@ -1,7 +1,5 @@
 """`draftmill export`, and the OpenAI batch format in and out: every sample once, failed ones in a file of their own."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import json
@@ -101,7 +99,7 @@ def rows_of(run_dir: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in rows}
 
 
-def test_prompts_of_a_batch_come_back_as_its_answers(prompts: Path, tmp_path: Path) -> None:
+def test_prompts_of_a_batch_come_back_as_its_answers(prompts, tmp_path):
     out = tmp_path / "answers.jsonl"
     assert main(["export", str(prompts / "run"), "--format", "openai", "--out", str(out)]) == 0
     answers, errors, rows = lines_of(out), lines_of(tmp_path / "answers.errors.jsonl"), rows_of(prompts / "run")
@@ -125,7 +123,7 @@ def test_prompts_of_a_batch_come_back_as_its_answers(prompts: Path, tmp_path: Pa
     assert len({line["id"] for line in [*answers.values(), *errors.values()]}) == len(PROMPTS)
 
 
-def test_conversations_of_a_batch_come_back_as_messages(talks: Path, tmp_path: Path) -> None:
+def test_conversations_of_a_batch_come_back_as_messages(talks, tmp_path):
     out, apart = tmp_path / "answers.jsonl", tmp_path / "what failed.jsonl"
     command = ["export", str(talks / "run"), "--format", "openai", "--out", str(out), "--errors", str(apart)]
     assert main(command) == 0
@@ -146,7 +144,7 @@ def test_conversations_of_a_batch_come_back_as_messages(talks: Path, tmp_path: P
     assert "part of type 'image_url'" in errors["an image"]["error"]["message"]
 
 
-def test_an_answer_of_every_kind_has_the_reason_that_the_api_has() -> None:
+def test_an_answer_of_every_kind_has_the_reason_that_the_api_has():
     row = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "model", "started_at"])
     row |= {"id": "a", "status": "ok", "text": "t", "key": 1, "model": "m"}
     for finish, reason in {"eos": "stop", "stop": "stop", "length": "length", "filled": "stop"}.items():
@@ -167,7 +165,7 @@ def test_an_answer_of_every_kind_has_the_reason_that_the_api_has() -> None:
         ("builtin:ar-tiny", "builtin:ar-tiny"),
     ],
 )
-def test_an_answer_to_a_request_without_a_model_names_no_local_path(path: str, shown: str) -> None:
+def test_an_answer_to_a_request_without_a_model_names_no_local_path(path, shown):
     row: dict[str, Any] = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "started_at"])
     row |= {"id": "a", "status": "ok", "text": "t", "key": 1, "model": path, "finish": "eos"}
     assert openai_answer([row], chat=True)["response"]["body"]["model"] == shown
@@ -175,7 +173,7 @@ def test_an_answer_to_a_request_without_a_model_names_no_local_path(path: str, s
     assert named["response"]["body"]["model"] == "gpt-x"
 
 
-def test_every_format_has_every_row_once(prompts: Path, tmp_path: Path) -> None:
+def test_every_format_has_every_row_once(prompts, tmp_path):
     expected = rows_of(prompts / "run")
     for kind in ("jsonl", "csv", "parquet"):
         assert main(["export", str(prompts / "run"), "--format", kind, "--out", str(tmp_path / f"all.{kind}")]) == 0
@@ -193,9 +191,7 @@ def test_every_format_has_every_row_once(prompts: Path, tmp_path: Path) -> None:
         assert row["metrics"] is None and (row["started_at"] or "2").startswith("2")
 
 
-def test_columns_are_chosen_and_failed_samples_set_apart(
-    prompts: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_columns_are_chosen_and_failed_samples_set_apart(prompts, tmp_path, capfdbinary):
     apart = tmp_path / "failed.jsonl"
     command = ["export", str(prompts / "run"), "--format", "jsonl", "--columns", "text,id", "--errors", str(apart)]
     assert main([*command, "--out", "-"]) == 0
@@ -205,7 +201,7 @@ def test_columns_are_chosen_and_failed_samples_set_apart(
     assert {line["id"] for line in failed} == {"no prompt", "a list of two"}
 
 
-def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
+def test_numbers_that_json_has_not_are_null(tmp_path):
     from draftmill.jobs.results.formats import LineSink
     from draftmill.storage.runs.records import table_from_rows
     from tests.storage.inputs.tables import result_row
@@ -219,7 +215,7 @@ def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
     assert (found["logprob"], found["metrics"], found["token_logprobs"]) == (None, {"bits_per_byte": None}, [0.5, None])
 
 
-def test_what_a_rerun_mended_is_exported_mended(tmp_path: Path) -> None:
+def test_what_a_rerun_mended_is_exported_mended(tmp_path):
     from tests.runs.jobs_of_tests import write_rows, write_spec
 
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 24))
@@ -271,14 +267,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_an_export_that_can_not_be_is_refused_and_leaves_nothing(
-    prompts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    spoil: Callable[[Path], None],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_an_export_that_can_not_be_is_refused_and_leaves_nothing(prompts, tmp_path, capsys, spoil, arguments, message):
     shutil.copytree(prompts / "run", tmp_path / "run", copy_function=os.link)
     (tmp_path / "there").write_text("precious")
     spoil(tmp_path / "run")
@@ -289,7 +278,7 @@ def test_an_export_that_can_not_be_is_refused_and_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "there").read_text() == "precious"
 
 
-def test_pipes_take_what_comes_and_links_lead_to_what_is_replaced(prompts: Path, tmp_path: Path) -> None:
+def test_pipes_take_what_comes_and_links_lead_to_what_is_replaced(prompts, tmp_path):
     pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
     os.mkfifo(pipe)
     target.write_text("old")
@@ -304,9 +293,7 @@ def test_pipes_take_what_comes_and_links_lead_to_what_is_replaced(prompts: Path,
     assert taken == [target.read_bytes()] and taken[0].count(b"\n") == len(PROMPTS)
 
 
-def test_an_export_that_breaks_off_leaves_the_old_file(
-    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_that_breaks_off_leaves_the_old_file(prompts, tmp_path, monkeypatch, capsys):
     out = tmp_path / "all.parquet"
     out.write_text("the old one")
     monkeypatch.setattr("draftmill.jobs.results.formats.ParquetSink._flush", lambda self: 1 / 0)
@@ -320,9 +307,7 @@ def test_an_export_that_breaks_off_leaves_the_old_file(
     assert main(command) == 0 and pq.read_table(out).num_rows == len(PROMPTS)
 
 
-def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(
-    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(prompts, tmp_path, monkeypatch, capsys):
     out, written = tmp_path / "all.jsonl", export_module._local_file
 
     @contextmanager
@@ -342,7 +327,7 @@ def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(
     assert out.read_text().count("\n") == len(PROMPTS) and synced == [tmp_path]
 
 
-def test_scores_and_tokens_alone_are_no_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_and_tokens_alone_are_no_answers(tmp_path, capsys):
     from tests.runs.jobs_of_tests import write_rows, write_spec
 
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))

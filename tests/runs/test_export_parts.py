@@ -1,7 +1,5 @@
 """`draftmill export --file-mb`: Parquet files of a chosen size that hold each row once, as the last pass has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from draftmill.jobs.results.formats import PartsSink, plain_rows
 from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.records import SCHEMA, table_from_rows
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.store import open_store
 from tests.jobs.compare.made_runs import row, write_run
@@ -40,9 +38,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_files_have_every_row_once_as_the_last_pass_has_it(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_files_have_every_row_once_as_the_last_pass_has_it(run, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["export", str(run), *PARQUET, "--out", f"{out}/"]) == 0
     assert f"{out}: {COUNT} samples in 1 file\n" in capsys.readouterr().out
@@ -58,7 +54,7 @@ def test_the_files_have_every_row_once_as_the_last_pass_has_it(
     assert pq.read_table(tmp_path / "ids").column_names == ["id"]
 
 
-def test_files_are_as_large_as_asked_for_and_lose_nothing(tmp_path: Path) -> None:
+def test_files_are_as_large_as_asked_for_and_lose_nothing(tmp_path):
     rng, wanted, tables = np.random.default_rng(0), 256 * 1024, []
     for unit in range(40):
         rows = [
@@ -77,15 +73,13 @@ def test_files_are_as_large_as_asked_for_and_lose_nothing(tmp_path: Path) -> Non
     assert found == [row["id"] for table in tables for row in table.to_pylist()]
 
 
-def test_a_run_without_rows_has_one_file_with_the_columns(tmp_path: Path) -> None:
+def test_a_run_without_rows_has_one_file_with_the_columns(tmp_path):
     sink = PartsSink(LocalStore(str(tmp_path)), SCHEMA, {}, 2**20)
     sink.close()
     assert names_in(tmp_path) == ["part-00000.parquet"] and pq.read_table(tmp_path).schema.equals(SCHEMA)
 
 
-def test_an_earlier_export_is_replaced_only_if_asked_and_none_of_it_stays(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_export_is_replaced_only_if_asked_and_none_of_it_stays(run, tmp_path, capsys):
     plan = passes_of(open_store(str(run)))[0].plan
     schema, metadata = parquet_format(plan, columns_of(plan, "parquet", []))
     store = LocalStore(str(tmp_path / "out"))
@@ -102,7 +96,7 @@ def test_an_earlier_export_is_replaced_only_if_asked_and_none_of_it_stays(
     assert names_in(tmp_path / "out") == ["_SUCCESS", "notes.txt", "part-00000.parquet", "part-of-mine.parquet"]
 
 
-def test_an_export_that_breaks_off_has_no_mark(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_breaks_off_has_no_mark(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
     arguments = ["export", str(run), *PARQUET, "--out", str(out), "--overwrite"]
     assert main(arguments) == 0
@@ -124,22 +118,20 @@ def test_an_export_that_breaks_off_has_no_mark(run: Path, tmp_path: Path, monkey
         ([*PARQUET, "--errors", "e.parquet"], "--errors: does not apply with --file-mb"),
     ],
 )
-def test_what_several_files_can_not_be_is_refused(
-    run: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_several_files_can_not_be_is_refused(run, tmp_path, words, message, capsys):
     assert main(["export", str(run), *words, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("size", ["0", "5000", "-1", "many"])
-def test_a_size_that_no_file_may_have_is_refused(run: Path, size: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_that_no_file_may_have_is_refused(run, size, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["export", str(run), "--format", "parquet", "--out", "x", "--file-mb", size])
     assert caught.value.code == 2 and "allowed: 1 to 4096" in capsys.readouterr().err
 
 
 @pytest.mark.s3
-def test_on_s3_they_are_those_of_a_disk(run: Path, tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
+def test_on_s3_they_are_those_of_a_disk(run, tmp_path, s3_url, s3_options):
     passes = passes_of(open_store(str(run)))
     columns = columns_of(passes[0].plan, "parquet", [])
     place = Place(f"{s3_url}/out", s3_options)
@@ -151,7 +143,7 @@ def test_on_s3_they_are_those_of_a_disk(run: Path, tmp_path: Path, s3_url: str, 
     }
 
 
-def test_small_units_are_exported_together(tmp_path: Path) -> None:
+def test_small_units_are_exported_together(tmp_path):
     place = write_run(tmp_path / "run", [row(number) for number in range(AT_ONCE + 300)], units=50)
     passes = passes_of(open_store(str(place)))
     names = passes[0].plan.schema.names

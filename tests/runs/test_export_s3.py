@@ -1,7 +1,5 @@
 """`draftmill export` to S3: the same files as on disk, in parts, whole or not at all, and what it refuses in words."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -47,7 +45,7 @@ def bucket(s3_server: S3Server, s3_options: S3Options, monkeypatch: pytest.Monke
 
 
 def export(run: Path | str, kind: str, out: Path | str, server: S3Server, *more: str) -> int:
-    place = ["--s3-endpoint", server.endpoint, "--s3-region", "us-east-1"]
+    place = ["--s3-endpoint", server.endpoint]
     return main(["export", str(run), "--format", kind, "--out", str(out), *place, *more])
 
 
@@ -76,9 +74,7 @@ def same(kind: str, bucket: S3Store, name: str, local: Path) -> bool:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.slow
-def test_an_export_to_s3_is_the_one_on_disk(
-    run_dir: Path, tmp_path: Path, bucket: S3Store, s3_server: S3Server, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_to_s3_is_the_one_on_disk(run_dir, tmp_path, bucket, s3_server, kind, capsys):
     apart = ["--errors", str(tmp_path / "failed")] if kind != "openai" else []
     assert export(run_dir, kind, tmp_path / "all.x", s3_server, *apart) == 0
     failed = tmp_path / ("failed" if kind != "openai" else "all.errors.x")
@@ -93,9 +89,7 @@ def test_an_export_to_s3_is_the_one_on_disk(
     assert f"{bucket.url}/a/all.x: 3 samples\n{bucket.url}/a/{failed.name}: 2 samples" in capsys.readouterr().out
 
 
-def test_one_file_may_go_to_disk_and_the_other_to_s3(
-    run_dir: Path, tmp_path: Path, bucket: S3Store, s3_server: S3Server
-) -> None:
+def test_one_file_may_go_to_disk_and_the_other_to_s3(run_dir, tmp_path, bucket, s3_server):
     out = tmp_path / "good.jsonl"
     assert export(run_dir, "jsonl", out, s3_server, "--errors", f"{bucket.url}/bad.jsonl") == 0
     bad = [json.loads(line) for line in bucket.get("bad.jsonl").splitlines()]
@@ -125,20 +119,20 @@ REFUSED = {
 
 @pytest.mark.parametrize("field", ["--out", "--errors"])
 @pytest.mark.parametrize(("place", "message"), REFUSED.items())
-def test_a_place_that_can_not_be_is_refused_in_words(field: str, place: str, message: str) -> None:
+def test_a_place_that_can_not_be_is_refused_in_words(field, place, message):
     out, errors = (place, None) if field == "--out" else ("fine.jsonl", place)
     with pytest.raises(UserError) as refused:
         check_places("s3://b/runs/one/", "jsonl", out, errors)
     assert refused.value.field == field and message in refused.value.message and SECRET not in refused.value.message
 
 
-def test_places_that_look_alike_are_not_inside_of_the_run() -> None:
+def test_places_that_look_alike_are_not_inside_of_the_run():
     for out in ("s3://b/runs/one.jsonl", "s3://b/runs/one-more/x", "s3://other/runs/one/x", "runs/one/x"):
         check_places("s3://b/runs/one", "jsonl", out, None)
     check_places("/runs/one", "parquet", "s3://b/runs/one/x", None)
 
 
-def test_failed_samples_go_beside_the_others() -> None:
+def test_failed_samples_go_beside_the_others():
     assert errors_beside("s3://b/a.d/answers.jsonl") == "s3://b/a.d/answers.errors.jsonl"
     assert errors_beside("s3://b.c/answers") == "s3://b.c/answers.errors"
     assert errors_beside("/a.d/answers") == "/a.d/answers.errors" and errors_beside("a.b.c") == "a.b.errors.c"
@@ -146,13 +140,8 @@ def test_failed_samples_go_beside_the_others() -> None:
 
 @pytest.mark.parametrize("field", ["--out", "--errors"])
 def test_an_object_that_is_there_is_refused_before_anything_is_read(
-    run_dir: Path,
-    bucket: S3Store,
-    s3_server: S3Server,
-    field: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    run_dir, bucket, s3_server, field, monkeypatch, capsys
+):
     bucket.put("there", b"precious")
     places = {"--out": f"{bucket.url}/new", "--errors": f"{bucket.url}/new.errors"} | {field: f"{bucket.url}/there"}
     monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
@@ -161,9 +150,7 @@ def test_an_object_that_is_there_is_refused_before_anything_is_read(
     assert bucket.get("there") == b"precious" and names(bucket) == ["there"]
 
 
-def test_a_bucket_that_is_not_there_is_told_at_once(
-    run_dir: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bucket_that_is_not_there_is_told_at_once(run_dir, s3_server, monkeypatch, capsys):
     monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
     assert export(run_dir, "jsonl", "s3://no-such-bucket-here/all", s3_server) == 2
     assert "there is no bucket 'no-such-bucket-here'" in capsys.readouterr().err
@@ -184,13 +171,7 @@ def while_reading(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Any]) -
     monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", rows)
 
 
-def test_an_object_that_appears_meanwhile_stays(
-    run_dir: Path,
-    bucket: S3Store,
-    s3_server: S3Server,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_object_that_appears_meanwhile_stays(run_dir, bucket, s3_server, monkeypatch, capsys):
     while_reading(monkeypatch, lambda: bucket.create("all", b"somebody's"))
     assert export(run_dir, "jsonl", f"{bucket.url}/all", s3_server) == 2
     assert "already exists; --overwrite replaces it" in capsys.readouterr().err
@@ -200,14 +181,7 @@ def test_an_object_that_appears_meanwhile_stays(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_an_export_that_breaks_off_leaves_the_old_object(
-    run_dir: Path,
-    bucket: S3Store,
-    s3_server: S3Server,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    error: type[BaseException],
-) -> None:
+def test_an_export_that_breaks_off_leaves_the_old_object(run_dir, bucket, s3_server, monkeypatch, kind, error):
     def breaks_off() -> None:
         raise error
 
@@ -220,9 +194,7 @@ def test_an_export_that_breaks_off_leaves_the_old_object(
     assert bucket.get("all") == b"the old one" and names(bucket) == ["all"] and pending(bucket) == 0
 
 
-def test_an_interrupt_stays_one_where_the_store_takes_no_more(
-    run_dir: Path, bucket: S3Store, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_stays_one_where_the_store_takes_no_more(run_dir, bucket, s3_server, monkeypatch):
     def interrupted() -> None:
         s3_server.fail("503", part="/all", times=10**6)
         raise KeyboardInterrupt
@@ -233,9 +205,7 @@ def test_an_interrupt_stays_one_where_the_store_takes_no_more(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_store_that_takes_no_more_is_named_and_nothing_is_left(
-    run_dir: Path, bucket: S3Store, s3_server: S3Server, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_takes_no_more_is_named_and_nothing_is_left(run_dir, bucket, s3_server, kind, capsys):
     s3_server.fail("503", part="/all", times=10**6)
     assert export(run_dir, kind, f"{bucket.url}/all", s3_server) == 1
     said = capsys.readouterr().err
@@ -244,9 +214,7 @@ def test_a_store_that_takes_no_more_is_named_and_nothing_is_left(
     assert names(bucket) == [] and pending(bucket) == 0
 
 
-def test_an_export_begins_with_aborting_what_a_killed_one_left(
-    run_dir: Path, bucket: S3Store, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_begins_with_aborting_what_a_killed_one_left(run_dir, bucket, s3_server, monkeypatch):
     for name in ("all", "all.errors", "another"):
         upload.Upload(bucket, name, part_bytes=5 * 2**20).write(bytes(6 * 2**20))  # never ended
     monkeypatch.setattr(upload, "ORPHAN_S", -10.0)
@@ -257,9 +225,7 @@ def test_an_export_begins_with_aborting_what_a_killed_one_left(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.slow
-def test_an_export_in_a_storm_of_faults_is_the_one_on_disk(
-    run_dir: Path, tmp_path: Path, bucket: S3Store, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_an_export_in_a_storm_of_faults_is_the_one_on_disk(run_dir, tmp_path, bucket, s3_server, monkeypatch, seed):
     assert export(run_dir, "openai", tmp_path / "all", s3_server) == 0
     run = copied(run_dir, bucket)
     if not os.environ.get(VARIABLE):

@@ -1,7 +1,5 @@
 """`input.keep`: columns of the inputs in every result row, in every pass, file and export."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -59,14 +57,14 @@ def exported(folder: Path, kind: str, *more: str) -> Path:
     return out
 
 
-def test_kept_columns_are_in_every_row_of_an_export(kept: Path) -> None:
+def test_kept_columns_are_in_every_row_of_an_export(kept):
     rows = [json.loads(line) for line in exported(kept, "jsonl", "--order", "input").read_text().splitlines()]
     assert len(rows) == 2 * COUNT + 1
     assert {row["id"]: row["keep"] for row in rows} == {row["id"]: expected(row["id"]) for row in rows}
     assert {row["id"] for row in rows if row["pass"] == 2} == {"row-3", "a.jsonl:8"}
 
 
-def test_kept_columns_are_columns_of_a_csv_and_a_struct_of_parquet(kept: Path) -> None:
+def test_kept_columns_are_columns_of_a_csv_and_a_struct_of_parquet(kept):
     with exported(kept, "csv", "--columns", "id,keep").open() as file:
         records = {record["id"]: record for record in csv.DictReader(file)}
     assert records["row-2"] == {"id": "row-2", "keep.lang": "en", "keep.n": "2", "keep.meta.src": "s2"}
@@ -78,7 +76,7 @@ def test_kept_columns_are_columns_of_a_csv_and_a_struct_of_parquet(kept: Path) -
     assert table.schema.field("keep").type.field("n").metadata == {b"draftmill.json": b"1"}
 
 
-def test_a_run_with_kept_columns_is_verified_and_resumed(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_kept_columns_is_verified_and_resumed(kept, capsys):
     assert main(["verify", str(kept / "run")]) == 0
     assert "all promises hold" in capsys.readouterr().out
     assert run_with(set(), "run", str(kept / "run.yaml")) == 0
@@ -91,9 +89,7 @@ def test_a_run_with_kept_columns_is_verified_and_resumed(kept: Path, capsys: pyt
     ("keep", "message"),
     [("[absent]", "input.keep: no row has a column 'absent'"), ("[id, id]", "input.keep: a column is named twice")],
 )
-def test_a_column_that_can_not_be_kept_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], keep: str, message: str
-) -> None:
+def test_a_column_that_can_not_be_kept_is_refused(tmp_path, capsys, keep, message):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 2))
     assert run_with(set(), "run", str(spec), "--set", f"input.keep={keep}") == 2
     assert message in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """`draftmill rerun --failed`: what a new pass holds, what becomes of the run as a whole, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -76,9 +74,7 @@ def rerun(folder: Path, *arguments: str, sick: set[str] = frozenset()) -> int:  
     return run_with(set(sick), "rerun", str(folder / "run"), "--failed", *arguments)
 
 
-def test_a_rerun_gives_the_rows_of_a_run_in_which_nothing_failed(
-    first: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rerun_gives_the_rows_of_a_run_in_which_nothing_failed(first, folder, capsys):
     before = bytes_of(folder / "run")
     assert rerun(folder) == 0
     assert f"after 2 passes {COUNT} of {COUNT} samples are ok, 0 failed" in capsys.readouterr().out
@@ -91,9 +87,7 @@ def test_a_rerun_gives_the_rows_of_a_run_in_which_nothing_failed(
     assert {row["id"] for row in again} == SICK
 
 
-def test_what_fails_again_is_rerun_by_the_next_pass_and_by_no_other(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fails_again_is_rerun_by_the_next_pass_and_by_no_other(folder, capsys):
     assert rerun(folder, sick=STILL_SICK) == 3
     assert "after 2 passes 22 of 24 samples are ok, 2 failed" in capsys.readouterr().out
     assert main(["verify", str(folder / "run")]) == 0
@@ -112,16 +106,14 @@ def test_what_fails_again_is_rerun_by_the_next_pass_and_by_no_other(
     assert len(passes_of(open_store(str(folder / "run")))) == 3
 
 
-def test_a_finished_run_is_judged_by_its_last_pass(first: Path, folder: Path) -> None:
+def test_a_finished_run_is_judged_by_its_last_pass(first, folder):
     spec = write_spec(folder, rows=first / "rows.jsonl")
     assert run_with(set(), "run", str(spec)) == 3
     assert rerun(folder) == 0
     assert run_with(set(), "run", str(spec)) == 0
 
 
-def test_an_interrupted_pass_goes_on_and_does_not_count_before_its_end(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_pass_goes_on_and_does_not_count_before_its_end(folder, capsys):
     assert rerun(folder, sick=STILL_SICK) == 3
     place = folder / "run" / "passes" / "0002"
     plan = (place / "_plan.json").read_bytes()
@@ -136,7 +128,7 @@ def test_an_interrupted_pass_goes_on_and_does_not_count_before_its_end(
     assert main(["verify", str(folder / "run")]) == 0
 
 
-def test_a_rerun_may_be_told_what_changes_no_result(folder: Path) -> None:
+def test_a_rerun_may_be_told_what_changes_no_result(folder):
     assert rerun(folder, "--set", "batching.max_rows=1", "--set", "errors.max_rate=0.1", sick=STILL_SICK) == 0
 
 
@@ -158,16 +150,14 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_rerun_of_something_else_is_refused_and_leaves_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], arguments: list[str], message: str
-) -> None:
+def test_a_rerun_of_something_else_is_refused_and_leaves_nothing(folder, capsys, spoil, arguments, message):
     spoil(folder)
     assert rerun(folder, *(argument.format(folder=folder) for argument in arguments)) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "run" / "passes").exists()
 
 
-def test_a_rerun_says_who_holds_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rerun_says_who_holds_the_run(folder, capsys):
     lease = {"owner": "elsewhere:machine:1", "epoch": 9, "expires_at_s": 4e9}
     (folder / "run" / "_lease.json").unlink()
     (folder / "run" / "_lease.json").write_text(json.dumps(lease))
@@ -175,7 +165,7 @@ def test_a_rerun_says_who_holds_the_run(folder: Path, capsys: pytest.CaptureFixt
     assert "elsewhere:machine:1" in capsys.readouterr().err
 
 
-def test_verify_sees_a_pass_that_has_other_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_sees_a_pass_that_has_other_rows(folder, capsys):
     assert rerun(folder) == 0
     stranger = folder / "run" / "passes" / "0003"
     shutil.copytree(folder / "run", stranger, ignore=shutil.ignore_patterns("passes"), copy_function=os.link)
@@ -186,7 +176,7 @@ def test_verify_sees_a_pass_that_has_other_rows(folder: Path, capsys: pytest.Cap
         list(latest_rows(passes_of(open_store(str(folder / "run")))))
 
 
-def test_rows_are_taken_in_any_portions() -> None:
+def test_rows_are_taken_in_any_portions():
     import pyarrow as pa
 
     tables = [pa.table({"n": list(range(start, start + 3))}) for start in range(0, 12, 3)] + [pa.table({"n": [12]})]

@@ -1,7 +1,5 @@
 """What happens to a driver's process from outside: nobody reads what it prints, or it is asked to end while it plans."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -36,9 +34,7 @@ def deaf(out: str, err: str, *arguments: str) -> None:
 @pytest.mark.parametrize("log", ["text", "json"])
 @pytest.mark.parametrize(("out", "err"), [("", ""), (FULL, FULL), (FULL, "shown")])
 @pytest.mark.slow
-def test_a_display_that_can_not_be_written_ends_no_run_and_is_noted_in_its_log(
-    tmp_path: Path, out: str, err: str, log: str
-) -> None:
+def test_a_display_that_can_not_be_written_ends_no_run_and_is_noted_in_its_log(tmp_path, out, err, log):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8, longest=6))
     shown = str(tmp_path / err) if err == "shown" else err
     process = forked(deaf, out, shown, "run", str(spec), "--local", "--log", log)
@@ -58,7 +54,7 @@ def test_a_display_that_can_not_be_written_ends_no_run_and_is_noted_in_its_log(
         assert "planned: 8 samples" in Path(shown).read_text()
 
 
-def test_output_that_a_command_is_for_is_missed_where_it_can_not_be_written() -> None:
+def test_output_that_a_command_is_for_is_missed_where_it_can_not_be_written():
     command = [sys.executable, "-m", "draftmill.jobs.cli", "models"]
     with open(FULL, "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
@@ -86,7 +82,7 @@ def stalling(place: str, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_sigterm_while_planning_ends_a_driver_with_4_whatever_a_planning_thread_does(tmp_path: Path) -> None:
+def test_one_sigterm_while_planning_ends_a_driver_with_4_whatever_a_planning_thread_does(tmp_path):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     process = forked(stalling, str(tmp_path / "stalled"), "run", str(spec), "--local", "--quiet")
     until_s = time.monotonic() + 120

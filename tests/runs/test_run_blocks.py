@@ -1,7 +1,5 @@
 """Whole jobs of block diffusion and S2D2: rows of tokens, completed, the same at every attempt and alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +12,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store
 from tests.golden_data import read_json
-from tests.runs.causal_jobs import job_spec, run_here
+from tests.runs.causal_jobs import next_job
 
 MASK, ROOM = 95, 11
 PROMPTS: dict[str, list[int]] = {
@@ -29,21 +27,21 @@ ALWAYS = {"kind": "s2d2", "block_size": 4, "causal_cache": True}
 
 def decoded(folder: Path, decoder: dict[str, Any], **sections: Any) -> dict[str, dict[str, Any]]:
     rows = sections.pop("rows", None) or [{"id": name, "ids": ids} for name, ids in PROMPTS.items()]
-    name = f"run-{len(list(folder.glob('run-*')))}"
-    spec = job_spec(
-        folder,
-        rows,
-        **{
+    sections = (
+        dict[str, Any]()
+        | {
             "task": {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True},
-            "decoder": decoder,
-            "input": {"path": str(folder / "rows.jsonl"), "columns": {"tokens": "ids"}},
-            "model": {"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
             "sampling": {"temperature": 1.0},
-            "output": {"path": str(folder / name), "unit_rows": 3, "trace": "steps"},
+            "output": {
+                "path": str(folder / f"run-{len(list(folder.glob('run-*')))}"),
+                "unit_rows": 3,
+                "trace": "steps",
+            },
         }
-        | sections,
+        | sections
     )
-    return run_here(spec)
+    found: dict[str, dict[str, Any]] = next_job(folder, rows, decoder=decoder, **sections)
+    return found
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ def world(golden: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(world: Path) -> None:
+def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(world):
     found = {
         "one": decoded(world, {"kind": "block_diffusion", "block_size": 1, "causal_cache": True}),
         "always": decoded(world, ALWAYS),
@@ -79,14 +77,14 @@ def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(wor
         assert found["plain"][name]["logprob"] is None and dict(found["plain"][name]["nfe_kinds"])["verify"] == 0
 
 
-def test_a_drafter_that_is_no_block_diffusion_model_is_refused_at_the_start(world: Path, golden: Path) -> None:
+def test_a_drafter_that_is_no_block_diffusion_model_is_refused_at_the_start(world, golden):
     with pytest.raises(
         UserError, match=r"decoder.drafter.path: .* is of family 'llada', which is not a block-diffusion"
     ):
         decoded(world, ALWAYS | {"drafter": {"path": str(golden / "llada")}})
 
 
-def test_a_job_that_names_the_family_of_d2f_gives_the_public_codes_text(golden: Path, tmp_path: Path) -> None:
+def test_a_job_that_names_the_family_of_d2f_gives_the_public_codes_text(golden, tmp_path):
     """config.json says `llada`, whose decoders are others."""
     cases = read_json(golden / "d2f" / "cases.json")["cases"]
     case = next(case for case in cases if case.get("nfe") == 15)
@@ -120,7 +118,7 @@ def wrote(folder: Path, case: dict[str, Any], decoder: dict[str, Any]) -> tuple[
     return [*prompt, *row["tokens"]], dict(row["nfe_kinds"])
 
 
-def test_a_job_gives_the_public_codes_runs(world: Path, golden: Path) -> None:
+def test_a_job_gives_the_public_codes_runs(world, golden):
     """As a user would write them, the mask suppressed; all but the last store pass, after which nothing comes."""
     runs: list[tuple[str, str, dict[str, Any]]] = [
         ("sdar/generate.json", "gen.B4.low_confidence_static.t0.9.s4.p8", {"schedule": "static"}),
@@ -149,7 +147,7 @@ def test_a_job_gives_the_public_codes_runs(world: Path, golden: Path) -> None:
         }
 
 
-def test_traces_tell_every_step(world: Path) -> None:
+def test_traces_tell_every_step(world):
     rows = decoded(world, ALWAYS)
     traces = [pq.read_table(path).to_pylist() for path in sorted((world / "run-0" / "traces").glob("*.parquet"))]
     steps = [step for trace in traces for step in trace]
@@ -161,7 +159,7 @@ def test_traces_tell_every_step(world: Path) -> None:
         assert sum(len(step["proposed"]) for step in own) == row["proposed"]
 
 
-def test_an_end_token_ends_a_completion(world: Path) -> None:
+def test_an_end_token_ends_a_completion(world):
     whole = decoded(world, {"kind": "block_diffusion"}, sampling={"temperature": 0.0})
     end = whole["long"]["tokens"][4]
     (world / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
@@ -180,12 +178,12 @@ def test_an_end_token_ends_a_completion(world: Path) -> None:
         ({"kind": "block_diffusion", "sub_block": 3}, None, "decoder.sub_block: 3 does not divide"),
     ],
 )
-def test_what_does_not_fit_is_refused(world: Path, decoder: dict[str, Any], task: Any, message: str) -> None:
+def test_what_does_not_fit_is_refused(world, decoder, task, message):
     with pytest.raises(UserError, match=message):
         decoded(world, decoder, **({} if task is None else {"task": task}))
 
 
-def test_a_unit_decoded_again_is_the_same(world: Path) -> None:
+def test_a_unit_decoded_again_is_the_same(world):
     """Rows, but for what was timed, to the byte."""
     decoder = {"kind": "s2d2", "router": {"kind": "hysteresis", "on": 1.0, "off": 0.5}}
     rejecting = {"temperature": 1.0, "acceptance": "rejection"}

@@ -1,10 +1,7 @@
 """A whole job with the causal models that ship: two workers on a real Ray write the rows of one worker with other slots."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ def prompts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_rows_do_not_depend_on_workers_slots_or_units(ray_session: ModuleType, tmp_path: Path) -> None:
+def test_rows_do_not_depend_on_workers_slots_or_units(ray_session, tmp_path):
     sections: dict[str, Any] = {
         "task": {"kind": "complete", "max_new_tokens": 12, "stop": ["\n\n"]},
         "model": {"path": "builtin:ar-tiny", "device": "cpu"},

@@ -1,7 +1,5 @@
 """Jobs with the builtin masked-diffusion model: ssd writes stepwise's text, and it drafts the text of `autoregressive`."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 
 from draftmill.actors.checkpoints.models import builtin_models, fetch_model
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from tests.runs.causal_jobs import job_spec, run_here
+from tests.runs.causal_jobs import next_job
 
 MODEL = "builtin:mdm-tiny"
 WARPS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}]
@@ -22,10 +20,8 @@ def pieces(count: int, size: int) -> list[str]:
     return [text[700 * n : 700 * n + size + 9 * n] for n in range(count)]
 
 
-def decoded(folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], **sections: Any) -> dict[str, Any]:
-    sections = {"model": {"path": MODEL, "device": "cpu"}} | sections
-    output = {"path": str(folder / f"run-{len(list(folder.glob('run-*')))}"), "unit_rows": 8}
-    return run_here(job_spec(folder, rows, decoder=decoder, output=output, **sections))
+def decoded(folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], **sections: Any) -> Any:
+    return next_job(folder, rows, decoder=decoder, **{"model": {"path": MODEL, "device": "cpu"}} | sections)
 
 
 def same_text(found: dict[str, Any], expected: dict[str, Any]) -> bool:
@@ -39,7 +35,7 @@ def total(rows: dict[str, Any], column: str) -> int:
     return sum(row[column] for row in rows.values())
 
 
-def test_it_ships_and_has_the_tokenizer_of_the_others() -> None:
+def test_it_ships_and_has_the_tokenizer_of_the_others():
     assert "mdm-tiny" in builtin_models()
     folder, target = fetch_model(MODEL), fetch_model("builtin:ar-tiny")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -52,7 +48,7 @@ def test_it_ships_and_has_the_tokenizer_of_the_others() -> None:
 @pytest.mark.parametrize("sampling", WARPS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("cache", ["none", "dual_strict"])
 @pytest.mark.slow
-def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path: Path, sampling: dict[str, Any], cache: str) -> None:
+def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path, sampling, cache):
     rows = [{"id": str(n), "text": text} for n, text in enumerate(pieces(10, 90))]
     task = {"kind": "infill", "mask": {"kind": "random", "rate": 0.4}}
 
@@ -66,22 +62,9 @@ def test_ssd_infills_what_stepwise_does_in_fewer_forwards(tmp_path: Path, sampli
     assert total(ours, "nfe") < 0.9 * total(plain, "nfe")
 
 
-@pytest.mark.slow
-def test_ssd_completes_what_stepwise_does(tmp_path: Path) -> None:
-    rows = [{"id": str(n), "prompt": text} for n, text in enumerate(pieces(6, 40))]
-    task = {"kind": "complete", "max_new_tokens": 20, "stop": ["\n\n"]}
-    for sampling in WARPS:
-        plain, ours = (
-            decoded(tmp_path, {"kind": kind, "block_length": 10}, rows, task=task, sampling=sampling)
-            for kind in ("stepwise", "ssd")
-        )
-        assert same_text(ours, plain)
-        assert total(ours, "nfe") < total(plain, "nfe")
-
-
 @pytest.mark.parametrize("sampling", WARPS, ids=["greedy", "sampled"])
 @pytest.mark.slow
-def test_it_drafts_for_the_builtin_causal_model(tmp_path: Path, sampling: dict[str, Any]) -> None:
+def test_it_drafts_for_the_builtin_causal_model(tmp_path, sampling):
     rows = [{"id": str(n), "prompt": text} for n, text in enumerate(["", *pieces(9, 1)])]
     sections: dict[str, Any] = {"model": {"path": "builtin:ar-tiny", "device": "cpu"}, "sampling": sampling}
     sections["task"] = {"kind": "complete", "max_new_tokens": 24, "stop": ["\n\n"]}
@@ -95,7 +78,7 @@ def test_it_drafts_for_the_builtin_causal_model(tmp_path: Path, sampling: dict[s
 
 
 @pytest.mark.slow
-def test_its_draft_head_makes_more_drafts_come_true_and_changes_no_text(tmp_path: Path) -> None:
+def test_its_draft_head_makes_more_drafts_come_true_and_changes_no_text(tmp_path):
     rows = [{"id": str(n), "prompt": text} for n, text in enumerate(pieces(12, 60))]
     sections: dict[str, Any] = {"model": {"path": "builtin:ar-tiny", "device": "cpu"}}
     sections |= {"sampling": {"temperature": 0.0}, "task": {"kind": "complete", "max_new_tokens": 32}}

@@ -1,10 +1,7 @@
 """Whole jobs of completions on a tiny random model: greedy ones equal transformers' own, and every decoder's the same text."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,7 +58,7 @@ def completed(world: World, ray_session: ModuleType) -> dict[str, dict[str, Any]
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_greedy_completions_are_those_of_transformers(world: World, completed: dict[str, dict[str, Any]]) -> None:
+def test_greedy_completions_are_those_of_transformers(world, completed):
     assert sorted(completed) == sorted(PROMPTS)
     for name, row in completed.items():
         if name == "long":
@@ -78,9 +75,7 @@ def test_greedy_completions_are_those_of_transformers(world: World, completed: d
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_prompt_with_little_room_ends_with_the_model_and_one_without_any_fails(
-    completed: dict[str, dict[str, Any]],
-) -> None:
+def test_a_prompt_with_little_room_ends_with_the_model_and_one_without_any_fails(completed):
     tight, long = completed["tight"], completed["long"]
     assert LONGEST - ROOM < tight["prompt_tokens"] < LONGEST, "the row is to be cut short"
     assert tight["new_tokens"] <= LONGEST - tight["prompt_tokens"]
@@ -89,9 +84,7 @@ def test_a_prompt_with_little_room_ends_with_the_model_and_one_without_any_fails
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_finished_run_is_verified_and_decoded_again(
-    world: World, completed: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_verified_and_decoded_again(world, completed, capsys):
     assert main(["verify", str(world.folder / "run"), "--invariance", "7"]) == 0
     assert "decoded 6 samples again, each alone: 6 equal (100.0%)" in capsys.readouterr().out
     assert main(["verify", str(world.folder / "run"), "--invariance", "5"]) == 0
@@ -105,11 +98,10 @@ def output(folder: Path, name: str) -> dict[str, Any]:
     return {"path": str(folder / name), "unit_rows": 8}
 
 
-def test_a_prompt_that_is_too_long_is_cut_and_the_row_says_how_much(world: World, tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_cut_and_the_row_says_how_much(world, tmp_path):
     text = "x = 1\n" * LONGEST
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
     source = {"path": str(tmp_path / "rows.jsonl"), "truncate": "left"}
-    job = job_spec(tmp_path, [{"id": "long", "prompt": text}, ROWS[0]], model=model, input=source)
+    job = world.spec(tmp_path, [{"id": "long", "prompt": text}, ROWS[0]], input=source)
     rows = run_here(job)
     ids = world.tokenizer.encode(text)
     kept = ids[-(LONGEST - ROOM) :]
@@ -120,20 +112,18 @@ def test_a_prompt_that_is_too_long_is_cut_and_the_row_says_how_much(world: World
     assert rows["long"]["truncated_tokens"] == len(ids) - len(kept) and rows["one"]["truncated_tokens"] == 0
 
 
-def test_end_tokens_are_tokens_like_others_where_they_are_ignored(world: World, tmp_path: Path) -> None:
+def test_end_tokens_are_tokens_like_others_where_they_are_ignored(world, tmp_path):
     task = {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True}
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    rows = run_here(job_spec(tmp_path, ROWS[:1], task=task, model=model))
+    rows = run_here(world.spec(tmp_path, ROWS[:1], task=task))
     assert rows["one"]["tokens"] == world.expected(PROMPTS["one"], ends=[]) and rows["one"]["finish"] == "length"
 
 
-def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world: World, tmp_path: Path) -> None:
+def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world, tmp_path):
     free = world.expected(PROMPTS["two"], ends=[])
     text = world.tokenizer.decode(free)
     stop = text[len(text) // 2 : len(text) // 2 + 2]
     task = {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True, "stop": [stop]}
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    row = run_here(job_spec(tmp_path, ROWS[1:2], task=task, model=model))["two"]
+    row = run_here(world.spec(tmp_path, ROWS[1:2], task=task))["two"]
     assert row["finish"] == "stop" and row["text"] == text[: text.index(stop)]
     assert row["tokens"] == free[: row["new_tokens"]] and stop in world.tokenizer.decode(row["tokens"])
     assert stop not in world.tokenizer.decode(row["tokens"][:-1]) and row["nfe"] == row["new_tokens"]
@@ -151,18 +141,15 @@ def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world: World, t
     ],
     ids=lambda decoder: "-".join([decoder["kind"], decoder.get("drafter", {}).get("kind", "")]),
 )
-def test_every_decoder_writes_the_text_of_the_sequential_one(
-    world: World, tmp_path: Path, decoder: dict[str, Any]
-) -> None:
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
+def test_every_decoder_writes_the_text_of_the_sequential_one(world, tmp_path, decoder):
     if "path" in decoder.get("drafter", {}):
         save_model(tmp_path / "small", ends=[2], num_hidden_layers=1)
         decoder = decoder | {"drafter": {"kind": "model", "path": str(tmp_path / "small")}}
     sampling = {"temperature": 0.8, "top_p": 0.95}
     stops = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
-    sequential = run_here(job_spec(tmp_path, ROWS, task=stops, model=model, sampling=sampling))
+    sequential = run_here(world.spec(tmp_path, ROWS, task=stops, sampling=sampling))
     changes = {"decoder": decoder, "sampling": sampling, "output": output(tmp_path, "other")}
-    other = run_here(job_spec(tmp_path, ROWS, task=stops, model=model, **changes))
+    other = run_here(world.spec(tmp_path, ROWS, task=stops, **changes))
     assert {row["finish"] for row in sequential.values()} >= {"stop"}
     for name, row in sequential.items():
         said = {key: (row[key], other[name][key]) for key in ("tokens", "text", "finish", "error_kind")}
@@ -205,45 +192,37 @@ def no_weights(folder: Path) -> None:
         (no_weights, "lacks model.safetensors"),
     ],
 )
-def test_a_drafter_that_can_not_draft_is_refused_at_the_start(
-    world: World, tmp_path: Path, make: Callable[[Path], None], message: str
-) -> None:
+def test_a_drafter_that_can_not_draft_is_refused_at_the_start(world, tmp_path, make, message):
     make(tmp_path / "small")
     drafter = {"kind": "model", "path": str(tmp_path / "small")}
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    spec = job_spec(tmp_path, ROWS, model=model, decoder={"kind": "speculative", "drafter": drafter})
+    spec = world.spec(tmp_path, ROWS, decoder={"kind": "speculative", "drafter": drafter})
     with pytest.raises(UserError) as caught:
         run_here(spec)
     assert caught.value.field == "decoder.drafter.path" and message in str(caught.value)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").rglob("*"))
 
 
-def test_a_drafter_with_the_same_tokens_under_another_template_is_taken(world: World, tmp_path: Path) -> None:
+def test_a_drafter_with_the_same_tokens_under_another_template_is_taken(world, tmp_path):
     save_model(tmp_path / "small", ends=[2])
     settings = json.loads((tmp_path / "small" / "tokenizer_config.json").read_text())
     (tmp_path / "small" / "tokenizer_config.json").write_text(
         json.dumps(settings | {"chat_template": "{{ bos_token }}"})
     )
     drafter = {"kind": "model", "path": str(tmp_path / "small")}
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    spec = job_spec(tmp_path, ROWS[:1], model=model, decoder={"kind": "speculative", "drafter": drafter})
+    spec = world.spec(tmp_path, ROWS[:1], decoder={"kind": "speculative", "drafter": drafter})
     assert run_here(spec)["one"]["status"] == "ok"
 
 
-def test_rows_of_messages_without_a_chat_are_an_error_of_the_spec(world: World, tmp_path: Path) -> None:
+def test_rows_of_messages_without_a_chat_are_an_error_of_the_spec(world, tmp_path):
     rows = [{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}]}}]
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
     with pytest.raises(UserError, match=r"task\.chat: rows have no prompt or text, but they have messages"):
-        run_here(job_spec(tmp_path, rows, model=model))
+        run_here(world.spec(tmp_path, rows))
     with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
-        run_here(job_spec(tmp_path, rows, model=model, task={"kind": "complete", "chat": True}))
+        run_here(world.spec(tmp_path, rows, task={"kind": "complete", "chat": True}))
 
 
-def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    spec = job_spec(tmp_path, ROWS, model=model)
+def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(world, tmp_path, capsys):
+    spec = world.spec(tmp_path, ROWS)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(check_spec(spec.model_dump(mode="json")).model_dump(mode="json")))
     assert main(["validate", str(tmp_path / "job.yaml")]) == 0
     said = capsys.readouterr().out

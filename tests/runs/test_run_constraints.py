@@ -1,7 +1,5 @@
 """Whole jobs whose texts must match: every family, lossless decoders and their baselines, rows with constraints of their own."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -11,7 +9,7 @@ import jsonschema
 import pytest
 
 from draftmill.storage.errors import UserError
-from tests.runs.causal_jobs import job_spec, run_here
+from tests.runs.causal_jobs import next_job
 
 SCHEMA = {
     "type": "object",
@@ -26,12 +24,9 @@ COMPLETE = {"kind": "complete", "max_new_tokens": 40, "constraint": {"json_schem
 MODEL = {"kind": "model", "path": "builtin:ar-micro"}
 
 
-def decoded(
-    folder: Path, rows: list[dict[str, Any]], model: str, decoder: dict[str, Any], task: Any, **more: Any
-) -> Any:
-    output = {"path": str(folder / f"run-{len(list(folder.glob('run-*')))}"), "unit_rows": 4}
-    sections = {"sampling": {"temperature": 0.9}, "output": output, "model": {"path": f"builtin:{model}"}} | more
-    return run_here(job_spec(folder, rows, task=task, decoder=decoder, **sections))
+def decoded(folder: Path, rows: list[dict[str, Any]], model: str, decoder: Any, task: Any, **more: Any) -> Any:
+    sections = {"sampling": {"temperature": 0.9}, "model": {"path": f"builtin:{model}"}} | more
+    return next_job(folder, rows, unit_rows=4, task=task, decoder=decoder, **sections)
 
 
 def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:

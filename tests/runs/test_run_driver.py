@@ -1,7 +1,5 @@
 """The driver's loop against workers in this process: a pool without Ray, a memory store, real unit files."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable
 
@@ -135,14 +133,14 @@ def statuses(store: Store) -> dict[str, str]:
     return {row["id"]: row["status"] for row in rows}
 
 
-def test_every_unit_is_committed_and_counted_once(store: Store):
+def test_every_unit_is_committed_and_counted_once(store):
     job = driver(store)
     assert job.run() == Finish("done")
     assert sorted(job.committed) == sorted(done_units(store)) == list(range(6))
     assert (job.totals.units_done, job.totals.committed.rows, job.totals.rows_done) == (6, 24, 24)
 
 
-def test_a_row_that_kills_workers_is_quarantined_and_its_neighbours_are_ok(store: Store):
+def test_a_row_that_kills_workers_is_quarantined_and_its_neighbours_are_ok(store):
     job = driver(store, poison=lambda unit, row: (unit, row) == (2, 3))
     assert job.run() == Finish("done")
     found = statuses(store)
@@ -150,7 +148,7 @@ def test_a_row_that_kills_workers_is_quarantined_and_its_neighbours_are_ok(store
     assert isinstance(job.pool, FakePool) and job.pool.deaths <= 8
 
 
-def test_a_stop_drains_and_the_next_driver_does_the_rest(store: Store):
+def test_a_stop_drains_and_the_next_driver_does_the_rest(store):
     first = driver(store, workers=1)
     first.stop.set("SIGTERM")
     assert first.run().how == "drained"
@@ -162,9 +160,7 @@ def test_a_stop_drains_and_the_next_driver_does_the_rest(store: Store):
 
 
 @pytest.mark.parametrize(("signals", "grace_s"), [(1, 3.0), (2, 1e9)])
-def test_a_unit_that_does_not_end_is_given_up_after_the_grace_or_a_second_signal(
-    store: Store, signals: int, grace_s: float
-):
+def test_a_unit_that_does_not_end_is_given_up_after_the_grace_or_a_second_signal(store, signals, grace_s):
     now = iter(range(1000))
     job = driver(store, units=1, workers=1)
     job.clock = lambda: float(next(now))
@@ -181,9 +177,7 @@ def test_a_unit_that_does_not_end_is_given_up_after_the_grace_or_a_second_signal
     assert job.run() == Finish("drained", "the grace period is over")
 
 
-def test_a_driver_whose_node_is_to_go_drains_in_the_time_that_is_left_and_the_signal_that_follows_is_its_first(
-    store: Store,
-):
+def test_a_driver_whose_node_is_to_go_drains_in_the_time_that_is_left_and_the_signal_that_follows_is_its_first(store):
     job = driver(store, workers=1)
     pool, seconds = job.pool, iter([[HomeLeaving(7.0)], [HomeLeaving(7.0)]])
     real = pool.poll
@@ -199,7 +193,7 @@ def test_a_driver_whose_node_is_to_go_drains_in_the_time_that_is_left_and_the_si
     assert driver(store).run() == Finish("done") and len(statuses(store)) == 24
 
 
-def test_a_worker_whose_node_is_to_go_is_replaced_and_counts_as_no_death(store: Store):
+def test_a_worker_whose_node_is_to_go_is_replaced_and_counts_as_no_death(store):
     log = log_in(store)
     job = driver(store, workers=2, log=log)
     pool, notices = job.pool, iter([[], [Leaving("w0", None)], [Leaving("w1", 30.0)]])
@@ -212,7 +206,7 @@ def test_a_worker_whose_node_is_to_go_is_replaced_and_counts_as_no_death(store: 
     assert store.get("attempts/epoch-0001-part-0000.jsonl").decode().count('"event": "worker_left"') == 2
 
 
-def test_machines_that_join_are_used_and_the_same_room_is_told_once(store: Store):
+def test_machines_that_join_are_used_and_the_same_room_is_told_once(store):
     job = driver(store, workers=1, units=40)
     now, room = iter(range(0, 90_000, 3)), iter([1, 1, 3, 3, 0, 2])
     job.clock = lambda: float(next(now))
@@ -222,7 +216,7 @@ def test_machines_that_join_are_used_and_the_same_room_is_told_once(store: Store
     assert len(statuses(store)) == 160
 
 
-def test_a_driver_that_stood_still_does_not_hold_that_against_its_workers(store: Store):
+def test_a_driver_that_stood_still_does_not_hold_that_against_its_workers(store):
     job = driver(store, workers=2)
     now = iter([0.0, 1.0, *range(5000, 9000)])
     job.clock = lambda: float(next(now))  # behind the second look an hour and more has passed
@@ -230,14 +224,14 @@ def test_a_driver_that_stood_still_does_not_hold_that_against_its_workers(store:
     assert isinstance(job.pool, FakePool) and len(job.pool.runners) == 2 and job.totals.deaths == 0
 
 
-def test_a_job_of_which_too_much_has_failed_is_drained_and_says_so(store: Store):
+def test_a_job_of_which_too_much_has_failed_is_drained_and_says_so(store):
     job = driver(store, units=30, workers=1)
     job.hopeless = lambda failed: len(job.committed) > 3
     assert job.run() == Finish("hopeless", TOO_MANY)
     assert 4 < len(done_units(store)) < 10
 
 
-def test_what_happened_is_in_the_log_and_the_sessions_add_up(store: Store):
+def test_what_happened_is_in_the_log_and_the_sessions_add_up(store):
     log = log_in(store)
     job = driver(store, poison=lambda unit, row: (unit, row) == (0, 0), log=log)
     job.run()

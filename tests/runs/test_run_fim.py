@@ -4,8 +4,6 @@
 tokens of its tokenizer that have no other use ask for a hole.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path
@@ -80,7 +78,7 @@ def sequential(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, dict[
     return spec, run_here(spec)
 
 
-def test_every_row_comes_back_whole(sequential: tuple[JobSpec, dict[str, dict[str, Any]]]) -> None:
+def test_every_row_comes_back_whole(sequential):
     _, rows = sequential
     assert len(rows) == len(ROWS) and {row["status"] for row in rows.values()} == {"ok"}
     assert {row["finish"] for row in rows.values()} == {"eos", "length"}
@@ -101,9 +99,7 @@ def test_every_row_comes_back_whole(sequential: tuple[JobSpec, dict[str, dict[st
         assert sum(spans) == len(found["tokens"]) - found["tokens"].count(newline)
 
 
-def test_a_hole_sees_the_fills_before_it_and_has_noise_of_its_own(
-    sequential: tuple[JobSpec, dict[str, dict[str, Any]]],
-) -> None:
+def test_a_hole_sees_the_fills_before_it_and_has_noise_of_its_own(sequential):
     """Prompts put together here, one hole after the other, decoded one by one, say what the job said."""
     spec, rows = sequential
     store = open_store(spec.output.path)
@@ -131,9 +127,7 @@ def test_a_hole_sees_the_fills_before_it_and_has_noise_of_its_own(
 
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.slow
-def test_every_decoder_fills_the_same(
-    kind: str, sequential: tuple[JobSpec, dict[str, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_every_decoder_fills_the_same(kind, sequential, tmp_path):
     found = run_here(spec_of(tmp_path, ROWS, decoder=DECODERS[kind]))
     said = ("tokens", "text", "fills", "finish", "prompt_tokens", "new_tokens", "status")
     for name, row in sequential[1].items():
@@ -143,15 +137,13 @@ def test_every_decoder_fills_the_same(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("max_rows", [1, 16])
-def test_rows_do_not_depend_on_slots_or_units(
-    max_rows: int, sequential: tuple[JobSpec, dict[str, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_rows_do_not_depend_on_slots_or_units(max_rows, sequential, tmp_path):
     output = {"path": str(tmp_path / "run"), "unit_rows": 2 * max_rows}
     found = run_here(spec_of(tmp_path, ROWS, batching={"max_rows": max_rows}, output=output))
     assert without_times(found) == without_times(sequential[1])
 
 
-def test_a_sample_decoded_alone_is_the_same(sequential: tuple[JobSpec, dict[str, dict[str, Any]]]) -> None:
+def test_a_sample_decoded_alone_is_the_same(sequential):
     spec, rows = sequential
     plan = load_plan(open_store(spec.output.path))
     assert plan is not None
@@ -162,7 +154,7 @@ def test_a_sample_decoded_alone_is_the_same(sequential: tuple[JobSpec, dict[str,
         assert decode_alone(decoder, sample).tokens.tolist() == rows[planned.id]["tokens"]
 
 
-def test_one_hole_is_a_completion_of_its_prompt(tmp_path: Path) -> None:
+def test_one_hole_is_a_completion_of_its_prompt(tmp_path):
     """The same tokens as `complete` says them behind the same prompt, at temperature 0.8."""
     pieces = [("def f(", "):\n"), ("", "x = 1\n"), ("import sys\n", ""), ("a = 5\n" * 9, "b = a")]
     names, ids = tokenizer().vocabulary(), tokenizer().encode
@@ -181,7 +173,7 @@ def test_one_hole_is_a_completion_of_its_prompt(tmp_path: Path) -> None:
         assert filled[name]["fills"][0]["text"] == row["text"]
 
 
-def test_a_long_text_is_cut_and_the_row_says_so(tmp_path: Path) -> None:
+def test_a_long_text_is_cut_and_the_row_says_so(tmp_path):
     text = "a = 1\n" * 400 + "<mask>" + "b = 2\n" * 400 + "<mask>"
     (row,) = run_here(spec_of(tmp_path, [{"id": "long", "text": text}])).values()
     before, after = (len(tokenizer().encode(piece * 400)) for piece in ("a = 1\n", "b = 2\n"))
@@ -191,7 +183,7 @@ def test_a_long_text_is_cut_and_the_row_says_so(tmp_path: Path) -> None:
     assert row["text"].startswith("a = 1\n" * 400) and "b = 2\n" * 400 in row["text"]
 
 
-def test_rows_that_do_not_fit_fail_alone(tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_fail_alone(tmp_path):
     rows: list[dict[str, Any]] = [
         {"id": "good", "text": "a<mask>b"},
         {"id": "none", "text": "ab"},
@@ -208,22 +200,22 @@ def test_rows_that_do_not_fit_fail_alone(tmp_path: Path) -> None:
     assert found["good"]["status"] == "ok"
 
 
-def test_a_text_without_holes_comes_back_as_it_is(tmp_path: Path) -> None:
+def test_a_text_without_holes_comes_back_as_it_is(tmp_path):
     task = {"kind": "infill", "mask": {"kind": "lines"}, "fim": FIM}
     (row,) = run_here(spec_of(tmp_path, [{"id": "blank", "text": "\n \n"}], task=task)).values()
     assert (row["status"], row["text"], row["fills"], row["tokens"], row["finish"]) == ("ok", "\n \n", [], [], "filled")
     assert row["nfe"] == 0
 
 
-def test_a_model_without_the_tokens_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_model_without_the_tokens_is_refused_before_anything_is_written(tmp_path):
     spec = spec_of(tmp_path, ROWS, task={"kind": "infill", "mask": {"kind": "marker"}})
     with pytest.raises(UserError, match=r"task\.fim: 'auto': a causal model fills holes only if it was trained to"):
         resolve(spec, open_store(spec.output.path))
     assert not (tmp_path / "run").exists()
 
 
-def test_the_tokens_that_ask_are_part_of_the_fingerprint(sequential: tuple[JobSpec, dict[str, dict[str, Any]]]) -> None:
+def test_the_tokens_that_ask_are_part_of_the_fingerprint(sequential):
     spec, _ = sequential
-    task = spec.task.model_copy(update={"fim": spec.task.fim.model_copy(update={"order": "spm"})})  # type: ignore[union-attr]
+    task = spec.task.model_copy(update={"fim": spec.task.fim.model_copy(update={"order": "spm"})})
     with pytest.raises(UserError, match=r"task\.fim\.order was \"psm\", is \"spm\""):
         resolve(spec.model_copy(update={"task": task}), open_store(spec.output.path))

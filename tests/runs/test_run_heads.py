@@ -1,7 +1,5 @@
 """Whole jobs whose drafts a published head makes: the sequential rows, and refusals before anything runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sysconfig
@@ -32,7 +30,7 @@ def job(folder: Path, name: str, *, head: str | None = HEAD, model: str = "built
     return job_spec(folder, rows, task={"kind": "complete", "max_new_tokens": 24}, output=output, **sections, **more)
 
 
-def test_a_builtin_head_drafts_for_the_sequential_rows(tmp_path: Path) -> None:
+def test_a_builtin_head_drafts_for_the_sequential_rows(tmp_path):
     drafted, plain = run_here(job(tmp_path, "drafted")), run_here(job(tmp_path, "plain", head=None))
     for name, row in drafted.items():
         assert row["status"] == "ok" and row["drafter"] == HEAD
@@ -51,7 +49,7 @@ def hash_of_head(spec: Any) -> str | None:
     return resolve(spec, open_store(spec.output.path)).results["decoder"]["drafter"]["weights"]
 
 
-def test_the_weights_of_a_head_are_in_the_fingerprint_and_its_place_is_not(tmp_path: Path) -> None:
+def test_the_weights_of_a_head_are_in_the_fingerprint_and_its_place_is_not(tmp_path):
     other = tmp_path / "other"
     shutil.copytree(BUILTIN / "ar-tiny-eagle3", other)
     before = hash_of_head(job(tmp_path, "run"))
@@ -73,9 +71,7 @@ def test_the_weights_of_a_head_are_in_the_fingerprint_and_its_place_is_not(tmp_p
         ),
     ],
 )
-def test_a_head_of_another_model_is_refused_before_the_run(
-    tmp_path: Path, change: dict[str, Any], model: str, message: str
-) -> None:
+def test_a_head_of_another_model_is_refused_before_the_run(tmp_path, change, model, message):
     other = tmp_path / "other"
     shutil.copytree(BUILTIN / "ar-tiny-eagle3", other)
     config = json.loads((other / "config.json").read_text()) | change

@@ -1,7 +1,5 @@
 """Jobs whose holes find their own lengths."""
 
-from __future__ import annotations
-
 import re
 from itertools import zip_longest
 from pathlib import Path
@@ -10,19 +8,16 @@ from typing import Any
 import pytest
 
 from draftmill.storage.errors import UserError
-from tests.runs.causal_jobs import job_spec, run_here
+from tests.runs.causal_jobs import next_job
 
 CODE = "def add_{0}(a, b):\n    return <mask:1-4>\n\n\nfor name in <mask>(a, {0}):\n    print(name)\n"
 ROWS = [{"id": f"{n}", "text": CODE.format(n)} for n in range(4)]
 OPEN: dict[str, Any] = {"kind": "infill", "mask": {"kind": "marker", "length": {"min": 1, "max": 3}}}
 
 
-def decoded(
-    folder: Path, rows: list[dict[str, Any]], model: str, decoder: dict[str, Any], task: Any, **more: Any
-) -> Any:
-    output = {"path": str(folder / f"run-{len(list(folder.glob('run-*')))}"), "unit_rows": 2}
-    sections = {"sampling": {"temperature": 0.9}, "output": output, "model": {"path": f"builtin:{model}"}} | more
-    results = run_here(job_spec(folder, rows, task=task, decoder=decoder, **sections))
+def decoded(folder: Path, rows: list[dict[str, Any]], model: str, decoder: Any, task: Any, **more: Any) -> Any:
+    sections = {"sampling": {"temperature": 0.9}, "model": {"path": f"builtin:{model}"}} | more
+    results = next_job(folder, rows, unit_rows=2, task=task, decoder=decoder, **sections)
     assert {row["status"] for row in results.values()} == {"ok"}, [row["error"] for row in results.values()]
     return results
 
@@ -102,16 +97,8 @@ def test_decoders_that_can_not_find_lengths_say_so(tmp_path):
     with pytest.raises(UserError, match=r"task.mask.length: decoder 'parallel' can't find lengths"):
         decoded(tmp_path, ROWS, "asarm-tiny", {"kind": "parallel"}, OPEN)
     closed = OPEN | {"mask": {"kind": "marker", "length": 2}}
-    results = run_here(
-        job_spec(
-            tmp_path,
-            ROWS[:1],
-            task=closed,
-            decoder={"kind": "parallel"},
-            model={"path": "builtin:asarm-tiny"},
-            output={"path": str(tmp_path / "run-p")},
-        )
-    )
+    model = {"path": "builtin:asarm-tiny"}
+    results = next_job(tmp_path, ROWS[:1], task=closed, decoder={"kind": "parallel"}, model=model)
     assert "can't find a hole's length" in results["0"]["error"]
     with pytest.raises(UserError, match=r"at most 256 lengths"):
         decoded(

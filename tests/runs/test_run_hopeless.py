@@ -1,9 +1,6 @@
 """A job of which more has failed than it may: stopped early with exit code 3, and finished once more is allowed."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +15,7 @@ ROWS = 240
 
 
 @pytest.mark.slow
-def test_a_hopeless_job_is_stopped_early_and_goes_on_when_more_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_hopeless_job_is_stopped_early_and_goes_on_when_more_is_allowed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(exit_codes, "_HOPELESS", 20)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(

@@ -1,7 +1,5 @@
 """A finished run is the input of another job: its rows with their metrics, filtered, and where they come from."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -15,7 +13,7 @@ import yaml
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import at_date, check_spec
 from draftmill.storage.runs.commit import read_manifest
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 from tests.runs import jobs_of_tests
 from tests.runs.causal_jobs import make_world
@@ -72,9 +70,7 @@ def judge(folder: Path, name: str, where: str | None, **more: Any) -> dict[str, 
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_run_with_their_metrics_are_the_input_of_the_next(
-    world: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rows_of_a_run_with_their_metrics_are_the_input_of_the_next(world, capsys):
     spec = judge(world, "judged", "exact_match >= 1 and keep.n != 1", keep=["exact_match", "text"])
     assert run(spec, world / "judge.yaml", "validate") == 0
     said = capsys.readouterr().out
@@ -102,7 +98,7 @@ def test_the_rows_of_a_run_with_their_metrics_are_the_input_of_the_next(
 
 
 @pytest.mark.slow
-def test_the_guide_s_two_jobs_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_s_two_jobs_run_one_after_the_other(tmp_path, monkeypatch):
     guide = (Path(__file__).parents[2] / "docs" / "prompts.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("questions.csv").write_text("id,question,solution\na,What is 2 + 3?,5\nb,What is 7 - 4?,3\n")
@@ -113,12 +109,12 @@ def test_the_guide_s_two_jobs_run_one_after_the_other(tmp_path: Path, monkeypatc
     assert {row["keep"]["keep.question"] for row in rows} == {"What is 2 + 3?", "What is 7 - 4?"}
 
 
-def test_without_a_filter_the_rows_that_are_ok_are_read(world: Path) -> None:
+def test_without_a_filter_the_rows_that_are_ok_are_read(world):
     assert run(judge(world, "all", None), world / "all.yaml") == 0
     assert sorted(row["id"] for row in rows_of(world, "all")) == [f"r{number}" for number in range(5)]
 
 
-def test_the_samples_of_a_row_are_rows_of_the_next_job(world: Path) -> None:
+def test_the_samples_of_a_row_are_rows_of_the_next_job(world):
     sampling = {"temperature": 1.0, "n": 2}
     (world / "two.jsonl").write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "y"}')
     first = spec_of(world, "sampled", input={"path": str(world / "two.jsonl")}, sampling=sampling)
@@ -128,9 +124,7 @@ def test_the_samples_of_a_row_are_rows_of_the_next_job(world: Path) -> None:
     assert sorted(row["id"] for row in rows_of(world, "best")) == ["a:1", "b:0", "b:1"]
 
 
-def test_a_run_that_changes_and_one_that_can_not_be_read_are_refused(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_changes_and_one_that_can_not_be_read_are_refused(world, tmp_path, capsys):
 
     def refusal(spec: dict[str, Any]) -> str:
         assert run(spec, tmp_path / "spec.yaml") == 2
@@ -166,7 +160,7 @@ def test_a_run_that_changes_and_one_that_can_not_be_read_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.s3
-def test_both_runs_may_be_on_s3(world: Path, s3_url: str, s3_options: S3Options) -> None:
+def test_both_runs_may_be_on_s3(world, s3_url, s3_options):
     (world / "two.jsonl").write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "y"}')
     s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
     first = spec_of(world, "", input={"path": str(world / "two.jsonl")}, output={"path": f"{s3_url}/first"}, s3=s3)
@@ -182,7 +176,7 @@ def test_both_runs_may_be_on_s3(world: Path, s3_url: str, s3_options: S3Options)
     assert run(second, world / "second.yaml") == 0
 
 
-def test_a_recurring_job_reads_the_run_of_its_date(world: Path) -> None:
+def test_a_recurring_job_reads_the_run_of_its_date(world):
     spec = judge(world, "daily/{date:%Y-%m-%d}", None, run=str(world / "{date:%Y-%m-%d}"))
     day = at_date(check_spec(spec), datetime(2026, 11, 26, tzinfo=UTC))
     assert day.input.run == str(world / "2026-11-26") and day.output.path == str(world / "daily/2026-11-26")

@@ -1,7 +1,5 @@
 """Whole jobs over rows of 16 to 1,500 tokens: a row's result is the same alone, beside longer rows and in any batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`run --local`: one worker in the driver's own process, without Ray, and the same rows."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -35,7 +32,7 @@ from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
 
-def test_a_local_run_has_the_rows_and_the_fingerprint_of_any_other(tmp_path: Path) -> None:
+def test_a_local_run_has_the_rows_and_the_fingerprint_of_any_other(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 12)
     specs = [write_spec(tmp_path, rows=rows, out=name) for name in ("local", "other")]
     assert main(["run", str(specs[0]), "--local", "--quiet"]) == 0
@@ -48,9 +45,7 @@ def test_a_local_run_has_the_rows_and_the_fingerprint_of_any_other(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(tmp_path, capsys):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
     for key, message in {
         "workers.count=2": "workers.count: 2 workers, but --local has one; allowed: auto, 1",
@@ -68,7 +63,7 @@ def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path: Path) -> None:
+def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 48, longest=40)
     spec = write_spec(tmp_path, rows=rows, batching={"max_rows": 1})
     command = [
@@ -117,13 +112,7 @@ class Reads:
 
 
 @pytest.mark.parametrize("kind", ["local disk", "without locks", pytest.param("s3", marks=pytest.mark.s3)])
-def test_results_of_units_that_are_done_are_not_read_again(
-    kind: str,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_results_of_units_that_are_done_are_not_read_again(kind, tmp_path, request, monkeypatch, capsys):
     url, options = str(tmp_path / "run"), None
     more: dict[str, Any] = {}
     if kind == "s3":
@@ -164,9 +153,7 @@ def no_locks(*_: object) -> None:
     raise OSError(errno.ENOSYS, "no locks")
 
 
-def test_a_file_that_appears_late_in_a_shared_folder_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_appears_late_in_a_shared_folder_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "APPEARS_S", 0.5)
     store = open_store(str(tmp_path))
     unit = CommittedUnit(0, unit_name(0), "", 1, 1, 0, 0, 1, "0" * 64)
@@ -185,15 +172,13 @@ def test_a_file_that_appears_late_in_a_shared_folder_is_waited_for(
         files.look("w0", unit)
 
 
-def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path, capsys):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
     assert main(["run", str(spec), "--local", "--quiet", "--set", "model.device=cuda"]) == 2
     assert "model.device: 'cuda', but torch" in capsys.readouterr().err
 
 
-def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.setattr("draftmill.jobs.drive.ray_session._init", lambda **options: None)
     for given, expected in ((None, "0"), ("7", "7")):
         monkeypatch.setattr("os.environ", {} if given is None else {"RAY_worker_niceness": given})
@@ -202,9 +187,7 @@ def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwis
         assert int(os.environ.pop("RAY_gcs_server_request_timeout_seconds")) > 60, "Ray's own limit"
 
 
-def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_starts_have_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_starts_have_them(monkeypatch):
     """Names of Ray's own: a version without them would quietly start everything again."""
     parts = ("start_api_server", "start_monitor", "start_log_monitor")
     before = {name: getattr(Node, name) for name in parts}
@@ -219,13 +202,13 @@ def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_sta
     assert {name: getattr(Node, name) for name in parts} == before
 
 
-def test_a_small_model_gets_one_thread() -> None:
+def test_a_small_model_gets_one_thread():
     resources = WorkerResources(cpus=1.0, gpus=0.0, threads=16)
     wanted = {0: 1, 3_700_000: 1, 135_000_000: 6, 8_000_000_000: 16}
     assert {size: fitting_threads(resources, size).threads for size in wanted} == wanted
 
 
-def test_a_run_is_resumed_with_inputs_that_have_moved(tmp_path: Path):
+def test_a_run_is_resumed_with_inputs_that_have_moved(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 12)
     spec = write_spec(tmp_path, rows=rows)
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
@@ -239,9 +222,7 @@ def test_a_run_is_resumed_with_inputs_that_have_moved(tmp_path: Path):
     assert rows_of(tmp_path / "run").equals(before)
 
 
-def test_a_resumed_run_on_a_disk_reads_the_files_of_earlier_units_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_on_a_disk_reads_the_files_of_earlier_units_side_by_side(tmp_path, monkeypatch):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     with monkeypatch.context() as patch, pytest.raises(FailpointError):
         patch.setenv("DRAFTMILL_FAILPOINTS", "commit.before_manifest=raise")

@@ -1,7 +1,5 @@
 """Whole jobs on masked-diffusion models: rows of tokens, without a tokenizer, infilled and completed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftmill.storage.errors import UserError
-from tests.runs.causal_jobs import job_spec, results_of, run_here
+from tests.runs.causal_jobs import next_job
 
 MASK, END = 90, 88
 CANVASES: dict[str, list[int | None]] = {
@@ -20,24 +18,10 @@ CANVASES: dict[str, list[int | None]] = {
     "none": [1, 2, 3],
 }
 INFILL: dict[str, Any] = {"kind": "infill", "mask": {"kind": "given"}}
-GIVEN: dict[str, Any] = {"columns": {"tokens": "ids"}}
 
 
-def decoded(
-    folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], task: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    name = f"run-{len(list(folder.glob('run-*')))}"
-    spec = job_spec(
-        folder,
-        rows,
-        task=task,
-        decoder=decoder,
-        input={"path": str(folder / "rows.jsonl")} | GIVEN,
-        model={"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
-        output={"path": str(folder / name), "unit_rows": 8},
-    )
-    run_here(spec)
-    return results_of(spec)
+def decoded(folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], task: dict[str, Any]) -> Any:
+    return next_job(folder, rows, task=task, decoder=decoder)
 
 
 @pytest.fixture
@@ -46,7 +30,7 @@ def world(golden: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_given_holes_are_filled_by_every_decoder_of_masked_diffusion(world: Path) -> None:
+def test_given_holes_are_filled_by_every_decoder_of_masked_diffusion(world):
     rows = [{"id": name, "ids": ids} for name, ids in CANVASES.items()]
     found = {
         kind: decoded(world, {"kind": kind, "block_length": 4}, rows, INFILL)
@@ -67,7 +51,7 @@ def test_given_holes_are_filled_by_every_decoder_of_masked_diffusion(world: Path
 
 
 @pytest.mark.slow
-def test_caches_refreshes_and_trees_of_a_job_change_no_text_but_where_it_is_said(world: Path) -> None:
+def test_caches_refreshes_and_trees_of_a_job_change_no_text_but_where_it_is_said(world):
     rows = [{"id": str(index), "ids": [7 * index, 3, *[None] * 14]} for index in range(6)]
     cached: dict[str, Any] = {"block_length": 4, "cache": "dual_strict", "refresh": 6}
     base = decoded(world, {"kind": "stepwise", **cached}, rows, INFILL)
@@ -83,7 +67,7 @@ def test_caches_refreshes_and_trees_of_a_job_change_no_text_but_where_it_is_said
 
 
 @pytest.mark.slow
-def test_a_prompt_is_completed_as_far_as_its_first_end_token(world: Path) -> None:
+def test_a_prompt_is_completed_as_far_as_its_first_end_token(world):
     rows = [{"id": str(index), "ids": [index, 7, 30 + index]} for index in range(12)]
     task = {"kind": "complete", "max_new_tokens": 10}
     free = decoded(world, {"kind": "stepwise", "block_length": 5}, rows, task)
@@ -117,9 +101,7 @@ def test_a_prompt_is_completed_as_far_as_its_first_end_token(world: Path) -> Non
         ({"kind": "autoregressive"}, {"kind": "score"}, "does not run on models of family 'llada'; allowed: stepwise"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_decoded_is_refused_by_name(
-    world: Path, decoder: dict[str, Any], task: dict[str, Any], message: str
-) -> None:
+def test_what_can_not_be_decoded_is_refused_by_name(world, decoder, task, message):
     with pytest.raises(UserError) as caught:
         decoded(world, decoder, [{"id": "a", "ids": [1, None]}], task)
     assert message in str(caught.value)

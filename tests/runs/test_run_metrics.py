@@ -1,11 +1,8 @@
 """Metrics in whole jobs: judges beside score jobs and transformers' own law, `metrics:` in specs, and workers on Ray."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +21,7 @@ from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.results.test_measure import by_id, contents, right_but_f, write
 from tests.jobs.results.written_runs import spec_for, write_run
-from tests.runs.causal_jobs import World, job_spec, make_world, run_here
+from tests.runs.causal_jobs import World, make_world, run_here
 
 TEXTS = {
     "a": "import os\n",
@@ -58,7 +55,7 @@ def judged(world: World, tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.mark.slow
-def test_a_judge_gives_the_models_law(world: World, judged: Store) -> None:
+def test_a_judge_gives_the_models_law(world, judged):
     for name in "abd":
         for prefix, before in (("judge", ""), ("after", f"def {name}(x):")):
             prompt, ids = world.ids(before), world.tokenizer.encode(TEXTS[name])
@@ -72,15 +69,14 @@ def test_a_judge_gives_the_models_law(world: World, judged: Store) -> None:
             )
 
 
-def test_a_judge_gives_what_a_score_job_gives(world: World, judged: Store, tmp_path: Path) -> None:
+def test_a_judge_gives_what_a_score_job_gives(world, judged, tmp_path):
     rows = [{"id": name, "completion": text} for name, text in TEXTS.items()]
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    scored = run_here(job_spec(tmp_path, rows, task={"kind": "score"}, model=model))
+    scored = run_here(world.spec(tmp_path, rows, task={"kind": "score"}))
     for name, row in scored.items():
         assert by_id(judged, "judge_logprob")[name] == row["logprob"]
 
 
-def test_texts_that_a_judge_can_not_score_fail_alone(judged: Store) -> None:
+def test_texts_that_a_judge_can_not_score_fail_alone(judged):
     assert by_id(judged, "judge_logprob")["long"] is None and by_id(judged, "judge_logprob")["none"] is None
     errors = {(error.id, error.metric): error.message for _, found in read_metric_errors(judged) for error in found}
     assert set(errors) == {("long", "judge"), ("none", "judge"), ("long", "after"), ("none", "after")}
@@ -104,7 +100,7 @@ def job(folder: Path, *metrics: Any) -> Path:
     return folder / "job.yaml"
 
 
-def test_a_run_measures_the_metrics_of_its_spec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_measures_the_metrics_of_its_spec(tmp_path, capsys):
     words = ["run", str(job(tmp_path, "exact_match", "rougeL")), "--local", "--quiet"]
     assert main(words) == 0
     assert "exact_match  0.0000  mean of 3 samples" in capsys.readouterr().out
@@ -120,9 +116,7 @@ def test_a_run_measures_the_metrics_of_its_spec(tmp_path: Path, capsys: pytest.C
     assert main(["verify", str(tmp_path / "run")]) == 0
 
 
-def test_metrics_that_can_not_be_measured_are_refused_before_decoding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_that_can_not_be_measured_are_refused_before_decoding(tmp_path, capsys):
     assert main(["run", str(job(tmp_path, {"kind": "judge", "model": "builtin:nothing"})), "--local", "--quiet"]) == 2
     assert "metrics.0.model" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -130,7 +124,7 @@ def test_metrics_that_can_not_be_measured_are_refused_before_decoding(
 
 @pytest.mark.skipif("n" not in Sampling.model_fields, reason="no sampling.n in this version")
 @pytest.mark.skipif(problem("kernel") is not None, reason=f"no kernel sandbox here: {problem('kernel')}")
-def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path: Path) -> None:
+def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path):
     """Units of two samples cut the rows of three apart."""
     spec = yaml.safe_load(job(tmp_path).read_text())
     code = {"kind": "pass_at_k", "k": [1, 2], "program": "assert len('''{text}''') % 2", "allow_code_execution": True}
@@ -173,7 +167,7 @@ def has_all_values(folder: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_sweep_loads_a_judge_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_loads_a_judge_once(tmp_path, monkeypatch):
     built: list[str] = []
     original = registry.build_meter
 
@@ -188,9 +182,7 @@ def test_a_sweep_loads_a_judge_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_sweep_on_ray_keeps_its_measuring_workers(
-    tmp_path: Path, ray_session: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_on_ray_keeps_its_measuring_workers(tmp_path, ray_session, monkeypatch):
     """With their judges: MeasureWorker.begin keeps those that it has loaded."""
     pools: list[RayPool] = []
     started: list[RayPool] = []
@@ -212,7 +204,7 @@ def test_a_sweep_on_ray_keeps_its_measuring_workers(
     assert has_all_values(tmp_path)
 
 
-def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path: Path, ray_session: ModuleType) -> None:
+def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path, ray_session):
     store = write(tmp_path)
     (tmp_path / "mortal.py").write_text(
         f"import os, pathlib\n\ndef measure(row):\n    mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
@@ -226,8 +218,8 @@ def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path: Path, ra
 @pytest.mark.ray
 @pytest.mark.slow
 def test_rows_that_end_their_worker_or_never_end_have_the_reason_and_all_others_are_measured(
-    tmp_path: Path, ray_session: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, ray_session, monkeypatch
+):
     """The metric holds its process so that no signal interrupts it on the row e."""
     monkeypatch.setattr(finished_measure, "MARGIN_S", 1.0)
     store = write(tmp_path, right_but_f, workers={"stall_s": 1})

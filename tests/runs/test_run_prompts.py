@@ -1,7 +1,5 @@
 """Jobs with a template, a system message and few-shot examples: planned and decoded alike, identified by content."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -51,7 +49,7 @@ def write_shots(world: World, shots: list[dict[str, Any]]) -> dict[str, Any]:
     return {"path": str(path), "k": 2}
 
 
-def test_planning_and_workers_make_the_same_prompt_of_a_template_and_examples(world: World) -> None:
+def test_planning_and_workers_make_the_same_prompt_of_a_template_and_examples(world):
     rows = run_here(spec_of(world, "first", examples=write_shots(world, SHOTS)))
     for name, question in (("a", "x"), ("b", "yy")):
         prompt = f"0:a0 1:a1 {question}:"
@@ -62,7 +60,7 @@ def test_planning_and_workers_make_the_same_prompt_of_a_template_and_examples(wo
     assert plan.results["prompt"] == {"template": TEMPLATE, "examples": {"rows": SHOTS[:2]}}
 
 
-def test_examples_count_by_content_and_a_seed_draws_them_once(world: World) -> None:
+def test_examples_count_by_content_and_a_seed_draws_them_once(world):
     shots = write_shots(world, SHOTS)
     run_here(spec_of(world, "kept", examples=shots))
     store = open_store(str(world.folder / "kept"))
@@ -85,7 +83,7 @@ def test_examples_count_by_content_and_a_seed_draws_them_once(world: World) -> N
     assert drawn[0] == drawn[1] != drawn[2] and all(row in SHOTS for rows in drawn for row in rows)
 
 
-def test_examples_that_are_not_there_and_columns_that_no_row_has_are_refused_before_any_work(world: World) -> None:
+def test_examples_that_are_not_there_and_columns_that_no_row_has_are_refused_before_any_work(world):
     for examples, message in (
         ({"path": str(world.folder / "absent.jsonl"), "k": 1}, r"prompt\.examples\.path: nothing is at"),
         (write_shots(world, SHOTS) | {"k": 10}, r"prompt\.examples\.k: 10, but .* has 9 rows"),
@@ -108,16 +106,14 @@ def test_examples_that_are_not_there_and_columns_that_no_row_has_are_refused_bef
     assert not (world.folder / "never" / "_plan.json").exists()
 
 
-def test_validate_shows_the_finished_first_prompt(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_shows_the_finished_first_prompt(world, monkeypatch, capsys):
     without_ray(monkeypatch)
     spec = spec_of(world, "shown", examples=write_shots(world, SHOTS)).model_dump(mode="json")
     assert run(spec, world.folder / "shown.yaml", "validate") == 0
     assert "  | 0:a0 1:a1 x:[4]\n" in capsys.readouterr().out
 
 
-def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path, monkeypatch):
     guide = (Path(__file__).parents[2] / "docs" / "prompts.md").read_text()
     rows = re.findall(r"^    (\S.*)$", guide.partition("```yaml")[0], re.MULTILINE)
     (tmp_path / "questions.csv").write_text("\n".join(rows))

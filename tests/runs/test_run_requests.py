@@ -1,7 +1,5 @@
 """OpenAI batch requests and rows with columns of settings, through whole jobs: each row as in a job that has its settings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -77,7 +75,7 @@ def spec_of(folder: Path, rows: list[dict[str, Any]], name: str, **sections: Any
 
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.slow
-def test_each_request_is_answered_as_by_a_job_with_its_settings(folder: Path, decoder: str) -> None:
+def test_each_request_is_answered_as_by_a_job_with_its_settings(folder, decoder):
     requests = requests_of(OWN)
     found = run_here(spec_of(folder, requests, f"mixed-{decoder}", decoder=DECODERS[decoder]))
     assert all(row["status"] == "ok" for row in found.values())
@@ -107,7 +105,7 @@ def test_each_request_is_answered_as_by_a_job_with_its_settings(folder: Path, de
     assert {row["finish"] for row in found.values()} >= {"stop", "length"}
 
 
-def test_columns_of_a_table_say_the_same_as_requests(folder: Path) -> None:
+def test_columns_of_a_table_say_the_same_as_requests(folder):
     rows: list[dict[str, Any]] = [
         {"id": f"c{number}", "prompt": prompt, "t": t, "p": p, "m": most, "s": stop}
         for number, (prompt, (t, p, most, stop)) in enumerate(
@@ -132,9 +130,7 @@ def test_columns_of_a_table_say_the_same_as_requests(folder: Path) -> None:
     assert len({row["new_tokens"] for row in found.values()}) > 3
 
 
-def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(folder, monkeypatch):
     without_ray(monkeypatch)
     bad: list[dict[str, Any]] = [
         {"custom_id": "many", "url": COMPLETIONS, "body": {"prompt": "x", "n": 3}},
@@ -181,7 +177,7 @@ def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(
             assert [len(one) for one in told["top_logprobs"] or []] == [5] * count * (name == "r2")
 
 
-def test_a_changed_column_of_settings_is_another_job(folder: Path) -> None:
+def test_a_changed_column_of_settings_is_another_job(folder):
     made = spec_of(folder, [{"id": "a", "prompt": "x", "t": 0.5}], "fingerprint")
     with_column = made.input.model_copy(update={"columns": made.input.columns.model_copy(update={"temperature": "t"})})
     other = made.model_copy(update={"input": with_column})
@@ -190,7 +186,7 @@ def test_a_changed_column_of_settings_is_another_job(folder: Path) -> None:
     assert made.results_key() != shown.results_key()
 
 
-def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_written(folder: Path) -> None:
+def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_written(folder):
     from draftmill.jobs.plan.resolve import resolve
     from draftmill.storage.errors import UserError
     from draftmill.storage.stores.store import open_store
@@ -204,9 +200,7 @@ def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_wr
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so(folder, tmp_path, capsys):
     shutil.copytree(folder / "model", tmp_path / "model")
     recommended = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "eos_token_id": 2}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))

@@ -3,8 +3,6 @@
 The workers are processes of Ray: they find their credentials in the environment and the server by `s3.endpoint`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import dataclass
@@ -78,9 +76,7 @@ def unit_files(folder: str) -> list[str]:
     return [f"{folder}/unit-{unit:08d}.parquet" for unit in range(UNITS)]
 
 
-def test_a_run_on_s3_is_complete_and_has_the_rows_of_a_run_on_disk(
-    job: Job, finished: tuple[Path, S3Store], s3_server: S3Server, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_on_s3_is_complete_and_has_the_rows_of_a_run_on_disk(job, finished, s3_server, capsys):
     _, store = finished
     assert rows_of(store).equals(job.expected)
     assert names(store, "data/") == unit_files("data") and names(store, "traces/") == unit_files("traces")
@@ -91,7 +87,7 @@ def test_a_run_on_s3_is_complete_and_has_the_rows_of_a_run_on_disk(
     assert f"{UNITS} done, 0 running, 0 to go" in capsys.readouterr().out
 
 
-def test_a_units_facts_are_in_its_metadata_and_no_credentials_are_anywhere(finished: tuple[Path, S3Store]):
+def test_a_units_facts_are_in_its_metadata_and_no_credentials_are_anywhere(finished):
     _, store = finished
     manifest = read_manifest(store)
     assert manifest is not None
@@ -102,9 +98,7 @@ def test_a_units_facts_are_in_its_metadata_and_no_credentials_are_anywhere(finis
     assert not [name for name in names(store) if b"test-secret" in store.get(name)]
 
 
-def test_a_finished_run_says_so_and_writes_and_deletes_nothing(
-    finished: tuple[Path, S3Store], s3_server: S3Server, capsys: pytest.CaptureFixture[str]
-):
+def test_a_finished_run_says_so_and_writes_and_deletes_nothing(finished, s3_server, capsys):
     spec, store = finished
     before = list(store.list())
     s3_server.app.requests.clear()
@@ -114,7 +108,7 @@ def test_a_finished_run_says_so_and_writes_and_deletes_nothing(
     assert f"{store.url} is already finished" in capsys.readouterr().out
 
 
-def test_rows_are_read_from_s3_packed_lines_and_tables_alike(job: Job):
+def test_rows_are_read_from_s3_packed_lines_and_tables_alike(job):
     lines = job.rows.read_bytes().splitlines(keepends=True)
     half = len(lines) // 2
     table = pa.Table.from_pylist([json.loads(line) for line in lines[half:]])
@@ -131,7 +125,7 @@ def test_rows_are_read_from_s3_packed_lines_and_tables_alike(job: Job):
     assert names(inputs) == ["first.jsonl.gz", "second.parquet"]
 
 
-def test_lost_answers_slow_downs_and_broken_bodies_spoil_nothing(job: Job, s3_server: S3Server):
+def test_lost_answers_slow_downs_and_broken_bodies_spoil_nothing(job, s3_server):
     # As many answers as a writer has patience for: a twin, or the unit's next attempt, finds the file there.
     s3_server.fail("lost", part=unit_files("data")[-1], times=ATTEMPTS)
     s3_server.fail("lost", part="/data/", times=2, every=2)
@@ -150,7 +144,7 @@ def test_lost_answers_slow_downs_and_broken_bodies_spoil_nothing(job: Job, s3_se
     assert job.verify(store) == 0
 
 
-def test_a_store_that_ignores_conditions_is_refused(job: Job, s3_server: S3Server, capsys: pytest.CaptureFixture[str]):
+def test_a_store_that_ignores_conditions_is_refused(job, s3_server, capsys):
     s3_server.fail("ignore_conditions", times=ALWAYS)
     spec, store = job.spec("careless")
     assert main(["run", str(spec)]) == 2

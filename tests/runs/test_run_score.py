@@ -1,7 +1,5 @@
 """Whole jobs that score texts on a tiny random model: the scores are transformers' own law."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -9,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.plan.resolve import resolved_of
-from draftmill.jobs.results.verify import check_invariance
-from draftmill.jobs.run.validate import validate
-from draftmill.storage.runs.commit import Manifest, done_units, read_unit
-from draftmill.storage.runs.unit_facts import UnitFacts, unit_name
-from draftmill.storage.stores.store import open_store
-from tests.runs.causal_jobs import World, job_spec, make_world, run_here
+from tests.runs.causal_jobs import World, make_world, run_here
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +28,7 @@ TEXTS: list[dict[str, Any]] = [
 def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
     """Folder and results of a job that scores texts."""
     folder = tmp_path_factory.mktemp("scores")
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    return folder, run_here(job_spec(folder, TEXTS, task={"kind": "score"}, model=model))
+    return folder, run_here(world.spec(folder, TEXTS, task={"kind": "score"}))
 
 
 def law_of(world: World, ids: list[int], first: int) -> list[float]:
@@ -48,7 +38,7 @@ def law_of(world: World, ids: list[int], first: int) -> list[float]:
     return [float(laws[place - 1, ids[place]]) for place in range(first, len(ids))]
 
 
-def test_scores_are_the_models_law(world: World, scored: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+def test_scores_are_the_models_law(world, scored):
     for row in TEXTS[:3]:
         found = scored[1][row["id"]]
         before, text = row.get("prompt", ""), str(row.get("completion", row.get("text")))
@@ -63,44 +53,18 @@ def test_scores_are_the_models_law(world: World, scored: tuple[Path, dict[str, d
         assert found["fills"] is None and found["drafter"] is None
 
 
-def test_a_greedy_text_is_greedy_and_another_is_not(world: World, tmp_path: Path) -> None:
+def test_a_greedy_text_is_greedy_and_another_is_not(world, tmp_path):
     ids = [7]
     with torch.no_grad():
         for _ in range(12):
             ids.append(int(world.model(torch.tensor([ids])).logits[0, -1].argmax()))
     rows = [{"id": "chosen", "tokens": ids}, {"id": "other", "tokens": [*ids[:-1], (ids[-1] + 1) % 100]}]
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
     source = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}}
-    found = run_here(job_spec(tmp_path, rows, task={"kind": "score"}, model=model, input=source))
+    found = run_here(world.spec(tmp_path, rows, task={"kind": "score"}, input=source))
     assert {name: row["is_greedy"] for name, row in found.items()} == {"chosen": True, "other": False}
     assert found["chosen"]["logprob_stderr"] is None
 
 
-def test_texts_that_can_not_be_scored_fail_alone(scored: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+def test_texts_that_can_not_be_scored_fail_alone(scored):
     kinds = {name: row["error_kind"] for name, row in scored[1].items() if row["status"] == "failed"}
     assert kinds == {"nothing": "empty_text", "long": "too_long"}
-
-
-def test_a_text_is_scored_alike_alone(
-    world: World, scored: tuple[Path, dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = open_store(str(scored[0] / "run"))
-    plan = load_plan(store)
-    assert plan is not None
-    committed = [read_unit(store, unit_name(unit)) for unit in done_units(store)]
-    manifest = Manifest(plan.fingerprint, 2, UnitFacts(committed))
-    assert check_invariance(resolved_of(plan), plan, manifest, samples=len(TEXTS)) == 1.0
-    assert "3 equal (100.0%)" in capsys.readouterr().out
-
-
-def test_a_dry_run_says_what_is_scored(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    assert validate(job_spec(tmp_path, TEXTS, task={"kind": "score"}, model=model)) == 0
-    said = capsys.readouterr().out
-    count = len(world.tokenizer.encode(TEXTS[0]["text"]))
-    for part in (
-        "score, decoder autoregressive",
-        f"{count} to score from position 1 on",
-        "to score",
-    ):
-        assert part in said, f"{part!r} is not in\n{said}"

@@ -1,7 +1,5 @@
 """Whole jobs that score texts with builtin models of every family: scores agree with what the decoders say, and runs resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import sysconfig
@@ -79,7 +77,7 @@ def scored_again(folder: Path, model: str, generated: dict[str, dict[str, Any]],
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_any_subset_models_score_is_the_log_probability_of_its_infill(tmp_path: Path, temperature: float) -> None:
+def test_an_any_subset_models_score_is_the_log_probability_of_its_infill(tmp_path, temperature):
     rows = [{"id": str(n), "text": text} for n, text in enumerate(pieces(6, 90))]
     task = {"kind": "infill", "mask": {"kind": "random", "rate": 0.4}}
     filled = ran(spec(tmp_path, "asarm-tiny", rows, task=task, sampling={"temperature": temperature}))
@@ -123,9 +121,7 @@ def tokens_of(row: dict[str, Any], text: str) -> list[int]:
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.slow
-def test_a_score_is_the_log_probability_of_a_completion(
-    tmp_path: Path, model: str, decoder: dict[str, Any], temperature: float
-) -> None:
+def test_a_score_is_the_log_probability_of_a_completion(tmp_path, model, decoder, temperature):
     rng = np.random.default_rng(3)
     prompts = {str(n): rng.integers(300, 1500, 6 + 3 * n).tolist() for n in range(6)}
     task = {"kind": "complete", "max_new_tokens": 12, "ignore_eos": True}
@@ -170,7 +166,7 @@ def sums_by_hand(model: str, tokens: list[int], first: int, key: int) -> list[fl
 
 
 @pytest.mark.slow
-def test_a_masked_models_score_is_the_mean_over_its_masks(tmp_path: Path) -> None:
+def test_a_masked_models_score_is_the_mean_over_its_masks(tmp_path):
     texts = pieces(5, 60)
     rows = [{"id": str(n), "prompt": text[:30], "completion": text[30:]} for n, text in enumerate(texts)]
     task = {"kind": "score", "estimate": {"kind": "llada", "samples": SAMPLES}}
@@ -211,9 +207,7 @@ def specs(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.slow
-def test_scores_are_the_same_alone_in_a_resumed_run_and_in_a_dry_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_are_the_same_alone_in_a_resumed_run_and_in_a_dry_run(tmp_path, capsys):
     for name, file in specs(tmp_path):
         found = ran(file)
         assert all(row["status"] == "ok" and row["logprob"] < 0 for row in found.values()), name
@@ -236,7 +230,7 @@ def test_scores_are_the_same_alone_in_a_resumed_run_and_in_a_dry_run(
         assert "to score" in said and "memory" in said, f"{name}:\n{said}"
 
 
-def test_a_masks_score_shows_the_text_and_its_holes(tmp_path: Path) -> None:
+def test_a_masks_score_shows_the_text_and_its_holes(tmp_path):
     texts = pieces(4, 200)
     rows = [{"id": str(n), "text": text} for n, text in enumerate(texts)]
     found = ran(spec(tmp_path, "asarm-tiny", rows, task={"kind": "score", "mask": {"kind": "lines", "count": 2}}))

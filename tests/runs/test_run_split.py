@@ -1,14 +1,11 @@
 """Jobs with a model split over two processes: a whole run on a real Ray that loses a process; refusals before loading."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import threading
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,9 +42,7 @@ def kill_one_while_the_first_unit_is_written(data: Path, killed: list[int]) -> N
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_a_job_with_a_split_model_that_loses_a_process_writes_the_texts_of_one_process(
-    ray_session: ModuleType, tmp_path: Path
-) -> None:
+def test_a_job_with_a_split_model_that_loses_a_process_writes_the_texts_of_one_process(ray_session, tmp_path):
     save_model(tmp_path / "model", ends=[2])
     killed: list[int] = []
     output = {"path": str(tmp_path / "run"), "unit_rows": 2}
@@ -73,9 +68,7 @@ def refused(spec: dict[str, Any] | JobSpec, folder: Path, capsys: pytest.Capture
     return capsys.readouterr().err
 
 
-def test_a_family_without_a_plan_is_refused_by_name_before_its_weights_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_without_a_plan_is_refused_by_name_before_its_weights_are_read(tmp_path, capsys):
     save_random(tmp_path / "model", "gpt2", vocab_size=2048)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_bytes((TOKENIZER / name).read_bytes())
@@ -83,7 +76,7 @@ def test_a_family_without_a_plan_is_refused_by_name_before_its_weights_are_read(
     assert "workers.gpus_per_model: 2, but models of family 'gpt2' can't be split; allowed: 1 " in said
 
 
-def test_local_refuses_a_split_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_refuses_a_split_model(tmp_path, capsys):
     save_model(tmp_path / "model", ends=[2])
     said = refused(job_spec(tmp_path, ROWS, workers=SPLIT), tmp_path, capsys, "--local")
     assert "workers.gpus_per_model: 2, but --local runs a model in one process" in said

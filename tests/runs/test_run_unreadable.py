@@ -1,18 +1,12 @@
 """A job without one readable row, and a finished run that has lost a file."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from draftmill.jobs.cli import main
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 
 
-def test_a_job_without_a_readable_row_loads_no_model_and_says_why_each_row_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_without_a_readable_row_loads_no_model_and_says_why_each_row_failed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("draftmill.actors.loop.worker.load_networks", lambda *_, **__: pytest.fail("loads the model"))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('x\n{"id": "a"},\n[3]\n')
@@ -24,9 +18,7 @@ def test_a_job_without_a_readable_row_loads_no_model_and_says_why_each_row_faile
     assert main(["verify", str(tmp_path / "run")]) == 0
 
 
-def test_a_lost_file_of_a_finished_run_is_named_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_file_of_a_finished_run_is_named_with_the_remedy(tmp_path, capsys):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
     lost, run = tmp_path / "run" / "data" / "unit-00000000.parquet", str(tmp_path / "run")

@@ -1,7 +1,5 @@
 """Watching whole jobs: the metrics that Ray serves of a run on it, logs in every form, and notices."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -23,7 +21,6 @@ from draftmill.jobs.drive.metrics import METRICS
 from draftmill.jobs.results.status import Read, events_of, line_of
 from draftmill.jobs.schedule.events import Finish
 from draftmill.storage.runs.lease import LeaseLost
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 
@@ -33,9 +30,7 @@ EXPORT_S = 60.0
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_metrics_of_a_real_run_are_served_and_agree_with_its_results(
-    ray_session: ModuleType, tmp_path: Path
-) -> None:
+def test_the_metrics_of_a_real_run_are_served_and_agree_with_its_results(ray_session, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 12)
     with rows.open("a") as file:
         file.write('{"id": "bad", "tokens": "no list"}\n')
@@ -107,9 +102,7 @@ def notices_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_with_log_json_every_line_of_a_run_is_an_event_and_the_last_one_sums_it_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_log_json_every_line_of_a_run_is_an_event_and_the_last_one_sums_it_up(tmp_path, capsys):
     spec = spec_in(tmp_path, name="job")
     assert main(["run", str(spec), "--local", "--log", "json"]) == 0
     printed = capsys.readouterr()
@@ -131,9 +124,7 @@ def test_with_log_json_every_line_of_a_run_is_an_event_and_the_last_one_sums_it_
     assert [event["exit_code"] for event in events if event["event"] == "ended"] == [2]
 
 
-def test_logs_prints_what_drivers_and_workers_noted_in_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_prints_what_drivers_and_workers_noted_in_order(tmp_path, capsys):
     spec = spec_in(tmp_path, name="job")
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
     for unit in ("00000001", "00000002"):
@@ -155,20 +146,7 @@ def test_logs_prints_what_drivers_and_workers_noted_in_order(
     assert main(["logs", str(tmp_path / "nothing")]) == 2
 
 
-def test_the_log_is_on_s3_too(
-    s3_url: str, s3_options: S3Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
-    spec = spec_in(tmp_path, output={"path": s3_url, "unit_rows": 4}, s3=s3)
-    assert main(["run", str(spec), "--local", "--quiet"]) == 0
-    options = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", str(s3_options.region)]
-    assert main(["logs", s3_url, "--json", *options]) == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [event["event"] for event in events][-1] == "ended" and sum(e["event"] == "done" for e in events) == 3
-    assert main(["verify", s3_url, *options]) == 0
-
-
-def test_a_finished_run_sends_one_notice_with_its_summary_and_its_repetition_none(tmp_path: Path) -> None:
+def test_a_finished_run_sends_one_notice_with_its_summary_and_its_repetition_none(tmp_path):
     command, out = keeper(tmp_path)
     spec = spec_in(tmp_path, name="job", notify={"command": command})
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
@@ -180,32 +158,21 @@ def test_a_finished_run_sends_one_notice_with_its_summary_and_its_repetition_non
     assert notice["text"] == "draftmill run job: finished; 12 of 12 samples ok"
 
 
-def test_a_run_that_fails_sends_a_notice_and_keeps_its_exit_code(tmp_path: Path) -> None:
+def test_a_run_that_fails_sends_a_notice_and_keeps_its_exit_code(tmp_path):
     command, out = keeper(tmp_path)
     failing = [sys.executable, "-c", "import sys; sys.exit(9)"]
     spec = spec_in(tmp_path, notify=[{"command": command}, {"command": failing}])
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"id": "bad", "tokens": "no list"}\n')
-    assert main(["run", str(spec), "--local", "--quiet"]) == 3
+    for _ in range(2):  # the second time it has ended before
+        assert main(["run", str(spec), "--local", "--quiet"]) == 3
     assert main(["run", str(spec), "--local", "--quiet", "--set", "input.path=nowhere.jsonl"]) == 2
     first, second = notices_in(out)
     assert (first["event"], first["exit_code"], first["samples"]["failed"]) == ("failure", 3, 1)
     assert (second["event"], second["exit_code"]) == ("failure", 2) and "nowhere.jsonl" in second["message"]
 
 
-def test_a_run_that_had_ended_before_sends_nothing_whatever_its_exit_code(tmp_path: Path) -> None:
-    command, out = keeper(tmp_path)
-    spec = spec_in(tmp_path, notify={"command": command})
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('{"id": "bad", "tokens": "no list"}\n')
-    for _ in range(2):
-        assert main(["run", str(spec), "--local", "--quiet"]) == 3
-    assert len(notices_in(out)) == 1
-
-
-def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(tmp_path, capsys):
     spec = spec_in(tmp_path, notify={"command": keeper(tmp_path)[0]})
     with patch("draftmill.jobs.run.outcome.payload", side_effect=RuntimeError("no facts")):
         assert main(["run", str(spec), "--local"]) == 0
@@ -214,9 +181,7 @@ def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(
     assert "nowhere.jsonl" in capsys.readouterr().err
 
 
-def test_a_driver_that_loses_its_lease_says_so_in_the_log_and_to_no_receiver(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_driver_that_loses_its_lease_says_so_in_the_log_and_to_no_receiver(tmp_path, capsys):
     command, out = keeper(tmp_path)
     spec = spec_in(tmp_path, notify={"command": command, "on": ["failure", "interrupt"]})
     with patch.object(Driver, "run", side_effect=LeaseLost("another driver took over")):
@@ -227,7 +192,7 @@ def test_a_driver_that_loses_its_lease_says_so_in_the_log_and_to_no_receiver(
     assert (last["event"], last["message"]) == ("ended", "another driver took over") and not notices_in(out)
 
 
-def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path: Path) -> None:
+def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path):
     spec = spec_in(tmp_path)
     assert main(["run", str(spec), "--local", "--quiet"]) == 0
     store, read = open_store(str(tmp_path / "run")), Read()
@@ -245,18 +210,7 @@ def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path: Path) -
     assert len(list(events_of(store))) == len(first) + 1
 
 
-def test_what_a_notice_needs_is_checked_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = spec_in(tmp_path, notify={"command": "no-such-command-here"})
-    assert main(["run", str(spec), "--local", "--quiet"]) == 2
-    assert "notify.0.command: 'no-such-command-here' is not a command here" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_secrets_of_a_notice_are_nowhere_in_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_secrets_of_a_notice_are_nowhere_in_the_run(tmp_path, capsys, monkeypatch):
     secret = "q7x2m9w4k1"
     monkeypatch.setenv("HOOK_TOKEN", secret)
     spec = spec_in(tmp_path, notify={"command": ["sh", "-c", "echo no: $HOOK_TOKEN >&2; exit 1"]})
@@ -269,7 +223,7 @@ def test_the_secrets_of_a_notice_are_nowhere_in_the_run(
     assert main(["run", str(spec), "--local", "--quiet", "--set", "notify=[]"]) == 0, "the same job"
 
 
-def test_an_interrupted_run_tells_those_who_ask_for_it_and_nobody_else(tmp_path: Path) -> None:
+def test_an_interrupted_run_tells_those_who_ask_for_it_and_nobody_else(tmp_path):
     command, out = keeper(tmp_path)
     spec = spec_in(tmp_path, notify=[{"command": command}, {"command": command, "on": ["interrupt"]}])
     with patch.object(Driver, "run", lambda self: Finish("drained", "SIGTERM")):

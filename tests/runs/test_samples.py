@@ -1,7 +1,5 @@
 """`sampling.n`: several samples of a row, each with its own key and result row."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -53,7 +51,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_row_comes_back_once_for_each_sample_with_a_key_and_a_text_of_its_own(done: Path) -> None:
+def test_every_row_comes_back_once_for_each_sample_with_a_key_and_a_text_of_its_own(done):
     many, one = (rows_of(done / out).to_pylist() for out in ("many", "one"))
     names = [(row["id"], row["sample"]) for row in many]
     assert sorted(names) == sorted((f"{name}", n) for name in [*(f"r{k}" for k in range(5)), "bad"] for n in range(N))
@@ -68,19 +66,19 @@ def test_every_row_comes_back_once_for_each_sample_with_a_key_and_a_text_of_its_
 
 
 @pytest.mark.slow
-def test_a_run_of_several_samples_keeps_its_promises(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_several_samples_keeps_its_promises(done, capsys):
     assert main(["verify", str(done / "many"), "--invariance", "6"]) == 0
     assert "6 equal (100.0%)" in capsys.readouterr().out
     assert main(["status", str(done / "many")]) == 0
     assert "18 of 18 done" in capsys.readouterr().out
 
 
-def test_a_dry_run_counts_samples(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_counts_samples(done, capsys):
     assert main(["validate", str(done / "many.yaml")]) == 0
     assert "18 samples" in capsys.readouterr().out
 
 
-def test_verify_finds_a_sample_that_took_the_place_of_another(done: Path, tmp_path: Path, capsys: Any) -> None:
+def test_verify_finds_a_sample_that_took_the_place_of_another(done, tmp_path, capsys):
     shutil.copytree(done / "many", tmp_path / "run")
     unit = tmp_path / "run" / "data" / "unit-00000000.parquet"
     table = pq.read_table(unit)
@@ -91,7 +89,7 @@ def test_verify_finds_a_sample_that_took_the_place_of_another(done: Path, tmp_pa
     assert "planned rows are missing" in capsys.readouterr().out
 
 
-def test_choices_of_an_openai_answer_are_the_samples_of_its_row(done: Path, tmp_path: Path) -> None:
+def test_choices_of_an_openai_answer_are_the_samples_of_its_row(done, tmp_path):
     out = tmp_path / "out.jsonl"
     assert main(["export", str(done / "many"), "--format", "openai", "--out", str(out)]) == 0
     rows = {(row["id"], row["sample"]): row for row in rows_of(done / "many").to_pylist()}
@@ -111,7 +109,7 @@ def test_choices_of_an_openai_answer_are_the_samples_of_its_row(done: Path, tmp_
     assert failed["custom_id"] == "bad" and failed["response"] is None
 
 
-def test_a_second_pass_decodes_every_sample_of_a_failed_row_as_if_it_had_not_failed(tmp_path: Path) -> None:
+def test_a_second_pass_decodes_every_sample_of_a_failed_row_as_if_it_had_not_failed(tmp_path):
     """`run_with` makes a row fail, and all of its samples with it; the second pass decodes each of them."""
     rows = write_rows(tmp_path / "rows.jsonl", 5)
     changes = {
@@ -145,7 +143,7 @@ def test_a_second_pass_decodes_every_sample_of_a_failed_row_as_if_it_had_not_fai
     assert exports["mended"] == exports["well"] and len(exports["well"]) == 10
 
 
-def test_samples_of_an_infilled_row_have_the_same_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_an_infilled_row_have_the_same_holes(tmp_path, monkeypatch):
     without_ray(monkeypatch)
     rows = [{"id": f"r{number}", "text": text * 3} for number, text in enumerate(TEXTS)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -173,9 +171,7 @@ def test_samples_of_an_infilled_row_have_the_same_holes(tmp_path: Path, monkeypa
         ({"sampling": {"n": 2}, "task": {"kind": "score"}}, "sampling.n: 2, but the task 'score' draws nothing"),
     ],
 )
-def test_a_number_of_samples_that_makes_no_sense_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_of_samples_that_makes_no_sense_is_refused(tmp_path, changes, message, capsys):
     (tmp_path / "rows.jsonl").write_text('{"id": "a", "prompt": "x"}\n')
     file = tmp_path / "bad.yaml"
     file.write_text(yaml.safe_dump(spec(tmp_path, "bad", n=1) | changes))

@@ -1,7 +1,5 @@
 """`draftmill submit` and `draftmill stop` on a real Ray with its job API: shipped code, exit codes, following, stopping."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -70,9 +68,7 @@ def submitted(tmp_path: Path, address: str, *options: str) -> int:
     return main(["submit", "job.yaml", "--address", address, "--working-dir", ".", *shared, *options])
 
 
-def test_submitted_jobs_ship_their_code_and_end_with_the_drivers_own_exit_codes(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_submitted_jobs_ship_their_code_and_end_with_the_drivers_own_exit_codes(address, tmp_path, monkeypatch, capfd):
     fine = folder_of(tmp_path, "fine", 12)
     others = {
         3: folder_of(tmp_path, "too-many-fail", 12, bad=1, errors={"max_rate": 0.0}),
@@ -95,9 +91,7 @@ def test_submitted_jobs_ship_their_code_and_end_with_the_drivers_own_exit_codes(
 
 
 @pytest.mark.soak
-def test_a_stopped_job_ends_with_4_and_the_next_submission_resumes_it(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_stopped_job_ends_with_4_and_the_next_submission_resumes_it(address, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(folder_of(tmp_path, "long", 100))
     variables = {VARIABLE: "worker.step=sleep:20:600"}  # after a few units the worker makes no progress
     (tmp_path / "env.json").write_text(json.dumps({"env_vars": variables}))

@@ -1,7 +1,5 @@
 """Whole sweeps with one worker in this process: equal to single runs, planned once, resumable, and wrong cases fail alone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -26,7 +24,6 @@ from draftmill.jobs.plan.resolve import resolved_of
 from draftmill.jobs.plan.worker_job import make_job
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import read_metrics
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import GOLDEN, forked, rows_of, unequal, write_rows
@@ -88,7 +85,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_case_equals_a_run_of_its_spec_alone(finished: Path, tmp_path: Path):
+def test_every_case_equals_a_run_of_its_spec_alone(finished, tmp_path):
     for name, changes in CASES.items():
         spec = base(finished / "rows.jsonl")
         for key, value in changes.items():
@@ -104,7 +101,7 @@ def test_every_case_equals_a_run_of_its_spec_alone(finished: Path, tmp_path: Pat
         assert [table.equals(other) for table, other in zip(ours.tables(), alone.tables(), strict=True)] == [True] * 3
 
 
-def test_every_case_is_a_complete_run_directory(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_case_is_a_complete_run_directory(finished, tmp_path, capsys):
     for name in CASES:
         run = str(finished / "out" / "cases" / name)
         assert main(["verify", run]) == 0
@@ -120,7 +117,7 @@ def test_every_case_is_a_complete_run_directory(finished: Path, tmp_path: Path, 
     ]
 
 
-def test_a_case_goes_on_by_itself_with_draftmill_run(finished: Path, tmp_path: Path):
+def test_a_case_goes_on_by_itself_with_draftmill_run(finished, tmp_path):
     """Its spec is in its plan."""
     copy = tmp_path / "case"
     shutil.copytree(finished / "out" / "cases" / "k2", copy)
@@ -132,9 +129,7 @@ def test_a_case_goes_on_by_itself_with_draftmill_run(finished: Path, tmp_path: P
     assert unequal(rows_of(copy), rows_of(finished / "out" / "cases" / "k2")) == []
 
 
-def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(finished, capsys):
     before = contents(finished / "out")
     assert sweep(finished / "sweep.yaml") == 0
     assert contents(finished / "out") == before
@@ -153,11 +148,6 @@ def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(
     (command,) = [line.removeprefix("compare them: draftmill ") for line in out.splitlines() if "compare them" in line]
     assert main([*command.split(), "--json"]) == 0
     assert "k2" in capsys.readouterr().out
-
-
-def test_a_sweep_says_that_it_sends_no_notices(finished: Path, capsys: pytest.CaptureFixture[str]):
-    assert sweep(finished / "sweep.yaml", "--set", "notify={command: [sh]}") == 0
-    assert "a sweep sends no notices" in capsys.readouterr().err
 
 
 # ---- one plan
@@ -211,9 +201,7 @@ def canvases(run: Path) -> dict[str, tuple[int, list[int]]]:
 
 
 @pytest.mark.slow
-def test_rows_are_read_and_tokenized_once_and_every_case_has_the_same_ids_and_canvases(
-    tmp_path: Path, measured: list[int]
-):
+def test_rows_are_read_and_tokenized_once_and_every_case_has_the_same_ids_and_canvases(tmp_path, measured):
     cases = {
         "k2": {"decoder.k": 2},
         "plain": {"decoder": {"kind": "any_subset"}},
@@ -227,7 +215,7 @@ def test_rows_are_read_and_tokenized_once_and_every_case_has_the_same_ids_and_ca
 
 
 @pytest.mark.slow
-def test_cases_with_other_rows_or_canvases_are_planned_apart(tmp_path: Path, measured: list[int]):
+def test_cases_with_other_rows_or_canvases_are_planned_apart(tmp_path, measured):
     cases = {
         "a": {},
         "few": {"input.limit": 4},
@@ -242,9 +230,7 @@ def test_cases_with_other_rows_or_canvases_are_planned_apart(tmp_path: Path, mea
 
 
 @pytest.mark.slow
-def test_rows_with_settings_of_their_own_share_a_plan_only_where_the_same_ones_are_allowed(
-    tmp_path: Path, measured: list[int]
-):
+def test_rows_with_settings_of_their_own_share_a_plan_only_where_the_same_ones_are_allowed(tmp_path, measured):
     """`parallel` does not record log-probabilities, so that a row may not ask for them."""
     rows = [{"id": f"r{number}", "tokens": [7, None, 9, None], "heat": 0.5} for number in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -276,7 +262,7 @@ def sweep_here(path: str, points: str, log: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished: Path, tmp_path: Path):
+def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished, tmp_path):
     shutil.copy(finished / "rows.jsonl", tmp_path)
     path = write_sweep(tmp_path, CASES)
     kept: dict[str, tuple[str, int]] = {}
@@ -307,7 +293,7 @@ def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished: P
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_sweep_with_code_4_and_the_next_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_signal_ends_a_sweep_with_code_4_and_the_next_goes_on(tmp_path, capsys):
     path = write_sweep(tmp_path, CASES, batching={"max_rows": 1})
     process = forked(sweep_here, str(path), "worker.step=sleep:30:4", str(tmp_path / "log"))
     deadline_s = time.monotonic() + 120
@@ -323,7 +309,7 @@ def test_a_signal_ends_a_sweep_with_code_4_and_the_next_goes_on(tmp_path: Path, 
     assert [rows_of(tmp_path / "out" / "cases" / name).num_rows for name in CASES] == [12, 12, 12]
 
 
-def test_a_second_driver_is_refused_while_the_first_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_second_driver_is_refused_while_the_first_runs(tmp_path, capsys):
     from draftmill.storage.runs.lease import acquire
 
     path = write_sweep(tmp_path, CASES)
@@ -334,9 +320,7 @@ def test_a_second_driver_is_refused_while_the_first_runs(tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_a_case_that_another_driver_holds_is_left_to_it_and_the_others_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_case_that_another_driver_holds_is_left_to_it_and_the_others_run(tmp_path, capsys):
     from draftmill.storage.runs.lease import acquire
 
     path = write_sweep(tmp_path, CASES)
@@ -352,9 +336,7 @@ def test_a_case_that_another_driver_holds_is_left_to_it_and_the_others_run(
 
 
 @pytest.mark.slow
-def test_wrong_cases_are_named_together_before_work_starts_and_the_others_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_wrong_cases_are_named_together_before_work_starts_and_the_others_run(tmp_path, capsys):
     cases = {
         "good": {},
         "zero": {"decoder.k": 0},
@@ -376,7 +358,7 @@ def test_wrong_cases_are_named_together_before_work_starts_and_the_others_run(
     assert [case["name"] for case in json.loads((tmp_path / "out" / "sweep.json").read_text())["cases"]] == ["good"]
 
 
-def test_a_sweep_of_which_no_case_can_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_sweep_of_which_no_case_can_run_writes_nothing(tmp_path, capsys):
     for cases in ({"a": {"decoder.k": 0}, "b": {"decoder.k": -1}}, {"a": {"input.limit": 1}, "b": {"input.limit": 2}}):
         sections: dict[str, Any] = {}
         if "input.limit" in cases["a"]:  # found only by planning
@@ -391,7 +373,7 @@ def test_a_sweep_of_which_no_case_can_run_writes_nothing(tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_the_worst_case_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_worst_case_gives_the_exit_code(tmp_path, capsys):
     """Row-1 has an id that the model does not have: one of 12 rows fails, more than one in a hundred."""
     rows = write_rows(tmp_path / "rows.jsonl", 12)
     lines = rows.read_text().splitlines()
@@ -410,9 +392,7 @@ def test_the_worst_case_gives_the_exit_code(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(tmp_path, capsys):
     assert sweep(write_sweep(tmp_path, {"a": {}, "b": {"decoder.k": 2}})) == 0
     before = {name: state for name, state in contents(tmp_path / "out").items() if name.startswith("cases")}
     capsys.readouterr()
@@ -429,9 +409,7 @@ def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(
 
 
 @pytest.mark.slow
-def test_metrics_of_a_sweep_are_measured_for_every_case_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_metrics_of_a_sweep_are_measured_for_every_case_once(tmp_path, capsys, monkeypatch):
     cases = {"k2": {"decoder.k": 2}, "plain": {"decoder": {"kind": "any_subset"}}}
     path = write_sweep(tmp_path, cases, **texts(tmp_path))
     assert sweep(path) == 0
@@ -460,9 +438,7 @@ def test_metrics_of_a_sweep_are_measured_for_every_case_once(
     assert contents(tmp_path / "out") == before
 
 
-def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(tmp_path, capsys):
     path = write_sweep(tmp_path, {"a": {}, "b": {"decoder.k": 2}}, **texts(tmp_path))
     path.write_text(path.read_text() + "metrics: [rouged]\n")
     assert sweep(path) == 2
@@ -474,7 +450,7 @@ def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path, monkeypatch):
     """The cases alternate between two models; the sweep does not."""
     shutil.copytree(GOLDEN, tmp_path / "other")
     cases = {
@@ -497,26 +473,23 @@ def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_cases_loads_and_tokens_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_shows_cases_and_loads_and_writes_nothing(tmp_path, capsys):
     path = write_sweep(tmp_path, CASES | {"zero": {"decoder.k": 0}})
-    masked = sum(row.count(None) for row in (json.loads(line)["tokens"] for line in (tmp_path / "rows.jsonl").open()))
     assert sweep(path, "--dry-run") == 2
     captured = capsys.readouterr()
     assert "zero: decoder.k: 0 is not allowed" in captured.err
     assert not (tmp_path / "out").exists()
     assert "4 cases, 1 model load on each worker" in captured.out
-    assert "k2: decoder.k: 2" in captured.out
-    lines = [line.split() for line in captured.out.splitlines()]
-    table = {line[0]: line for line in lines if line and line[0] in CASES and len(line) == 4}
-    assert [(line[1], line[2], line[3]) for line in table.values()] == [
-        ("model", "12", f"{masked:,}"), ("-", "12", f"{masked:,}"), ("-", "12", f"{masked:,}")
-    ]  # fmt: skip
-    assert "~" not in captured.out, "all rows were read"
+    assert "k2: decoder.k: 2; loads " in captured.out
+    lines = captured.out.splitlines()
+    assert [line.rpartition("; ")[2] for line in lines if line.strip().partition(":")[0] in CASES] == [
+        *("loads model", "loads nothing", "loads nothing")
+    ]
 
 
 @pytest.mark.s3
 @pytest.mark.slow
-def test_a_sweep_on_s3_is_the_sweep_on_disk(finished: Path, tmp_path: Path, s3_url: str, s3_options: S3Options):
+def test_a_sweep_on_s3_is_the_sweep_on_disk(finished, tmp_path, s3_url, s3_options):
     shutil.copy(finished / "rows.jsonl", tmp_path)
     s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
     path = write_sweep(tmp_path, CASES, out=s3_url, s3=s3)

@@ -1,42 +1,27 @@
 """Sweeps on a real Ray: the same processes work for every case and load each model once; a dead one is replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.sweep import sweep as jobs_sweep
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.store import open_store
-from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal, write_rows
+from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal
+from tests.runs.test_sweep import write_sweep as write_sweep_of
 
 pytestmark = pytest.mark.ray
 
 
 def write_sweep(folder: Path, cases: dict[str, Any]) -> Path:
-    rows = write_rows(folder / "rows.jsonl", 12)
-    base = {
-        "task": {"kind": "infill", "mask": {"kind": "given"}},
-        "input": {"path": str(rows), "columns": {"id": "id", "tokens": "tokens"}},
-        "model": {"path": str(GOLDEN), "tokenizer": "none", "device": "cpu"},
-        "decoder": {"kind": "assd", "k": 3},
-        "output": {"unit_rows": 3},
-    }
-    path = folder / "sweep.yaml"
-    path.write_text(
-        yaml.safe_dump({"base": base, "cases": cases, "output": {"path": str(folder / "out")}}, sort_keys=False)
-    )
-    return path
+    return write_sweep_of(folder, cases, output={"unit_rows": 3})
 
 
 def ups(case: Path) -> list[dict[str, Any]]:
@@ -50,7 +35,7 @@ def ups(case: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_session: ModuleType, tmp_path: Path):
+def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_session, tmp_path):
     """The cases alternate between the models in the file."""
     shutil.copytree(GOLDEN, tmp_path / "other")
     models = (str(GOLDEN), str(tmp_path / "other"))
@@ -72,7 +57,7 @@ def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_se
 
 @pytest.mark.slow
 def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_has_fails_alone(
-    ray_session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ray_session, tmp_path, monkeypatch, capsys
 ):
     cases: dict[str, Any] = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
     original = jobs_sweep.decode_case

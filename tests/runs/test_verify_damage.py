@@ -1,7 +1,5 @@
 """What `draftmill verify` is for: every kind of damage to a finished run, made on purpose, is found and said in words."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -181,13 +179,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
-def test_verify_finds_a_sound_run_sound(sound: Path):
+def test_verify_finds_a_sound_run_sound(sound):
     assert main(["verify", str(sound)]) == 0
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_verify_finds(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str):
+def test_verify_finds(sound, tmp_path, capsys, kind):
     run = copied(sound, tmp_path / "run")
     damage, words = DAMAGES[kind]
     damage(run)
@@ -199,9 +197,7 @@ def test_verify_finds(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("name", ["_plan.json", "plan"])
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"PAR1 and no more"])
-def test_a_damaged_plan_is_said_in_words(
-    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None
-):
+def test_a_damaged_plan_is_said_in_words(sound, tmp_path, capsys, name, content):
     run = shutil.copytree(sound, tmp_path / "run")
     path = run / name if name.startswith("_") else next((run / name).iterdir())
     if content is None:
@@ -215,9 +211,7 @@ def test_a_damaged_plan_is_said_in_words(
         assert code in {0, 1, 2} and (code or command[0] != "verify")
 
 
-def test_a_copied_run_is_as_good_as_the_first_and_its_damage_is_found_too(
-    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_copied_run_is_as_good_as_the_first_and_its_damage_is_found_too(sound, tmp_path, capsys):
     run = shutil.copytree(sound, tmp_path / "run")
     assert main(["verify", str(run)]) == 0
     assert "the run was copied" in capsys.readouterr().out
@@ -230,9 +224,7 @@ def test_a_copied_run_is_as_good_as_the_first_and_its_damage_is_found_too(
 
 
 @pytest.mark.parametrize("damage", ["cut off", "overwritten"])
-def test_export_names_a_damaged_file_in_one_line_and_a_remedy(
-    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
+def test_export_names_a_damaged_file_in_one_line_and_a_remedy(sound, tmp_path, capsys, damage):
     run, spec = copied(sound, tmp_path / "run"), tmp_path / "spec.yaml"
     data = unit(run).read_bytes()
     half = len(data) // 2
@@ -253,8 +245,8 @@ def test_export_names_a_damaged_file_in_one_line_and_a_remedy(
 @pytest.mark.parametrize("name", ["_manifest.json", "_lease.json"])
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"units": [{"unit": 0}]}', "\\udc80"])
 def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is_fine_without_it(
-    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
-) -> None:
+    sound, tmp_path, capsys, name, content
+):
     run = copied(sound, tmp_path / "run")
     (run / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
@@ -276,9 +268,7 @@ def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is
 
 
 @pytest.mark.parametrize("gone", [["_manifest.json"], ["_SUCCESS"], ["_manifest.json", "data/unit-00000001.parquet"]])
-def test_a_run_that_lacks_its_manifest_or_success_is_not_finished_and_gets_them_again(
-    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: list[str]
-) -> None:
+def test_a_run_that_lacks_its_manifest_or_success_is_not_finished_and_gets_them_again(sound, tmp_path, capsys, gone):
     run = copied(sound, tmp_path / "run")
     for name in gone:
         (run / name).unlink()
@@ -289,9 +279,7 @@ def test_a_run_that_lacks_its_manifest_or_success_is_not_finished_and_gets_them_
     assert main(["verify", str(run)]) == 0
 
 
-def test_samples_are_not_decoded_again_from_inputs_that_have_changed(
-    sound: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_are_not_decoded_again_from_inputs_that_have_changed(sound, capsys):
     rows = sound.with_name("rows.jsonl")
     before, content = rows.stat(), rows.read_text()
     try:
@@ -307,13 +295,8 @@ def test_samples_are_not_decoded_again_from_inputs_that_have_changed(
 
 @pytest.mark.parametrize(("exact", "code"), [(True, 1), (False, 0)])
 def test_a_sample_that_differs_when_it_is_decoded_alone_breaks_the_promise_of_an_exact_run(
-    sound: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    exact: bool,
-    code: int,
-) -> None:
+    sound, tmp_path, capsys, monkeypatch, exact, code
+):
     run = copied(sound, tmp_path / "run")
     edited("_manifest.json", lambda found: [one.update(exact=exact) for one in found["units"]])(run)
     real, asked = verify.result_of, list[int]()
@@ -331,9 +314,7 @@ def test_a_sample_that_differs_when_it_is_decoded_alone_breaks_the_promise_of_an
     assert ("BROKEN: the run is `exact: true`, but" in out) == exact
 
 
-def test_a_trace_of_another_attempt_is_found_and_a_deleted_one_is_not_missed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_of_another_attempt_is_found_and_a_deleted_one_is_not_missed(tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", 8, longest=8)
     spec = write_spec(tmp_path, rows=rows, output={"path": str(tmp_path / "run"), "unit_rows": 4, "trace": "steps"})
     with without_ray():

@@ -1,7 +1,5 @@
 """Stores of every kind for one test body."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from pathlib import Path

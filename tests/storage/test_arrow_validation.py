@@ -1,7 +1,5 @@
 """Arrow data whose offsets point nowhere is refused before it is touched; a strange value is no reason to."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 import sys
@@ -28,7 +26,7 @@ def stream_of(table: pa.Table) -> bytes:
 
 
 @pytest.mark.parametrize("offset", [2**30, -1, -(2**31)])
-def test_an_offset_that_points_nowhere_is_a_damaged_file(tmp_path: Path, offset: int) -> None:
+def test_an_offset_that_points_nowhere_is_a_damaged_file(tmp_path, offset):
     data = stream_of(pa.table({"id": [0, 1, 2, 3], "text": TEXTS}))
     offsets = struct.pack("<5i", 0, 3, 6, 6, 11)
     assert data.count(offsets) == 1
@@ -41,7 +39,7 @@ def test_an_offset_that_points_nowhere_is_a_damaged_file(tmp_path: Path, offset:
         list(read_rows(file, [(1, None)]))
 
 
-def test_a_column_whose_name_is_no_utf8_is_a_damaged_file(tmp_path: Path) -> None:
+def test_a_column_whose_name_is_no_utf8_is_a_damaged_file(tmp_path):
     data = stream_of(pa.table({"naïve": TEXTS}))
     path = tmp_path / "a.arrow"
     path.write_bytes(data.replace("naïve".encode(), b"na\xff\xfeve"))
@@ -50,7 +48,7 @@ def test_a_column_whose_name_is_no_utf8_is_a_damaged_file(tmp_path: Path) -> Non
         list(iterate(file, columns={"text": "text"}))
 
 
-def test_a_table_that_ends_early_is_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_ends_early_is_a_damaged_file(tmp_path, monkeypatch):
     """A damaged page header may end a column without an error: rows must not vanish quietly."""
     pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
     (file,) = list_inputs(str(tmp_path / "a.parquet"))
@@ -84,13 +82,13 @@ BEYOND_THE_DAY = pa.array([2**62], pa.int64()).view(pa.time64("ns"))
     ],
     ids=lambda column: str(column.type),
 )
-def test_a_strange_value_is_sound(column: pa.Array) -> None:
+def test_a_strange_value_is_sound(column):
     with pytest.raises(pa.ArrowInvalid):
         column.validate(full=True)
     sound(pa.record_batch({"x": column}))
 
 
-def test_every_text_and_time_has_a_plain_form() -> None:
+def test_every_text_and_time_has_a_plain_form():
     kinds = [pa.string(), pa.large_string(), pa.string_view(), pa.time32("s"), pa.date32(), pa.decimal128(9, 2)]
     assert [plain_form(kind) for kind in kinds] == [
         pa.binary(),
@@ -115,7 +113,7 @@ def write(name: str, table: pa.Table, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 @pytest.mark.slow
-def test_a_text_that_all_rows_share_is_unpacked_for_a_few_rows_at_a_time(tmp_path: Path, name: str) -> None:
+def test_a_text_that_all_rows_share_is_unpacked_for_a_few_rows_at_a_time(tmp_path, name):
     rows, text = 3000, "x" * 2_000_000
     shared = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
     if name == "a.parquet":  # as most writers leave it: the type says nothing of the dictionary
@@ -136,7 +134,7 @@ def test_a_text_that_all_rows_share_is_unpacked_for_a_few_rows_at_a_time(tmp_pat
     assert [row.values for row in read_rows(file, [(2999, None), (7, None)])] == [{"text": text}] * 2
 
 
-def test_a_large_row_group_of_texts_of_their_own_is_read_in_flat_memory(tmp_path: Path) -> None:
+def test_a_large_row_group_of_texts_of_their_own_is_read_in_flat_memory(tmp_path):
     path = tmp_path / "a.parquet"
     texts = pa.array(f"{number} " + "x" * 2000 for number in range(40_000))
     pq.write_table(pa.table({"text": texts}), path, compression="zstd")
@@ -152,9 +150,7 @@ def test_a_large_row_group_of_texts_of_their_own_is_read_in_flat_memory(tmp_path
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 @pytest.mark.parametrize("coded", [False, True])
-def test_a_row_beyond_the_bound_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, coded: bool
-) -> None:
+def test_a_row_beyond_the_bound_fails_alone(tmp_path, monkeypatch, name, coded):
     monkeypatch.setattr("draftmill.storage.inputs.tables.MAX_ROW_BYTES", 500)
     monkeypatch.setattr("draftmill.storage.inputs.tables.PORTION_BYTES", 500)
     texts = ["a" * 400, "b" * 501, None, "c" * 500, "d" * 200, "b" * 501]
@@ -197,7 +193,7 @@ print(*outcomes)
 
 @pytest.mark.parametrize(("name", "shared_bytes"), [("a.parquet", 2**26), ("a.parquet", 0), ("a.arrow", 0)])
 @pytest.mark.slow
-def test_any_byte_of_a_table_may_be_another_one(tmp_path: Path, name: str, shared_bytes: int) -> None:
+def test_any_byte_of_a_table_may_be_another_one(tmp_path, name, shared_bytes):
     """Rows or a clear error, for each byte with one bit, another bit, or all of them turned; in a process of its own,
     since what goes wrong may end it."""
     path = write(name, pa.table({"id": ["a", "b", None], "tokens": [[1, 2], None, [3]]}), tmp_path)

@@ -1,7 +1,5 @@
 """Errors cross process borders whole, and say where the user should look."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -11,13 +9,13 @@ from draftmill.storage.runs.lease import LeaseHeld
 from draftmill.storage.stores.interface import AlreadyExists, Stat
 
 
-def test_a_user_error_leads_with_its_field() -> None:
+def test_a_user_error_leads_with_its_field():
     assert str(UserError("nothing is at 'x'", field="input.path")) == "input.path: nothing is at 'x'"
     assert str(UserError("plain")) == "plain"
     assert isinstance(UserError("plain"), ValueError)
 
 
-def test_a_row_error_has_kind_stage_and_message() -> None:
+def test_a_row_error_has_kind_stage_and_message():
     error = RowError("bad_json", "read", "line 3")
     assert (error.kind, error.stage, error.message) == ("bad_json", "read", "line 3")
 
@@ -31,12 +29,12 @@ def test_a_row_error_has_kind_stage_and_message() -> None:
         AlreadyExists(Stat("a", 1, "e", {"unit": "1"})),
     ],
 )
-def test_an_error_survives_the_way_between_processes(error: Exception) -> None:
+def test_an_error_survives_the_way_between_processes(error):
     again = copy.copy(error)  # by the same protocol that messages between workers use
     assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
 
 
-def test_messages_quote_little_of_what_is_long() -> None:
+def test_messages_quote_little_of_what_is_long():
     assert brief("short") == "'short'" and brief("x" * 10**6) == f"'{'x' * 80}'... (1,000,000 characters)"
     assert list_names([]) == "nothing" and list_names({"a": 1, "b": 2}) == "'a', 'b'"
     many = list_names("y" * 1000 for _ in range(5000))

@@ -1,7 +1,5 @@
 """A LoRA adapter is merged once and computes what PEFT computes with it; one that does not fit is refused by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
@@ -68,7 +66,7 @@ def merged(tmp_path: Path, base: str = "base", adapter: str = "adapter") -> Path
     ],
 )
 @pytest.mark.slow
-def test_a_merged_model_computes_what_peft_computes(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+def test_a_merged_model_computes_what_peft_computes(tmp_path, name, settings):
     model = save_random(tmp_path / "base", name)
     plain, _ = theirs(model, TOKENS)
     adapted = train(model, tmp_path / "adapter", settings)
@@ -93,9 +91,7 @@ def test_a_merged_model_computes_what_peft_computes(tmp_path: Path, name: str, s
         ("phi3", {}, ["qkv_proj", "gate_up_proj"]),
     ],
 )
-def test_an_adapter_of_a_model_outside_the_table_computes_what_peft_computes(
-    name: str, more: dict[str, Any], targets: list[str], tmp_path: Path
-) -> None:
+def test_an_adapter_of_a_model_outside_the_table_computes_what_peft_computes(name, more, targets, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
@@ -118,7 +114,7 @@ def refused(tmp_path: Path, adapter: str = "adapter", base: str = "base") -> str
     return str(caught.value)
 
 
-def test_an_adapter_of_another_model_is_refused_with_what_does_not_fit(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_refused_with_what_does_not_fit(tmp_path):
     train(save_random(tmp_path / "base", "llama"), tmp_path / "adapter", LLAMA)
     save_random(tmp_path / "narrow", "llama", hidden_size=16, head_dim=4)
     assert "size mismatch" in refused(tmp_path, base="narrow")
@@ -133,7 +129,7 @@ def test_an_adapter_of_another_model_is_refused_with_what_does_not_fit(tmp_path:
     assert "Target modules" in refused(tmp_path, base="gpt2")
 
 
-def test_what_can_not_be_merged_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_can_not_be_merged_is_refused_by_name(tmp_path):
     import peft
 
     model = save_random(tmp_path / "base", "qwen3")
@@ -189,9 +185,7 @@ def write_adapter(folder: Path, weights: dict[str, torch.Tensor], settings: dict
         ("mdlm", D2F | {"target_modules": ["attn_qkv"]}),
     ],
 )
-def test_an_adapter_is_added_to_a_diffusion_models_tensors_under_their_names(
-    tmp_path: Path, golden: Path, name: str, settings: dict[str, Any]
-) -> None:
+def test_an_adapter_is_added_to_a_diffusion_models_tensors_under_their_names(tmp_path, golden, name, settings):
     copy_changed(golden / name, tmp_path / "base", config={"mask_token_id": 64})
     expected = write_adapter(tmp_path / "adapter", load_file(golden / name / "model.safetensors"), settings)
     ours = load_file(merged(tmp_path) / "model.safetensors")
@@ -201,7 +195,7 @@ def test_an_adapter_is_added_to_a_diffusion_models_tensors_under_their_names(
     assert inspect_model(tmp_path / "adapter-merged") == inspect_model(tmp_path / "base")
 
 
-def test_a_merged_dream_computes_what_peft_computes(tmp_path: Path) -> None:
+def test_a_merged_dream_computes_what_peft_computes(tmp_path):
     model = save_random(tmp_path / "base", "qwen2", tie_word_embeddings=False)
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"model_type": "Dream", "mask_token_id": 60}))
@@ -213,7 +207,7 @@ def test_a_merged_dream_computes_what_peft_computes(tmp_path: Path) -> None:
     torch.testing.assert_close(backbone.logits(look_alone(backbone, TOKENS)), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_an_adapter_of_parts_that_a_diffusion_model_lacks_is_refused(tmp_path: Path, golden: Path) -> None:
+def test_an_adapter_of_parts_that_a_diffusion_model_lacks_is_refused(tmp_path, golden):
     weights = load_file(golden / "dream" / "model.safetensors")
     write_adapter(tmp_path / "adapter", weights, D2F)
     shutil.copytree(golden / "llada", tmp_path / "base")
@@ -233,27 +227,27 @@ def test_an_adapter_of_parts_that_a_diffusion_model_lacks_is_refused(tmp_path: P
         ),
     ],
 )
-def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, files: list[str], message: str) -> None:
+def test_a_folder_that_is_no_adapter_is_refused(tmp_path, files, message):
     for name in files:
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match=r"^model\.adapter: .*" + message):
         fetch_model("builtin:ar-tiny", adapter=str(tmp_path))
 
 
-def test_an_adapter_that_is_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
+def test_an_adapter_that_is_a_pointer_of_git_lfs_is_named_as_one(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(UserError, match=r"^model\.adapter: .*adapter_model\.safetensors is a pointer of git-lfs"):
         fetch_model("builtin:ar-tiny", adapter=str(tmp_path))
 
 
-def test_an_adapter_that_is_not_there_is_refused() -> None:
+def test_an_adapter_that_is_not_there_is_refused():
     for path in ("/no/such/folder", "builtin:ar-tiny", "nobody/no-such-adapter"):
         with pytest.raises(UserError, match=r"^model\.adapter: .*(is not a folder|neither a local folder)"):
             fetch_model("builtin:ar-tiny", adapter=path)
 
 
-def test_an_adapter_of_another_hub_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_adapter_of_another_hub_model_is_refused_by_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/Base"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     _check_adapter(tmp_path, "a", "owner/base")
@@ -262,7 +256,7 @@ def test_an_adapter_of_another_hub_model_is_refused_by_name(tmp_path: Path) -> N
         _check_adapter(tmp_path, "a", "owner/other")
 
 
-def test_without_peft_the_message_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_message_says_how_to_go_on(tmp_path, monkeypatch):
     train(save_random(tmp_path / "base", "llama"), tmp_path / "adapter", LLAMA)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
@@ -271,9 +265,7 @@ def test_without_peft_the_message_says_how_to_go_on(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_model_and_adapter_are_merged_once_and_both_are_in_the_fingerprint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_and_adapter_are_merged_once_and_both_are_in_the_fingerprint(tmp_path, monkeypatch):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     train(save_random(base, "llama"), adapter, LLAMA)
     folder = fetch_model(str(base), adapter=str(adapter))
@@ -291,7 +283,7 @@ def test_model_and_adapter_are_merged_once_and_both_are_in_the_fingerprint(
     assert other != folder and adapter_hash(other) != first and model_hash(other) == model_hash(base)
 
 
-def test_a_job_without_an_adapter_keeps_its_fingerprint() -> None:
+def test_a_job_without_an_adapter_keeps_its_fingerprint():
     data = {
         "task": {"kind": "complete"},
         "input": {"path": "a.jsonl"},

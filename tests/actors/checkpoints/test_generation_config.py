@@ -1,7 +1,5 @@
 """No key of a checkpoint's generation config, or of an OpenAI request, is silently ignored: honoured, neutral, or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ OTHER_VALUE: dict[str, Any] = {
 }
 
 
-def test_every_key_of_transformers_generation_config_is_honoured_read_elsewhere_or_refused() -> None:
+def test_every_key_of_transformers_generation_config_is_honoured_read_elsewhere_or_refused():
     for key in GenerationConfig().to_dict():
         assert sum((key in HONOURED, key in ELSEWHERE, key in NEUTRAL)) == 1, key
         if key in NEUTRAL:
@@ -54,12 +52,12 @@ def test_every_key_of_transformers_generation_config_is_honoured_read_elsewhere_
         from_checkpoint(Sampling(), {"nobody_knows": 1}, PATH)
 
 
-def test_what_transformers_calls_neutral_by_default_is_not_refused() -> None:
+def test_what_transformers_calls_neutral_by_default_is_not_refused():
     defaults = GenerationConfig._get_default_generation_params()
     assert from_checkpoint(Sampling(), defaults, PATH) == Sampling(temperature=0.0, top_k=50, top_p=1.0)
 
 
-def test_a_spec_comes_before_its_checkpoint() -> None:
+def test_a_spec_comes_before_its_checkpoint():
     found = from_checkpoint(Sampling(), QWEN3, PATH)
     assert (found.temperature, found.top_k, found.top_p, found.repetition_penalty) == (0.6, 20, 0.95, 1.0)
     own = Sampling(temperature=1.0, top_k=None, from_checkpoint=True)
@@ -73,7 +71,7 @@ def test_a_spec_comes_before_its_checkpoint() -> None:
             from_checkpoint(Sampling(), bad, PATH)
 
 
-def test_the_file_is_read_from_the_folder_of_the_model(tmp_path: Path) -> None:
+def test_the_file_is_read_from_the_folder_of_the_model(tmp_path):
     assert read_generation(tmp_path) == {}
     (tmp_path / PATH).write_text(json.dumps(QWEN3))
     assert read_generation(tmp_path) == QWEN3
@@ -118,7 +116,7 @@ VLLM = (
 
 
 @pytest.mark.parametrize("endpoint", OPENAI)
-def test_every_key_of_a_request_is_honoured_without_effect_or_refused_by_name(endpoint: str) -> None:
+def test_every_key_of_a_request_is_honoured_without_effect_or_refused_by_name(endpoint):
     strange = {"strange": "value"}
     for key in (*OPENAI[endpoint], *VLLM):
         problems = list(requests.problems_of({key: strange}, {}, endpoint))

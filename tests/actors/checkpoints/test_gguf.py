@@ -1,7 +1,5 @@
 """A GGUF file gives the model and the tokenizer that it was made from, once, or a refusal that says why and what to do."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
@@ -56,7 +54,7 @@ def logits(backbone: Any) -> torch.Tensor:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt2"])
-def test_the_weights_of_a_file_are_those_of_the_checkpoint_it_was_made_from(tmp_path: Path, name: str) -> None:
+def test_the_weights_of_a_file_are_those_of_the_checkpoint_it_was_made_from(tmp_path, name):
     changes = {"attention_bias": False} if name == "llama" else {}
     model = save_random(tmp_path / "original", name, **changes)
     folder = made(tmp_path, write_gguf(tmp_path / "m.gguf", model))
@@ -67,7 +65,7 @@ def test_the_weights_of_a_file_are_those_of_the_checkpoint_it_was_made_from(tmp_
     assert read_config(folder)["architectures"] == [type(model).__name__]
 
 
-def test_quantised_weights_are_the_numbers_that_the_file_stands_for(tmp_path: Path) -> None:
+def test_quantised_weights_are_the_numbers_that_the_file_stands_for(tmp_path):
     model = save_random(tmp_path / "original", "qwen3", **WIDE)
     file = write_gguf(tmp_path / "m.gguf", model, dtype=GGMLQuantizationType.Q8_0)
     held = load_weights(made(tmp_path, file))
@@ -77,7 +75,7 @@ def test_quantised_weights_are_the_numbers_that_the_file_stands_for(tmp_path: Pa
     assert not np.array_equal(expected, embedding)
 
 
-def test_a_tensor_is_kept_in_the_narrowest_dtype_that_holds_it() -> None:
+def test_a_tensor_is_kept_in_the_narrowest_dtype_that_holds_it():
     exact = torch.tensor([1.0, 0.1])
     assert narrow(exact.half().float()).dtype == torch.float16
     assert narrow(exact.bfloat16().float() * 2.0**100).dtype == torch.bfloat16
@@ -101,17 +99,17 @@ def llama3_factors(theta: float, width: int) -> np.ndarray:
     return np.asarray(1 / ((1 - smooth) / 8.0 + smooth), dtype=np.float32)
 
 
-def test_llama_3_s_positions_are_recognised_by_their_factors(tmp_path: Path) -> None:
+def test_llama_3_s_positions_are_recognised_by_their_factors(tmp_path):
     rope = rope_of(tmp_path, keys={".rope.freq_base": 500000.0}, factors=llama3_factors(500000.0, 8))
     assert rope == LLAMA3_ROPE | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
 
 
-def test_factors_of_another_rule_are_refused(tmp_path: Path) -> None:
+def test_factors_of_another_rule_are_refused(tmp_path):
     with pytest.raises(ConversionRefused, match=r"rope_freqs\.weight"):
         rope_of(tmp_path, factors=[1.0, 2.0, 3.0, 8.0])
 
 
-def test_linear_and_yarn_scaling_are_kept_and_others_refused(tmp_path: Path) -> None:
+def test_linear_and_yarn_scaling_are_kept_and_others_refused(tmp_path):
     keys = {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0}
     (tmp_path / "one").mkdir()
     found = rope_of(tmp_path / "one", keys=keys)
@@ -125,7 +123,7 @@ def test_linear_and_yarn_scaling_are_kept_and_others_refused(tmp_path: Path) -> 
         rope_of(tmp_path / "three", keys=keys | {".rope.scaling.type": "longrope"})
 
 
-def test_a_file_with_numbers_or_tensors_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_numbers_or_tensors_that_nobody_reads_is_refused(tmp_path):
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
     file = write_gguf(tmp_path / "scaled.gguf", model, keys={".logit_scale": 16.0})
     with pytest.raises(ConversionRefused, match=r"llama\.logit_scale = 16\.0, which no family here supports"):
@@ -149,14 +147,14 @@ def tokenizer_of(tmp_path: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize(
     ("rule", "cut"), [("smollm", ["1", "2", "ab"]), ("gpt-2", ["12", "ab"]), ("qwen2", ["1", "2", "ab"])]
 )
-def test_text_is_cut_by_the_rule_that_the_file_names(tmp_path: Path, rule: str, cut: list[str]) -> None:
+def test_text_is_cut_by_the_rule_that_the_file_names(tmp_path, rule, cut):
     tokenizer = load_tokenizer(tokenizer_of(tmp_path, pre=rule))
     assert tokenizer is not None
     assert [tokenizer.decode([token]) for token in tokenizer.encode("12ab")] == cut
     assert tokenizer.decode(tokenizer.encode("Größe 12\n")) == "Größe 12\n"
 
 
-def test_a_rule_that_is_not_known_leaves_the_file_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_rule_that_is_not_known_leaves_the_file_without_a_tokenizer(tmp_path):
     folder = tokenizer_of(tmp_path, pre="of-tomorrow")
     with pytest.raises(
         UserError, match=r"^model\.tokenizer: .*'of-tomorrow' \(tokenizer\.ggml\.pre\).*allowed: a folder"
@@ -165,7 +163,7 @@ def test_a_rule_that_is_not_known_leaves_the_file_without_a_tokenizer(tmp_path: 
     assert load_tokenizer(folder, "none") is None
 
 
-def test_special_tokens_end_tokens_and_the_template_are_the_files_own(tmp_path: Path) -> None:
+def test_special_tokens_end_tokens_and_the_template_are_the_files_own(tmp_path):
     template = "{% for m in messages %}<|turn|>{{ m['content'] }}{% endfor %}"
     (tmp_path / "one").mkdir()
     folder = tokenizer_of(tmp_path / "one", pre="smollm", eot_token_id=258, add_bos_token=True)
@@ -186,7 +184,7 @@ def test_special_tokens_end_tokens_and_the_template_are_the_files_own(tmp_path: 
     assert found.chat([{"role": "user", "content": "ab"}]) == "<|turn|>ab"
 
 
-def test_llama_3_s_vocabulary_takes_whole_words_first(tmp_path: Path) -> None:
+def test_llama_3_s_vocabulary_takes_whole_words_first(tmp_path):
     held = json.loads((tokenizer_of(tmp_path, pre="llama-bpe") / "tokenizer.json").read_text())
     assert held["model"]["ignore_merges"] is True
 
@@ -194,7 +192,7 @@ def test_llama_3_s_vocabulary_takes_whole_words_first(tmp_path: Path) -> None:
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
-def test_without_the_package_the_lines_that_convert_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_lines_that_convert_are_told(tmp_path, monkeypatch):
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
     find = importlib.util.find_spec
@@ -205,7 +203,7 @@ def test_without_the_package_the_lines_that_convert_are_told(tmp_path: Path, mon
     assert "pip install gguf" in str(caught.value) and by_hand(file) in str(caught.value)
 
 
-def test_a_part_of_a_file_is_refused_with_the_command_that_joins(tmp_path: Path) -> None:
+def test_a_part_of_a_file_is_refused_with_the_command_that_joins(tmp_path):
     file = tmp_path / "m-00001-of-00002.gguf"
     file.write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"join them first: llama-gguf-split --merge"):
@@ -213,19 +211,19 @@ def test_a_part_of_a_file_is_refused_with_the_command_that_joins(tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", ["/no/such/file.gguf", "nobody/no-such-model/file.gguf"])
-def test_a_file_that_is_not_there_is_refused(path: str) -> None:
+def test_a_file_that_is_not_there_is_refused(path):
     with pytest.raises(UserError, match=r"^model\.path: .*(is not a file|neither a local file)"):
         fetch_model(path)
 
 
-def test_a_revision_of_a_local_file_is_refused(tmp_path: Path) -> None:
+def test_a_revision_of_a_local_file_is_refused(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"^model\.revision: 'main' is not allowed"):
         fetch_model(str(tmp_path / "m.gguf"), "main")
 
 
 @pytest.mark.slow
-def test_a_damaged_file_and_an_unknown_architecture_are_refused_by_the_process_that_converts(tmp_path: Path) -> None:
+def test_a_damaged_file_and_an_unknown_architecture_are_refused_by_the_process_that_converts(tmp_path):
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(40))
     with pytest.raises(UserError, match=r"(?s)^model\.path: damaged\.gguf can't be converted: .*AutoModelForCausalLM"):
@@ -237,7 +235,7 @@ def test_a_damaged_file_and_an_unknown_architecture_are_refused_by_the_process_t
     assert [place.name for place in (tmp_path / "cache" / "models").iterdir() if place.is_dir()] == []
 
 
-def test_a_file_that_is_cut_off_or_no_gguf_file_says_so_without_advice_about_readers(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_or_no_gguf_file_says_so_without_advice_about_readers(tmp_path):
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
     whole = write_gguf(tmp_path / "whole.gguf", model).read_bytes()
     file = tmp_path / "m.gguf"
@@ -262,7 +260,7 @@ def test_a_file_that_is_cut_off_or_no_gguf_file_says_so_without_advice_about_rea
 
 
 @pytest.mark.slow
-def test_a_file_is_known_by_its_content_and_converted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_is_known_by_its_content_and_converted_once(tmp_path, caplog):
     caplog.set_level(logging.INFO, "draftmill")
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
     file = write_gguf(tmp_path / "m.gguf", model)
@@ -283,7 +281,7 @@ def test_a_file_is_known_by_its_content_and_converted_once(tmp_path: Path, caplo
     assert gguf_folder(again, "model.path") != folder
 
 
-def test_two_callers_at_once_make_a_folder_once(tmp_path: Path) -> None:
+def test_two_callers_at_once_make_a_folder_once(tmp_path):
     target, made_here, begun = tmp_path / "cache" / "models" / "one", [], threading.Barrier(2)
 
     def make(folder: Path) -> None:
@@ -302,7 +300,7 @@ def test_two_callers_at_once_make_a_folder_once(tmp_path: Path) -> None:
     assert len(made_here) == 1 and sorted(place.name for place in target.parent.iterdir()) == ["one", "one.lock"]
 
 
-def test_a_folder_that_could_not_be_finished_is_made_again(tmp_path: Path) -> None:
+def test_a_folder_that_could_not_be_finished_is_made_again(tmp_path):
     def fail(folder: Path) -> None:
         (folder / "half").write_text("")
         raise RuntimeError("no space")
@@ -314,11 +312,11 @@ def test_a_folder_that_could_not_be_finished_is_made_again(tmp_path: Path) -> No
     assert list(make_once(target, lambda folder: None).iterdir()) == []
 
 
-def test_the_caller_of_a_conversion_needs_no_torch() -> None:
+def test_the_caller_of_a_conversion_needs_no_torch():
     code = "import sys, draftmill.actors.checkpoints.models; sys.exit(int('torch' in sys.modules or 'gguf' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_folder_that_was_not_made_here_has_no_source(tmp_path: Path) -> None:
+def test_a_folder_that_was_not_made_here_has_no_source(tmp_path):
     (tmp_path / "draftmill_source.json").write_text("[1]")
     assert read_source(tmp_path) is None

@@ -1,7 +1,5 @@
 """Checkpoints are found, fetched and known again by their content; a damaged one is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -40,7 +38,7 @@ def checkpoint(golden: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_builtin_and_local_models_are_folders(checkpoint: Path) -> None:
+def test_builtin_and_local_models_are_folders(checkpoint):
     assert fetch_model("builtin:asarm-tiny") == ASARM and "asarm-tiny" in builtin_models()
     assert fetch_model(str(checkpoint)) == checkpoint
 
@@ -58,21 +56,19 @@ def test_builtin_and_local_models_are_folders(checkpoint: Path) -> None:
         ("ar-tiny", "; did you mean 'builtin:ar-tiny'?"),
     ],
 )
-def test_a_model_that_is_not_there_is_refused(path: str, message: str) -> None:
+def test_a_model_that_is_not_there_is_refused(path, message):
     with pytest.raises(UserError, match=r"^model\.path: ") as caught:
         fetch_model(path)
     assert message in str(caught.value)
 
 
-def test_a_revision_of_what_has_none_is_refused(checkpoint: Path) -> None:
+def test_a_revision_of_what_has_none_is_refused(checkpoint):
     for path in ("builtin:asarm-tiny", "s3://models/one", str(checkpoint)):
         with pytest.raises(UserError, match=r"^decoder.drafter.revision: 'main' is not allowed for .*no revisions"):
             fetch_model(path, "main", field="decoder.drafter.path")
 
 
-def test_a_model_on_s3_is_fetched_once_by_version(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_on_s3_is_fetched_once_by_version(checkpoint, tmp_path, monkeypatch):
     store = MemoryStore("bucket-of-models")
     monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(models, "open_store", lambda place: store)
@@ -90,7 +86,7 @@ def test_a_model_on_s3_is_fetched_once_by_version(
         fetch_model("s3://bucket/nothing")
 
 
-def test_the_hash_is_of_the_content(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_hash_is_of_the_content(checkpoint, tmp_path):
     before = model_hash(checkpoint)
     moved = checkpoint.rename(tmp_path / "elsewhere")
     (moved / "README.md").write_text("not part of it")
@@ -105,7 +101,7 @@ def age(folder: Path, *, seconds: float = 60.0) -> None:
         os.utime(file, (time.time() - seconds,) * 2)
 
 
-def test_a_model_is_hashed_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_hashed_once(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
     age(checkpoint)
     read: list[int] = []
@@ -116,9 +112,7 @@ def test_a_model_is_hashed_once(checkpoint: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("how", ["size", "time", "inode", "at once"])
-def test_a_changed_model_is_hashed_again(
-    how: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_model_is_hashed_again(how, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
     weights = checkpoint / "model.safetensors"
     if how != "at once":
@@ -136,7 +130,7 @@ def test_a_changed_model_is_hashed_again(
     assert model_hash(checkpoint) != first
 
 
-def test_a_hash_needs_no_cache(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_needs_no_cache(checkpoint, tmp_path, monkeypatch):
     age(checkpoint)
     first = model_hash(checkpoint)
     (tmp_path / "file").touch()
@@ -144,18 +138,18 @@ def test_a_hash_needs_no_cache(checkpoint: Path, tmp_path: Path, monkeypatch: py
     assert model_hash(checkpoint) == first
 
 
-def test_tokenizers_have_a_hash_and_none_has_none() -> None:
+def test_tokenizers_have_a_hash_and_none_has_none():
     assert tokenizer_hash(ASARM, "none") == "none"
     assert tokenizer_hash(ASARM) == tokenizer_hash(Path("/elsewhere"), str(ASARM)) != tokenizer_hash(ASARM, "none")
 
 
-def test_a_checkpoint_without_weights_is_refused(checkpoint: Path) -> None:
+def test_a_checkpoint_without_weights_is_refused(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.path: .* lacks model\.safetensors"):
         model_hash(checkpoint)
 
 
-def test_the_builtin_tokenizer_round_trips_and_joins(tmp_path: Path) -> None:
+def test_the_builtin_tokenizer_round_trips_and_joins(tmp_path):
     tokenizer = load_tokenizer(ASARM)
     assert tokenizer is not None and tokenizer.joins
     text = "def f():\n\treturn '<mask> é 🙂'  \r\n"
@@ -168,7 +162,7 @@ def test_the_builtin_tokenizer_round_trips_and_joins(tmp_path: Path) -> None:
         load_tokenizer(ASARM, str(tmp_path))
 
 
-def test_errors_of_the_decoders_side_keep_their_path() -> None:
+def test_errors_of_the_decoders_side_keep_their_path():
     assert user_error(ValueError("decoder.k: too large"), "model.path").field == "decoder.k"
     assert str(user_error(ValueError("broken"), "model.path")) == "model.path: broken"
 
@@ -179,9 +173,7 @@ def test_errors_of_the_decoders_side_keep_their_path() -> None:
 @pytest.mark.parametrize(
     ("model", "key"), [("ar-tiny", "num_hidden_layers"), ("mdm-tiny", "n_layers"), ("asarm-tiny", "n_layer")]
 )
-def test_a_config_with_a_million_layers_is_refused_before_any_is_built(
-    tmp_path: Path, model: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_with_a_million_layers_is_refused_before_any_is_built(tmp_path, model, key, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(BUILTIN / model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -194,7 +186,7 @@ def test_a_config_with_a_million_layers_is_refused_before_any_is_built(
             read(folder)
 
 
-def test_numbers_of_layers_and_experts_are_found_at_any_depth() -> None:
+def test_numbers_of_layers_and_experts_are_found_at_any_depth():
     shapes = {"a": (4, 2), "b": (3,)}
     check_counts(
         {"num_hidden_layers": 2, "num_experts": 4, "x": {"n_blocks": 1}, "vocab_size": 10**12}, shapes, Path("m")
@@ -209,7 +201,7 @@ def test_numbers_of_layers_and_experts_are_found_at_any_depth() -> None:
             check_counts(bad, shapes, Path("m"))
 
 
-def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
+def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(BUILTIN / "ar-tiny", folder)
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"

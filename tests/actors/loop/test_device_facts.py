@@ -1,7 +1,5 @@
 """What a worker says of its device, and how it is told; the GPU is only pretended."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from types import SimpleNamespace
@@ -12,24 +10,19 @@ import torch
 
 from draftmill.actors.loop import device_facts as facts
 from draftmill.decoders.backbones.small_weights import SmallLinear
-from draftmill.decoders.causal.settings import AutoregressiveSettings
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.cuda_graphs import Graphs
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.drive.run_log import read_sessions, session_record
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.formatting import device_text
 from draftmill.storage.stores.store import MemoryStore
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import token_info
+from tests.decoders.support import decoder_settings, engine, token_info
 
 
 @pytest.fixture
 def decoder() -> Engine:
-    setup = Setup(backbone=TokenTable(vocab_size=4), info=token_info(4), sampling=Sampling(), max_rows=2, max_tokens=64)
-    made = build_decoder(setup, AutoregressiveSettings(kind="autoregressive"))
+    made = engine(TokenTable(vocab_size=4), token_info(4), decoder_settings("autoregressive"), rows=2, max_tokens=64)
     assert isinstance(made, Engine)
     return made
 
@@ -46,13 +39,13 @@ def on_gpu(decoder: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return decoder
 
 
-def test_the_facts_of_a_cpu(decoder: Engine) -> None:
+def test_the_facts_of_a_cpu(decoder):
     found = facts.device_facts(decoder)
     assert found["name"] == "CPU" and found["torch"] == torch.__version__ and "kernels" not in found
     assert device_text(found) == f"CPU, {found['dtype']}, torch {torch.__version__}"
 
 
-def test_the_facts_of_a_gpu_say_why_kernels_and_graphs_are_off(on_gpu: Engine) -> None:
+def test_the_facts_of_a_gpu_say_why_kernels_and_graphs_are_off(on_gpu):
     found = facts.device_facts(on_gpu)
     assert json.loads(json.dumps(found)) == found
     assert (found["name"], found["capability"], found["driver"]) == ("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")
@@ -61,7 +54,7 @@ def test_the_facts_of_a_gpu_say_why_kernels_and_graphs_are_off(on_gpu: Engine) -
     assert told.endswith("graphs off: this model's forwards are not captured: it is split, or runs without the kernels")
 
 
-def test_graphs_are_off_with_their_reason_once_they_were_stopped(on_gpu: Engine) -> None:
+def test_graphs_are_off_with_their_reason_once_they_were_stopped(on_gpu):
     runner: Any = on_gpu.target
     graphs = runner.graphs = Graphs(None, torch.device("cpu"))  # type: ignore[arg-type]
     assert on_gpu.graphs == "on"
@@ -69,7 +62,7 @@ def test_graphs_are_off_with_their_reason_once_they_were_stopped(on_gpu: Engine)
     assert on_gpu.graphs == "off: a captured step gave another result"
 
 
-def test_what_workers_started_on_is_in_the_sessions_of_a_run() -> None:
+def test_what_workers_started_on_is_in_the_sessions_of_a_run():
     totals = Totals(units=1, rows=1)
     for device in ({"name": "CPU", "dtype": "float32", "torch": "2.13.0"}, {"name": "H100", "dtype": "bfloat16"}, None):
         totals.worker_up(device)
@@ -79,7 +72,7 @@ def test_what_workers_started_on_is_in_the_sessions_of_a_run() -> None:
     assert read_sessions(store).started_on == {"CPU, float32, torch 2.13.0": 2, "H100, bfloat16": 2}
 
 
-def test_the_facts_say_what_runs_the_layers_of_each_model(on_gpu: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_say_what_runs_the_layers_of_each_model(on_gpu, monkeypatch):
     found = {"layers_by": "own network", "kernels": {"attention": "off: slow"}}
     drafter = SimpleNamespace(device=torch.device("cuda:0"), captures=False, **found)
     monkeypatch.setattr(on_gpu, "models", [on_gpu.target, SimpleNamespace(backbone=drafter, graphs=None)])
@@ -90,7 +83,7 @@ def test_the_facts_say_what_runs_the_layers_of_each_model(on_gpu: Engine, monkey
     assert told.endswith("; drafter: layers by own network, kernels attention off: slow")
 
 
-def test_the_facts_say_where_int8_has_no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_say_where_int8_has_no_instructions(monkeypatch):
     model = torch.nn.Sequential(SmallLinear(torch.ones(8, 16), None, "int8"))
     backbone = SimpleNamespace(model=model, device=torch.device("cpu"), dtype=torch.float32)
     for adds, kind in ((True, "int8"), (False, "int8 by slower float32 products (no VNNI)")):
@@ -111,9 +104,7 @@ HALF, SHORT = torch.bfloat16, torch.float16
         (torch.float64, 0.5, {}),
     ],
 )
-def test_half_precision_is_priced_by_measurement(
-    decoder: Engine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, half_s: float, found: dict[str, float]
-) -> None:
+def test_half_precision_is_priced_by_measurement(decoder, monkeypatch, dtype, half_s, found):
     """The clock is a stand-in: a product in float32 takes a second."""
     monkeypatch.setattr(decoder.backbone, "dtype", dtype)
     monkeypatch.setattr(facts, "can_pack", lambda given, _: given != SHORT)

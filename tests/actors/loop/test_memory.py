@@ -1,7 +1,5 @@
 """What a worker may use of its device's memory: measured when its models are loaded, from a device that is only pretended."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,20 +16,15 @@ from draftmill.actors.loop import memory
 from draftmill.actors.loop.loading import free_memory
 from draftmill.actors.loop.memory import fit, free_bytes, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.measuring.measure import MeasureJob
-from draftmill.actors.messages import Failure, Receipt
+from draftmill.actors.messages import Receipt
 from draftmill.actors.metrics.registry import ReadyMetric
 from draftmill.actors.metrics.settings import Judge
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine import cuda_graphs
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend
@@ -43,9 +36,9 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric
 from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
-from tests.actors.fakes import FakeClerk, FakeDecoder, work
+from tests.actors.fakes import FakeClerk, FakeDecoder, run_all, work
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import token_info
+from tests.decoders.support import decoder_settings, engine, token_info
 from tests.runs.causal_jobs import job_spec
 
 GIB = 1 << 30
@@ -64,12 +57,12 @@ class Pretended:
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.fractions.append)
 
 
-def test_what_the_allocator_keeps_for_later_counts_as_free(monkeypatch: pytest.MonkeyPatch):
+def test_what_the_allocator_keeps_for_later_counts_as_free(monkeypatch):
     Pretended(monkeypatch, total=80 * GIB, used=16 * GIB, kept=4 * GIB)
     assert free_bytes(GPU, threads=1) == 64 * GIB
 
 
-def test_a_fraction_of_a_gpu_is_a_limit_also_before_the_others_have_come(monkeypatch: pytest.MonkeyPatch):
+def test_a_fraction_of_a_gpu_is_a_limit_also_before_the_others_have_come(monkeypatch):
     gpu = Pretended(monkeypatch, total=80 * GIB, used=16 * GIB)
     assert free_bytes(GPU, threads=1, gpu_share=0.25) == 4 * GIB
     limit_gpu(0.25)
@@ -82,7 +75,7 @@ def test_a_fraction_of_a_gpu_is_a_limit_also_before_the_others_have_come(monkeyp
     assert free_bytes(GPU, threads=1, gpu_share=0.5) == 0
 
 
-def test_workers_on_cpus_divide_the_memory_as_they_divide_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_workers_on_cpus_divide_the_memory_as_they_divide_the_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_CGROUP", tmp_path / "none")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     monkeypatch.setattr(memory, "_num_cores", lambda: 16)
@@ -91,7 +84,7 @@ def test_workers_on_cpus_divide_the_memory_as_they_divide_the_cores(monkeypatch:
     assert free_bytes(cpu, threads=99) == 64 * GIB
 
 
-def test_a_containers_limit_counts_and_its_file_pages_do_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_containers_limit_counts_and_its_file_pages_do_not(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     monkeypatch.setattr(memory, "_num_cores", lambda: 1)
@@ -107,15 +100,10 @@ class Small(TokenTable):
     cell_bytes, row_bytes = 1000, 10
 
 
-def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: pytest.MonkeyPatch):
+def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device, **more: 2_000_000)
-    settings = AutoregressiveSettings(kind="autoregressive")
-    decoder = build_decoder(
-        Setup(
-            backbone=Small(num_positions=6), info=token_info(3), sampling=Sampling(), max_rows=64, max_tokens=64 * 512
-        ),
-        settings,
-    )
+    settings = decoder_settings("autoregressive")
+    decoder = engine(Small(num_positions=6), token_info(3), settings, rows=64, max_tokens=64 * 512)
     room = fit(decoder, threads=1)
     assert room is not None
     facts = room.facts()
@@ -125,17 +113,16 @@ def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: 
     assert fit(FakeDecoder(), threads=1) is None
 
 
-def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(monkeypatch: pytest.MonkeyPatch):
+def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(monkeypatch):
     def rows_on(total: int, *, gpus: float = 1.0, max_rows: int = 64) -> int:
         Pretended(monkeypatch, total=total)
-        setup = Setup(
-            backbone=Small(num_positions=6),
-            info=token_info(3),
-            sampling=Sampling(),
-            max_rows=max_rows,
+        decoder = engine(
+            Small(num_positions=6),
+            token_info(3),
+            decoder_settings("autoregressive"),
+            rows=max_rows,
             max_tokens=2**20,
         )
-        decoder: Any = build_decoder(setup, AutoregressiveSettings(kind="autoregressive"))
         decoder.backbone.device = GPU  # what it has so far is small enough to be anywhere
         room = fit(decoder, threads=1, gpus=gpus)
         assert room is not None and room.device == "cuda:0" and room.free_bytes == int(total * gpus)
@@ -149,10 +136,7 @@ def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(
 
 
 def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbours_are_ok():
-    decoder = build_decoder(
-        Setup(backbone=Small(num_positions=6), info=token_info(3), sampling=Sampling(), max_rows=9, max_tokens=999),
-        AutoregressiveSettings(kind="autoregressive"),
-    )
+    decoder = engine(Small(num_positions=6), token_info(3), decoder_settings("autoregressive"), rows=9, max_tokens=999)
     decoder.fit(8_000)
     assert decoder.most_rows(6) == 0 and decoder.most_rows(3) == 1
     unit_io = FakeClerk({0: [6, 3, 2, 3]})
@@ -167,10 +151,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
     unit_io.sample = prompted  # type: ignore[method-assign]
     runner = UnitRunner(decoder, unit_io)
     runner.add(work(0, 4))
-    news: list[Receipt | Failure] = []
-    while runner.held:
-        news += runner.step()
-    (receipt,) = news
+    (receipt,) = run_all(runner)
     assert isinstance(receipt, Receipt) and (receipt.tally.ok, receipt.tally.failed) == (3, 1)
     (failed,) = [sample for sample in unit_io.closed[0] if sample.error]
     assert failed.index == 0 and failed.error is not None and failed.error.kind == "out_of_memory"
@@ -180,7 +161,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["ar-tiny", "xlnet-tiny"])
-def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name: str):
+def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name):
     from draftmill.actors.checkpoints.models import builtin_models, fetch_model
 
     if name not in builtin_models():
@@ -208,7 +189,7 @@ def test_under_ray_a_gpu_by_its_number_is_refused_before_anything_starts():
     assert allocate([WorkerShape(gpus=2.0)], nodes, units=9, device="cuda:1").count == 1
 
 
-def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [pick_device(name) for name in ("auto", "cuda", "cuda:1")] == ["cuda", "cuda", "cuda:1"]
@@ -223,10 +204,7 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     free = free_bytes(backbone.device, threads=1)
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     info = inspect_model(fetch_model("builtin:ar-tiny"))
-    decoder = build_decoder(
-        Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=256, max_tokens=1 << 20),
-        AutoregressiveSettings(kind="autoregressive"),
-    )
+    decoder = engine(backbone, info, decoder_settings("autoregressive"), rows=256)
     decoder.fit(64 << 20)
     before = torch.cuda.memory_allocated()
     length = min(256, info.max_length or 256)
@@ -234,28 +212,6 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     decoder.admit([Request(index, index, canvas) for index in range(decoder.room(length))])
     decoder.step()
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
-
-
-@pytest.mark.slow
-def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: Path):
-    rows = [{"id": f"{n}", "prompt": "def f(x):\n    return x\n" * (1 + 3 * n)} for n in range(3)]
-    said = {}
-    for given in ("auto", 9):
-        output = {"path": str(tmp_path / str(given))}
-        spec = job_spec(
-            tmp_path, rows, model={"path": "builtin:ar-tiny"}, batching={"prompt_rows": given}, output=output
-        )
-        store = open_store(spec.output.path)
-        resolved = resolve(spec, store)
-        job = make_job(resolved, make_plan(resolved, store, Display()))
-        runner = build_runner(job, name="w", node="n", threads=1)
-        runner.add(work(0, len(rows)))
-        while not runner.step():
-            pass
-        said[given] = runner.decoder.stats.steps
-        runner.close()
-    # Prompts of ten to seventy tokens, nine rows a step.
-    assert said[9] > said["auto"] + 5
 
 
 # ---- a GPU that torch can't use ------------------------------------------------------------------------------------
@@ -278,7 +234,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
-def test_a_gpu_that_torch_can_not_use_is_never_replaced_by_the_cpu(old_driver: Path, device: str):
+def test_a_gpu_that_torch_can_not_use_is_never_replaced_by_the_cpu(old_driver, device):
     with pytest.raises(ValueError, match=r"model\.device") as caught:
         pick_device(device)
     told = str(caught.value)
@@ -286,7 +242,7 @@ def test_a_gpu_that_torch_can_not_use_is_never_replaced_by_the_cpu(old_driver: P
     assert f"pip install torch --index-url {gpus.INDEX}/cu126" in told
 
 
-def test_the_advice_fits_driver_and_torch(old_driver: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_advice_fits_driver_and_torch(old_driver, monkeypatch):
     version = old_driver / "version"
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
     assert "the two fit" in gpus.unusable("auto")
@@ -298,7 +254,7 @@ def test_the_advice_fits_driver_and_torch(old_driver: Path, monkeypatch: pytest.
     assert "no NVIDIA driver was found" in gpus.unusable("cuda")
 
 
-def test_the_cpu_is_taken_where_this_process_has_no_gpu(old_driver: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_cpu_is_taken_where_this_process_has_no_gpu(old_driver, monkeypatch):
     """A pod without a GPU sees its node's driver, and a worker of Ray that asked for none has its GPUs hidden."""
     assert pick_device("cpu") == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -311,7 +267,7 @@ def test_the_cpu_is_taken_where_this_process_has_no_gpu(old_driver: Path, monkey
     assert pick_device("auto") == "cpu", "a device that can't be opened"
 
 
-def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
+def test_ray_and_device_auto_agree_about_gpus(tmp_path):
     """Raylets may show all GPUs to a worker that asked for none; one that has a GPU must not decode on its CPU."""
     spec = job_spec(tmp_path, [{"id": "a", "prompt": "def"}], model={"path": "builtin:ar-tiny"})
     store = open_store(spec.output.path)
@@ -330,7 +286,7 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
     assert without.model_place().device == "cpu", "--local and validate, too"
 
 
-def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch):
     """Triton starts kernels on the current device, whatever the pointers are of."""
     chosen: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -344,9 +300,7 @@ def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("gpus", "device", "notes"), [(8, "auto", 1), (8, "cpu", 0), (1, "auto", 0), (0, "auto", 0)])
-def test_a_job_in_one_process_names_the_gpus_it_leaves_idle(
-    gpus: int, device: str, notes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_job_in_one_process_names_the_gpus_it_leaves_idle(gpus, device, notes, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     spec = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny", "device": device})
     backend = LocalBackend()

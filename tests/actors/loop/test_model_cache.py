@@ -1,7 +1,5 @@
 """The networks that a worker keeps: the next job takes those that it needs too, and the others are dropped first."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import weakref
@@ -13,9 +11,9 @@ import torch
 
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import ModelCache, Networks, load_networks
-from draftmill.decoders.any_subset.settings import AssdSettings
-from draftmill.decoders.causal.settings import HeadDrafterSettings, ModelDrafterSettings, SpeculativeSettings
+from draftmill.decoders.causal.settings import HeadDrafterSettings
 from draftmill.storage.stores.interface import Place
+from tests.decoders.support import decoder_settings
 
 BUILTIN = Path(__file__).parents[3] / "decoders" / "builtin"
 
@@ -25,9 +23,8 @@ def place(dtype: str = "float32") -> ModelPlace:
 
 
 def take(model_cache: ModelCache, folder: Path, *, drafter: Path | None = None, dtype: str = "float32") -> Networks:
-    settings = SpeculativeSettings(kind="speculative") if drafter is None else SpeculativeSettings(
-        kind="speculative", drafter=ModelDrafterSettings(kind="model", path=str(drafter))
-    )  # fmt: skip
+    more = {} if drafter is None else {"drafter": {"kind": "model", "path": str(drafter)}}
+    settings = decoder_settings("speculative", **more)
     return load_networks(folder, place(dtype), settings, model_cache=model_cache)
 
 
@@ -39,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders: tuple[Path, Path]):
+def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders):
     model_cache = ModelCache()
     first = take(model_cache, folders[0])
     assert model_cache.loaded == ["model"]
@@ -51,7 +48,7 @@ def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders: tuple
 
 
 @pytest.mark.slow
-def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wanted(folders: tuple[Path, Path]):
+def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wanted(folders):
     model_cache = ModelCache()
     one = take(model_cache, folders[0], drafter=folders[1])
     assert model_cache.loaded == ["model", "drafter"]
@@ -65,7 +62,7 @@ def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wa
 @pytest.mark.slow
 def test_a_draft_head_is_loaded_again_where_its_model_is():
     drafter = HeadDrafterSettings(kind="head", path=str(BUILTIN / "ar-tiny-eagle3"))
-    settings, model_cache = SpeculativeSettings(kind="speculative", drafter=drafter), ModelCache()
+    settings, model_cache = decoder_settings("speculative", drafter=drafter), ModelCache()
 
     def loaded(dtype: str) -> list[str]:
         networks = load_networks(BUILTIN / "ar-tiny", place(dtype), settings, model_cache=model_cache)
@@ -77,9 +74,7 @@ def test_a_draft_head_is_loaded_again_where_its_model_is():
 
 
 @pytest.mark.slow
-def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_not_wanted_is_gone_before_anything_is_loaded(folders, monkeypatch):
     model_cache = ModelCache()
     before = weakref.ref(take(model_cache, folders[0]).backbone)
     gone: list[bool] = []
@@ -98,7 +93,7 @@ def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
 
 
 @pytest.mark.slow
-def test_another_number_of_threads_loads_the_networks_again(folders: tuple[Path, Path]):
+def test_another_number_of_threads_loads_the_networks_again(folders):
     """The any-subset model prepares its products for the number of threads."""
     model_cache, threads = ModelCache(), torch.get_num_threads()
     first = take(model_cache, folders[0])
@@ -113,14 +108,14 @@ def test_draft_heads_stay_with_their_model():
     model_cache = ModelCache()
     heads = [
         load_networks(
-            BUILTIN / "asarm-tiny", place(), AssdSettings(kind="assd", head=head), model_cache=model_cache
+            BUILTIN / "asarm-tiny", place(), decoder_settings("assd", head=head), model_cache=model_cache
         ).heads
         for head in ("auto", "auto", "none")
     ]
     assert heads[0] is not None and heads[1] is heads[0] and heads[2] is None
 
 
-def test_a_resting_network_has_an_empty_cache(folders: tuple[Path, Path]):
+def test_a_resting_network_has_an_empty_cache(folders):
     model_cache = ModelCache()
     backbone: Any = take(model_cache, folders[0]).backbone
     backbone.allocate(4, 64)

@@ -3,8 +3,6 @@
 The GPUs are fake resources of several local raylets, which come up once for all tests.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -110,30 +108,30 @@ def placed(*shapes: WorkerShape) -> Allocation:
     return allocate(shapes, cluster_nodes(), units=99, listed=len(shapes) > 1)
 
 
-def test_each_worker_has_a_device_of_its_own_and_every_device_is_used(cluster: Any):
+def test_each_worker_has_a_device_of_its_own_and_every_device_is_used(cluster):
     seen = come_up(placed(WorkerShape()))
     assert sorted((one["zone"], one["devices"]) for one in seen) == [
         ("a", "0"), ("a", "1"), ("a", "2"), ("a", "3"), ("b", "0"), ("b", "1")
     ]  # fmt: skip
 
 
-def test_fractions_share_a_device_and_know_their_share(cluster: Any):
+def test_fractions_share_a_device_and_know_their_share(cluster):
     seen = come_up(placed(WorkerShape(gpus=0.5, labels={"zone": "b"})))
     assert Counter((one["zone"], one["devices"]) for one in seen) == {("b", "0"): 2, ("b", "1"): 2}
     assert {one["share"] for one in seen} == {0.5}
 
 
-def test_a_worker_with_several_devices_has_them_on_one_node(cluster: Any):
+def test_a_worker_with_several_devices_has_them_on_one_node(cluster):
     seen = come_up(placed(WorkerShape(gpus=2.0)))
     assert sorted((one["zone"], one["devices"]) for one in seen) == [("a", "0,1"), ("a", "2,3"), ("b", "0,1")]
 
 
-def test_workers_without_gpus_see_none(cluster: Any):
+def test_workers_without_gpus_see_none(cluster):
     seen = come_up(placed(WorkerShape(gpus=0.0, count=3)))
     assert [one["devices"] for one in seen] == [None] * 3
 
 
-def test_kinds_of_workers_go_to_their_nodes_with_limits_of_their_own(cluster: Any):
+def test_kinds_of_workers_go_to_their_nodes_with_limits_of_their_own(cluster):
     shapes = [
         WorkerShape(count=2, gpus=2.0, labels={"zone": "a"}),
         WorkerShape(gpus=0.5, labels={"zone": "b"}, max_rows=4),
@@ -145,7 +143,7 @@ def test_kinds_of_workers_go_to_their_nodes_with_limits_of_their_own(cluster: An
     assert all((one["job"].max_rows, one["job"].max_tokens) == limits[one["kind"]] for one in seen)
 
 
-def test_what_fits_on_no_node_does_not_start_and_the_nodes_are_named(cluster: Any):
+def test_what_fits_on_no_node_does_not_start_and_the_nodes_are_named(cluster):
     with pytest.raises(UserError) as caught:
         placed(WorkerShape(gpus=5.0))
     message = str(caught.value)
@@ -156,7 +154,7 @@ def test_what_fits_on_no_node_does_not_start_and_the_nodes_are_named(cluster: An
         placed(WorkerShape(labels={"zone": "c"}))
 
 
-def test_a_kind_whose_nodes_join_later_is_used_then(cluster: Any):
+def test_a_kind_whose_nodes_join_later_is_used_then(cluster):
     shapes = [WorkerShape(count=1, gpus=0.0), WorkerShape(labels={"zone": "c"}, gpus=1.0)]
     before = placed(*shapes)
     assert before.counts == (1, 0)
@@ -179,7 +177,7 @@ def test_a_kind_whose_nodes_join_later_is_used_then(cluster: Any):
             cluster.remove_node(node)
 
 
-def test_a_node_that_will_be_removed_counts_no_more(cluster: Any):
+def test_a_node_that_will_be_removed_counts_no_more(cluster):
     from tests.faults.test_node_loss import told_to_go
 
     node = joined(cluster, num_gpus=1, labels={"zone": "d"})

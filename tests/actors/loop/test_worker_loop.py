@@ -1,7 +1,5 @@
 """The decode loop: slots stay full across units, failures stay with their samples, files are whole."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -11,14 +9,7 @@ from draftmill.actors.loop.runner import QUIET_STEPS, RowLimit, UnitRunner
 from draftmill.actors.messages import Failure, Receipt, WorkUnit
 from draftmill.decoders.base import Request
 from draftmill.storage.errors import StoreError
-from tests.actors.fakes import FakeClerk, FakeDecoder, work
-
-
-def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
-    news: list[Receipt | Failure] = []
-    while runner.held:
-        news += runner.step()
-    return news
+from tests.actors.fakes import FakeClerk, FakeDecoder, run_all, work
 
 
 def test_a_unit_is_closed_whole_and_its_samples_are_in_row_order():
@@ -183,7 +174,7 @@ def test_a_sample_for_which_memory_never_suffices_is_named():
 
 
 @pytest.mark.parametrize(("error", "kind"), [(StoreError("gone"), "INFRA"), (KeyError("x"), "TASK")])
-def test_a_failed_commit_or_a_bug_is_a_failure_of_its_kind(error: Exception, kind: str):
+def test_a_failed_commit_or_a_bug_is_a_failure_of_its_kind(error, kind):
     def fail(unit: WorkUnit) -> None:
         raise error
 

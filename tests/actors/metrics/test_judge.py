@@ -1,7 +1,5 @@
 """Judges: texts are scored together, longest first, and one that the decoder can't score fails alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -60,14 +58,14 @@ def judged(scorer: Scorer, *lengths: int) -> Any:
     return answers_of(JudgeMeter(scorer, Maker(), None).measure(rows))  # type: ignore[arg-type]
 
 
-def test_texts_are_scored_together_longest_first() -> None:
+def test_texts_are_scored_together_longest_first():
     scorer = Scorer()
     found = judged(scorer, 2, 5, 3, 4)
     assert [one[0] for one in found] == [-1.0, -4.0, -2.0, -3.0] and [one[2] for one in found] == [1.0, 4.0, 2.0, 3.0]
     assert found[0][1] == pytest.approx(np.e) and scorer.batches == [[5, 4, 3], [2]]
 
 
-def test_a_text_that_the_decoder_can_not_score_fails_alone() -> None:
+def test_a_text_that_the_decoder_can_not_score_fails_alone():
     found = judged(Scorer(bad=4), 2, 5, 3, 4, 6)
     assert [one[0] if isinstance(one, tuple) else str(one) for one in found] == [
         -1.0,
@@ -78,14 +76,14 @@ def test_a_text_that_the_decoder_can_not_score_fails_alone() -> None:
     ]
 
 
-def test_a_lost_device_ends_the_worker() -> None:
+def test_a_lost_device_ends_the_worker():
     scorer = Scorer()
     scorer.step = lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: device-side assert triggered"))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="CUDA error"):
         judged(scorer, 2, 3)
 
 
-def test_a_judge_that_is_given_up_between_steps_leaves_its_decoder_empty() -> None:
+def test_a_judge_that_is_given_up_between_steps_leaves_its_decoder_empty():
     scorer = Scorer()
     scorer.step = list  # type: ignore[method-assign]
     measuring = JudgeMeter(scorer, Maker(), None).measure([MeasuredRow("a", 0, "xxx", [], (), {}, {})])  # type: ignore[arg-type]

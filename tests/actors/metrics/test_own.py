@@ -1,7 +1,5 @@
 """Metrics of one's own: what the function gets and may return, and how errors of it look."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ def measured(source: str, **settings: Any) -> Any:
     return answers_of(meter.measure([ROW]))[0]
 
 
-def test_a_function_gets_the_whole_row() -> None:
+def test_a_function_gets_the_whole_row():
     source = """
 def measure(row):
     assert row["id"] == "a" and row["sample"] == 1 and row["nfe"] == 5 and row["tokens"] == [1, 2]
@@ -30,7 +28,7 @@ def measure(row):
     assert measured(source) == (3.0,)
 
 
-def test_it_may_return_several_values_or_none() -> None:
+def test_it_may_return_several_values_or_none():
     both = "def measure(row):\n    return {'x': 1, 'y': None}\n"
     assert measured(both, values=("x", "y", "z")) == (1.0, None, None)
     assert measured("def measure(row):\n    return None\n") is None
@@ -40,7 +38,7 @@ def test_it_may_return_several_values_or_none() -> None:
 @pytest.mark.parametrize(
     "body", ["raise KeyError('k')", "return {'x': 1}", "return 'word'", "return float('nan')", "raise SystemExit(1)"]
 )
-def test_what_it_does_wrong_is_the_rows_error(body: str) -> None:
+def test_what_it_does_wrong_is_the_rows_error(body):
     assert isinstance(measured(f"def measure(row):\n    {body}\n"), Exception)
 
 
@@ -52,6 +50,6 @@ def test_what_it_does_wrong_is_the_rows_error(body: str) -> None:
         ("def (\n", "SyntaxError"),
     ],
 )
-def test_a_file_that_is_no_metric_is_refused(source: str, message: str) -> None:
+def test_a_file_that_is_no_metric_is_refused(source, message):
     with pytest.raises(UserError, match=message):
         load_function(source, "mine.py", field="metrics.0")

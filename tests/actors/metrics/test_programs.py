@@ -1,7 +1,5 @@
 """pass@k: programs from templates, estimates over a row's samples, and HumanEval's own problems in the sandbox."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json
@@ -33,7 +31,7 @@ class Pretend(Sandbox):
 PLAIN = PassAtK(kind="pass_at_k", k=(1, 2), program="{text}")
 
 
-def test_a_program_is_the_template_with_the_rows_own_parts() -> None:
+def test_a_program_is_the_template_with_the_rows_own_parts():
     values = {"prompt": "def f():\n", "test": "def check(g):\n    assert g() == {1}", "entry_point": "f"}
     made = program_of(PassAtK(kind="pass_at_k"), "    return {1}\n", values)
     assert made == "def f():\n    return {1}\n\ndef check(g):\n    assert g() == {1}\ncheck(f)\n"
@@ -45,13 +43,13 @@ def test_a_program_is_the_template_with_the_rows_own_parts() -> None:
         program_of(lists, "x = 1", {})
 
 
-def test_code_is_taken_out_of_its_fence_if_asked() -> None:
+def test_code_is_taken_out_of_its_fence_if_asked():
     answer = "Sure:\n```python\nx = 1\n```\nDone."
     assert fenced_code(answer) == "x = 1\n" and fenced_code("x = 1") == "x = 1" and fenced_code("```\nx") == "x"
     assert program_of(PassAtK(kind="pass_at_k", program="{text}", code="fenced"), answer, {}) == "x = 1\n"
 
 
-def test_estimates_are_over_all_samples_of_a_row() -> None:
+def test_estimates_are_over_all_samples_of_a_row():
     rows = [row("a", 0, "good"), row("a", 1, "bad"), row("b", 0, "bad"), row("a", 2, "bad"), row("b", 1, None)]
     found: list[Any] = answers_of(Programs(PLAIN, Pretend("kernel"), threads=2).measure(rows))
     assert found[0] == (1.0, pytest.approx(1 / 3), pytest.approx(2 / 3))
@@ -59,7 +57,7 @@ def test_estimates_are_over_all_samples_of_a_row() -> None:
     assert found[2] == (0.0, 0.0, None) and found[4] is None
 
 
-def test_a_row_whose_samples_lie_in_several_units_has_no_estimate_here() -> None:
+def test_a_row_whose_samples_lie_in_several_units_has_no_estimate_here():
     rows = [row("a", 0, "good"), row("a", 1, "bad")]
     assert answers_of(Programs(PLAIN, Pretend("kernel"), samples=3).measure(rows)) == [
         (1.0, None, None),
@@ -67,7 +65,7 @@ def test_a_row_whose_samples_lie_in_several_units_has_no_estimate_here() -> None
     ]
 
 
-def test_a_row_that_lacks_a_part_of_its_program_fails_alone() -> None:
+def test_a_row_that_lacks_a_part_of_its_program_fails_alone():
     settings = PassAtK(kind="pass_at_k", program="{text}{test}")
     found = answers_of(
         Programs(settings, Pretend("kernel")).measure([row("a", 0, "good"), row("b", 0, "good", test="")])
@@ -91,7 +89,7 @@ def pass_at_1(chosen: list[dict[str, Any]], text: str | None) -> list[Any]:
 
 @holds
 @pytest.mark.slow
-def test_every_sixth_canonical_solution_of_humaneval_passes_and_broken_ones_fail() -> None:
+def test_every_sixth_canonical_solution_of_humaneval_passes_and_broken_ones_fail():
     chosen = problems()[::6]
     assert pass_at_1(chosen, None) == [1.0] * len(chosen)
     assert pass_at_1(chosen[::3], "    raise NotImplementedError\n") == [0.0] * len(chosen[::3])
@@ -99,7 +97,7 @@ def test_every_sixth_canonical_solution_of_humaneval_passes_and_broken_ones_fail
 
 @holds
 @pytest.mark.soak
-def test_all_164_canonical_solutions_of_humaneval_pass_and_broken_ones_fail() -> None:
+def test_all_164_canonical_solutions_of_humaneval_pass_and_broken_ones_fail():
     assert len(problems()) == 164
     assert pass_at_1(problems(), None) == [1.0] * 164
     assert pass_at_1(problems(), "    return (\n") == [0.0] * 164

@@ -1,7 +1,5 @@
 """How metrics are named: short names, files, mappings; unknown names get the nearest one; what covers what."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -35,7 +33,7 @@ def parsed(*values: Any) -> Any:
         ({"kind": "file", "path": "a.py", "values": ["x", "y"]}, ("x", "y")),
     ],
 )
-def test_a_metric_names_its_columns(word: Any, columns: tuple[str, ...]) -> None:
+def test_a_metric_names_its_columns(word, columns):
     [metric] = parsed(word)
     assert metric.columns() == columns
 
@@ -54,22 +52,22 @@ def test_a_metric_names_its_columns(word: Any, columns: tuple[str, ...]) -> None
         ({"kind": "pass_at_k", "program": "no place"}, "does not contain {text}"),
     ],
 )
-def test_what_is_no_metric_is_refused_with_the_nearest_name(word: Any, message: str) -> None:
+def test_what_is_no_metric_is_refused_with_the_nearest_name(word, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?").replace("{", r"\{").replace(".", r"\.")):
         parsed(word)
 
 
-def test_metrics_with_a_value_per_column_are_split_and_repeated_ones_dropped() -> None:
+def test_metrics_with_a_value_per_column_are_split_and_repeated_ones_dropped():
     parts = [part.columns() for _, part in expand_metrics(parsed("rouge", "rougeL", "distinct", "length"))]
     assert parts[:5] == [("rouge1",), ("rouge2",), ("rougeL",), ("distinct_1",), ("distinct_2",)] and len(parts) == 6
 
 
-def test_two_metrics_of_one_column_are_found() -> None:
+def test_two_metrics_of_one_column_are_found():
     assert clashing(parsed("exact_match", {"kind": "bleu", "name": "exact_match"})) == (1, "exact_match")
     assert clashing(parsed("exact_match", "bleu")) is None
 
 
-def test_only_comparing_metrics_need_references() -> None:
+def test_only_comparing_metrics_need_references():
     own = {"kind": "file", "path": "a.py"}
     needed = [
         needs_reference(one)

@@ -1,7 +1,5 @@
 """Metrics without libraries, against plain loops and numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -35,7 +33,7 @@ def value(meter: Any, *rows: MeasuredRow) -> Any:
     return answers_of(meter.measure(rows))
 
 
-def test_exact_match_is_as_is_normalised_or_by_the_last_number() -> None:
+def test_exact_match_is_as_is_normalised_or_by_the_last_number():
     rows = [
         row("The cat!", "the cat"),
         row("the cat", "the cat"),
@@ -68,15 +66,15 @@ def test_exact_match_is_as_is_normalised_or_by_the_last_number() -> None:
         ("5-3", -3),
     ],
 )
-def test_the_last_number_is_found_as_it_is_written(text: str, number: Any) -> None:
+def test_the_last_number_is_found_as_it_is_written(text, number):
     assert last_number(text) == number
 
 
-def test_normalising_drops_case_punctuation_and_articles() -> None:
+def test_normalising_drops_case_punctuation_and_articles():
     assert normalise("  The quick, brown fox -- an animal!\n") == "quick brown fox animal"
 
 
-def test_the_distance_is_that_of_the_table_of_wagner_and_fischer() -> None:
+def test_the_distance_is_that_of_the_table_of_wagner_and_fischer():
     draw = random.Random(3)
     for _ in range(300):
         one = "".join(draw.choice("abc") for _ in range(draw.randrange(0, 90)))
@@ -94,21 +92,21 @@ def by_table(one: str, other: str) -> int:
     return line[-1]
 
 
-def test_similarity_is_one_less_the_share_of_edits() -> None:
+def test_similarity_is_one_less_the_share_of_edits():
     assert similarity("kitten", "sitting") == pytest.approx(1 - 3 / 7)
     assert similarity("", "") == 1.0 and similarity("", "abc") == 0.0
     words = edit_similarity(EditSimilarity(kind="edit_similarity", over="words"))
     assert value(words, row("the cat sat", "the dog sat", "the cat sat on")) == [(pytest.approx(0.75),)]
 
 
-def test_distinct_is_the_share_of_different_n_grams() -> None:
+def test_distinct_is_the_share_of_different_n_grams():
     meter = distinct(Distinct(kind="distinct", n=(1, 2, 4)))
     assert value(meter, row("a b a b a"), row("one"), row(None)) == [(2 / 5, 2 / 4, 1.0), (1.0, None, None), None]
     over_tokens = distinct(Distinct(kind="distinct", n=(1,), over="tokens"))
     assert value(over_tokens, row(None, tokens=[7, 7, 8, 8])) == [(0.5,)]
 
 
-def test_entropy_is_that_of_the_samples_own_frequencies() -> None:
+def test_entropy_is_that_of_the_samples_own_frequencies():
     meter = entropy(Entropy(kind="entropy"))
     found = value(
         meter, row(None, tokens=[1, 2, 3, 4]), row(None, tokens=[5, 5, 5]), row(None, tokens=[1, 1, 2]), row("x")
@@ -117,12 +115,12 @@ def test_entropy_is_that_of_the_samples_own_frequencies() -> None:
     assert found == [(pytest.approx(math.log(4)),), (0.0,), (pytest.approx(expected),), None]
 
 
-def test_length_counts_tokens_characters_and_words() -> None:
+def test_length_counts_tokens_characters_and_words():
     meter = length(Length(kind="length"))
     assert value(meter, row("ab c", tokens=[1, 2, 3]), row(None, tokens=[1])) == [(3.0, 4.0, 2.0), (1.0, None, None)]
 
 
-def test_a_row_that_takes_too_long_fails_alone_though_it_catches_every_exception() -> None:
+def test_a_row_that_takes_too_long_fails_alone_though_it_catches_every_exception():
     def one(row: MeasuredRow) -> tuple[float]:
         while row.text == "endless":
             with suppress(Exception):

@@ -1,7 +1,5 @@
 """Texts that begin alike come after one another: hashes of their tokens, groups, and groups within groups."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -39,7 +37,7 @@ def order_of(texts: list[list[int]], *, large: int = 1000) -> tuple[list[int], l
 # ---- hashes
 
 
-def test_every_whole_stride_of_tokens_has_a_hash_wherever_the_row_stands() -> None:
+def test_every_whole_stride_of_tokens_has_a_hash_wherever_the_row_stands():
     text = words(3 * STRIDE + 5, 1)
     alone = beginnings([ids(*text)])
     among = beginnings([ids(*words(50, 2)), None, ids(), ids(*text), ids(*text[: 2 * STRIDE])])
@@ -51,7 +49,7 @@ def test_every_whole_stride_of_tokens_has_a_hash_wherever_the_row_stands() -> No
     assert beginnings([]).to_pylist() == []
 
 
-def test_the_hashes_are_the_same_on_every_machine() -> None:
+def test_the_hashes_are_the_same_on_every_machine():
     tokens, factor = words(2 * STRIDE, 4), 0x9E3779B97F4A7C15
     blocks = [tokens[:STRIDE], tokens[STRIDE:]]
     sums = [sum(token * factor**power for power, token in enumerate(block, 1)) % 2**64 for block in blocks]
@@ -59,7 +57,7 @@ def test_the_hashes_are_the_same_on_every_machine() -> None:
     assert beginnings([ids(*tokens)])[0].as_py() == expected
 
 
-def test_a_table_s_column_may_be_cut_anywhere() -> None:
+def test_a_table_s_column_may_be_cut_anywhere():
     texts = [words(20, seed) for seed in (1, 2, 1, 3, 2, 1)]
     column = beginnings([ids(*text) for text in texts])
     rank = np.arange(3)
@@ -114,7 +112,7 @@ def plain(texts: list[tuple[int, ...]], rank: list[int], least: int, large: int)
     least=st.integers(1, 3),
     large=st.integers(2, 15),
 )
-def test_the_order_is_that_of_a_plain_recursion(texts: list[tuple[int, ...]], least: int, large: int) -> None:
+def test_the_order_is_that_of_a_plain_recursion(texts, least, large):
     by_text = sorted(range(len(texts)), key=lambda number: texts[number])
     pairs = [(texts[one], texts[other]) for one, other in pairwise(by_text)]
     common = [
@@ -129,14 +127,14 @@ def test_the_order_is_that_of_a_plain_recursion(texts: list[tuple[int, ...]], le
     assert len(found.depth) == len(texts) and found.depth[:1].tolist() in ([], [0])
 
 
-def test_rows_without_a_beginning_keep_their_places() -> None:
+def test_rows_without_a_beginning_keep_their_places():
     column = pa.chunked_array([beginnings([None] * 5)])
     rank = np.array([3, 0, 4, 1, 2])
     found = group_by_beginning(column, rank, large=2)
     assert found.order.tolist() == [1, 3, 4, 0, 2] and found.depth.tolist() == [0] * 5
 
 
-def test_the_ends_of_a_question_stand_together_inside_of_a_task() -> None:
+def test_the_ends_of_a_question_stand_together_inside_of_a_task():
     tasks = [words(160, seed) for seed in (1, 2)]
     questions = [[*tasks[number % 2], *words(32 + number, 10 + number)] for number in range(4)]
     # The first ends of all questions, then the second ones; the third question's first end is by far the longest.
@@ -149,7 +147,7 @@ def test_the_ends_of_a_question_stand_together_inside_of_a_task() -> None:
     assert depth == [0, 2, 1, 2, 0, 2, 1, 2]
 
 
-def test_what_is_little_of_long_texts_makes_no_group_unless_it_is_large() -> None:
+def test_what_is_little_of_long_texts_makes_no_group_unless_it_is_large():
     system = words(LEAST, 1)
     texts = [[*system, *words(length, length)] for length in (90, 200, 100, 210)]
     others = [words(length, length) for length in (205, 95)]
@@ -158,7 +156,7 @@ def test_what_is_little_of_long_texts_makes_no_group_unless_it_is_large() -> Non
     assert order_of(texts + others, large=4)[0] == [3, 1, 2, 0, 4, 5]
 
 
-def test_what_is_alike_in_a_set_that_is_no_group_is_still_a_group() -> None:
+def test_what_is_alike_in_a_set_that_is_no_group_is_still_a_group():
     header = words(LEAST, 1)
     question = [*header, *words(80, 2)]
     texts = [[*header, *words(300, 3)], [*question, *words(90, 4)], [*header, *words(150, 5)], [*question, 7]]
@@ -172,7 +170,7 @@ def test_what_is_alike_in_a_set_that_is_no_group_is_still_a_group() -> None:
     ("kind", "completes", "scores"),
     [("causal", True, True), ("blocks", True, False), ("masked", False, False), ("any_subset", False, False)],
 )
-def test_only_jobs_whose_decoder_takes_beginnings_over_note_them(kind: Any, completes: bool, scores: bool) -> None:
+def test_only_jobs_whose_decoder_takes_beginnings_over_note_them(kind, completes, scores):
     info = ModelInfo("some", 300, 6, 64, kind, 1000)
     mask = Random(kind="random", rate=0.5)
     assert shares_beginnings(Complete(kind="complete", max_new_tokens=8), info) is completes

@@ -1,12 +1,8 @@
 """Workers with two processes on a real Ray: the texts of one process; a killed process ends its group, and the unit goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -62,9 +58,7 @@ def ends(node: str, pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(
-    ray_session: ModuleType, tmp_path: Path
-) -> None:
+def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(ray_session, tmp_path):
     save_model(tmp_path / "model", ends=[2])
     spec = job_spec(tmp_path, ROWS, workers={"gpus_per_model": 2, "gpus": 0, "cpus": 2, "count": 1})
     job, plan = planned(spec)

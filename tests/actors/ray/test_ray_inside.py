@@ -1,7 +1,5 @@
 """Names of Ray that are not its API: the installed version has them, one file has them, and no job fails by one that is gone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -25,11 +23,11 @@ NAMES = {name: value for name, value in vars(ray_inside).items() if isinstance(v
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_installed_ray_has_every_name(name: str) -> None:
+def test_the_installed_ray_has_every_name(name):
     assert require(NAMES[name]) is not None
 
 
-def test_no_other_file_names_what_is_not_rays_api() -> None:
+def test_no_other_file_names_what_is_not_rays_api():
     private = re.compile(r"ray\.(_\w+|\w+\._\w+|experimental|core|autoscaler\.v2)\b")
     files = [
         path for folder in ("actors", "jobs", "storage", "decoders", "infra") for path in (ROOT / folder).rglob("*.py")
@@ -72,20 +70,18 @@ WITHOUT: dict[str, tuple[Callable[[], Any], Any, str]] = {
 
 
 @pytest.mark.parametrize(("use", "answer", "said"), WITHOUT.values(), ids=WITHOUT)
-def test_a_name_that_is_gone_is_said_once_and_the_job_goes_on(
-    another_ray: None, capsys: pytest.CaptureFixture[str], use: Callable[[], Any], answer: Any, said: str
-) -> None:
+def test_a_name_that_is_gone_is_said_once_and_the_job_goes_on(another_ray, capsys, use, answer, said):
     assert use() == answer == use()
     lines = capsys.readouterr().err.splitlines()
     assert lines and len(set(lines)) == len(lines)
     assert all(re.match(r"draftmill: Ray \S+ has no ray\.\S+: ", line) and said in line for line in lines)
 
 
-def test_a_name_without_which_nothing_is_right_is_a_clear_refusal(another_ray: None) -> None:
+def test_a_name_without_which_nothing_is_right_is_a_clear_refusal(another_ray):
     with pytest.raises(UserError, match=r"^Ray \S+ has no ray\._private\.\S+: .* install a version that has it"):
         local_nodes()
 
 
-def test_a_method_that_is_gone_is_noticed_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_method_that_is_gone_is_noticed_too(capsys):
     assert inside(Inside("ray._private.node", "Node.start_nothing", "it starts")) is None
     assert "has no ray._private.node.Node.start_nothing: it starts" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The pool on a real Ray, with workers that have no model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -49,7 +47,7 @@ def receipts(pool: RayPool, count: int) -> list[int]:
     raise AssertionError(f"only {units}")
 
 
-def test_a_worker_comes_up_takes_units_and_reports_each(pool: RayPool):
+def test_a_worker_comes_up_takes_units_and_reports_each(pool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up) and up.pid != os.getpid()
@@ -58,7 +56,7 @@ def test_a_worker_comes_up_takes_units_and_reports_each(pool: RayPool):
     assert sorted(receipts(pool, 2)) == [0, 1]
 
 
-def test_a_killed_worker_is_reported_dead_in_one_line(pool: RayPool):
+def test_a_killed_worker_is_reported_dead_in_one_line(pool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up)
@@ -70,7 +68,7 @@ def test_a_killed_worker_is_reported_dead_in_one_line(pool: RayPool):
     assert isinstance(died, Died) and died.worker == "w0" and "\n" not in died.reason and not died.idle
 
 
-def test_the_death_of_a_worker_that_had_nothing_to_do_is_no_fault_of_its_next_unit(pool: RayPool):
+def test_the_death_of_a_worker_that_had_nothing_to_do_is_no_fault_of_its_next_unit(pool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up)
@@ -83,7 +81,7 @@ def test_the_death_of_a_worker_that_had_nothing_to_do_is_no_fault_of_its_next_un
     assert isinstance(died, Died) and died.worker == "w0" and died.idle
 
 
-def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool: RayPool):
+def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool):
     pool.start("w0")
     until(pool, Up)
     pool.assign("w0", work(0, 2))
@@ -93,7 +91,7 @@ def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool: RayPool):
     assert not any(item.report.answers for _ in range(3) for item in pool.poll(0.2) if isinstance(item, Reported))
 
 
-def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: RayPool):
+def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool):
     for name in ("w0", "w1"):
         pool.start(name)
     ups = 0
@@ -105,7 +103,7 @@ def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: RayPo
     assert [item.worker for item in events if isinstance(item, Died)] == ["w0"]
 
 
-def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool: RayPool):
+def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool):
     pool.start("w0")
     until(pool, Up)
     pool.assign("w0", work(LOSES_DEVICE, 1))
@@ -113,13 +111,13 @@ def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool: RayPoo
     assert isinstance(died, Died) and died.device and not died.idle and "illegal memory access" in died.reason
 
 
-def test_a_worker_that_cannot_be_built_is_reported_dead_with_the_reason(pool: RayPool):
+def test_a_worker_that_cannot_be_built_is_reported_dead_with_the_reason(pool):
     pool.start("w9")
     (died,) = until(pool, Died)
     assert isinstance(died, Died) and "the model is not there" in died.reason
 
 
-def test_a_revoked_unit_makes_room_for_the_next(pool: RayPool):
+def test_a_revoked_unit_makes_room_for_the_next(pool):
     pool.start("w0")
     until(pool, Up)
     pool.assign("w0", work(ENDLESS, 1))
@@ -131,7 +129,7 @@ def test_a_revoked_unit_makes_room_for_the_next(pool: RayPool):
     assert all(isinstance(item, Reported) and not item.report.answers for item in late)
 
 
-def test_a_closed_pool_has_no_process_left(pool: RayPool):
+def test_a_closed_pool_has_no_process_left(pool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up) and is_running(up.node, up.pid)
@@ -140,7 +138,7 @@ def test_a_closed_pool_has_no_process_left(pool: RayPool):
     assert not is_running(up.node, up.pid)
 
 
-def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool: RayPool):
+def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool):
     for name in ("w0", "w1"):
         pool.start(name)
     ups = [item for item in until_count(pool, Up, 2) if isinstance(item, Up)]
@@ -163,7 +161,7 @@ def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool: RayP
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_rest_in_time_is_ended(pool: RayPool, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_does_not_rest_in_time_is_ended(pool, monkeypatch):
     monkeypatch.setattr("draftmill.actors.ray.pool.REST_S", 0.2)
     pool.start("w0")
     (up,) = [item for item in until(pool, Up) if isinstance(item, Up)]

@@ -1,7 +1,5 @@
 """Rows become canvases and canvases texts: every mask, what it must leave alone, and every row that it can't take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -45,7 +43,7 @@ TEXT_MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("mask", TEXT_MASKS, ids=str)
-def test_a_canvas_is_a_function_of_the_row_and_its_key(mask: dict[str, Any]) -> None:
+def test_a_canvas_is_a_function_of_the_row_and_its_key(mask):
     one, again, other = (maker(mask).make({"text": TEXT}, key) for key in (5, 5, 6))
     assert np.array_equal(one.tokens, again.tokens) and one.holes == again.holes
     if mask.get("rate") != 1.0:
@@ -53,7 +51,7 @@ def test_a_canvas_is_a_function_of_the_row_and_its_key(mask: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("mask", TEXT_MASKS, ids=str)
-def test_the_planner_knows_the_size_without_drawing(mask: dict[str, Any]) -> None:
+def test_the_planner_knows_the_size_without_drawing(mask):
     make = maker(mask)
     rows = [({"text": TEXT}, 5), ({"text": ""}, 6), ({"text": "x"}, 7), ({}, 8), ({"text": "y" * 500}, 9)]
     for (values, key), size in zip(rows, make.sizes(rows), strict=True):
@@ -66,7 +64,7 @@ def test_the_planner_knows_the_size_without_drawing(mask: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("mask", TEXT_MASKS, ids=str)
-def test_original_tokens_in_the_holes_give_the_original_text(mask: dict[str, Any]) -> None:
+def test_original_tokens_in_the_holes_give_the_original_text(mask):
     make = maker(mask)
     canvas = make.make({"text": TEXT}, 3)
     if mask["kind"] == "lines":
@@ -82,14 +80,14 @@ def test_original_tokens_in_the_holes_give_the_original_text(mask: dict[str, Any
 @pytest.mark.parametrize(
     ("rate", "length", "masked"), [(0.5, 10, 5), (0.25, 10, 3), (0.01, 10, 1), (1.0, 10, 10), (0.5, 0, 0)]
 )
-def test_random_masks_a_rounded_share_and_at_least_one(rate: float, length: int, masked: int) -> None:
+def test_random_masks_a_rounded_share_and_at_least_one(rate, length, masked):
     canvas = maker({"kind": "random", "rate": rate}).make({"text": "7" * length}, 1)
     assert (len(canvas.tokens), canvas.num_masked) == (length, masked)
 
 
 @settings(max_examples=60, deadline=None)
 @given(key=st.integers(0, 2**64 - 1), count=st.integers(1, 5), length=st.integers(1, 6), size=st.integers(0, 40))
-def test_spans_are_separate_and_of_their_length(key: int, count: int, length: int, size: int) -> None:
+def test_spans_are_separate_and_of_their_length(key, count, length, size):
     make = maker({"kind": "spans", "count": count, "length": length})
     values = {"text": "7" * size}
     if 0 < size < count * length + count - 1:
@@ -99,18 +97,18 @@ def test_spans_are_separate_and_of_their_length(key: int, count: int, length: in
         assert [end - start for start, end in holes] == ([length] * count if size else [])
 
 
-def test_every_placement_of_spans_occurs() -> None:
+def test_every_placement_of_spans_occurs():
     make = maker({"kind": "spans", "count": 2, "length": 1})
     assert len({make.make({"text": "7" * 5}, key).holes for key in range(200)}) == 6
 
 
-def test_span_fraction_is_one_span_anywhere() -> None:
+def test_span_fraction_is_one_span_anywhere():
     make = maker({"kind": "span_fraction", "fraction": 0.5})
     found = {make.make({"text": "7" * 6}, key).holes for key in range(100)}
     assert found == {((start, start + 3),) for start in range(4)}
 
 
-def test_lines_hide_whole_lines_and_nothing_else() -> None:
+def test_lines_hide_whole_lines_and_nothing_else():
     text = "a = 1\r\n\n   \n    b = 2\nc"
     canvas = maker({"kind": "lines", "rate": 1.0}).make({"text": text}, 1)
     sizes = [len(byte_level().encode(line)) for line in ("a = 1", "    b = 2", "c")]
@@ -118,7 +116,7 @@ def test_lines_hide_whole_lines_and_nothing_else() -> None:
     assert filled(canvas) == "{}\r\n\n   \n{}\n{}".format(*("A" * size for size in sizes))
 
 
-def test_a_text_without_lines_has_no_holes() -> None:
+def test_a_text_without_lines_has_no_holes():
     assert maker({"kind": "lines"}).make({"text": " \n\n"}, 1).holes == ()
 
 
@@ -131,35 +129,35 @@ def test_a_text_without_lines_has_no_holes() -> None:
         ("é<mask:3>🙂", "éAAA🙂"),
     ],
 )
-def test_markers_are_holes_of_their_length(text: str, expected: str) -> None:
+def test_markers_are_holes_of_their_length(text, expected):
     assert filled(maker({"kind": "marker", "length": 4}).make({"text": text}, 1)) == expected
 
 
-def test_a_marker_without_a_bracket_has_one_length() -> None:
+def test_a_marker_without_a_bracket_has_one_length():
     assert filled(maker({"kind": "marker", "marker": "___", "length": 2}).make({"text": "a ___ b"}, 1)) == "a AA b"
 
 
-def test_prefix_and_suffix_leave_a_hole_between_them() -> None:
+def test_prefix_and_suffix_leave_a_hole_between_them():
     make = maker({"kind": "marker", "length": 3}, columns={"prefix": "p", "suffix": "s"})
     assert filled(make.make({"p": "<mask> a", "s": "b"}, 1)) == "<mask> aAAAb"
     assert filled(maker({"kind": "marker", "length": 2}, columns={"prefix": "p"}).make({"p": "a"}, 1)) == "aAA"
 
 
-def test_spans_of_the_row_hide_its_own_characters() -> None:
+def test_spans_of_the_row_hide_its_own_characters():
     make = maker({"kind": "spans"}, columns={"spans": "s"})
     canvas = make.make({"text": "héllo 🙂 world", "s": [[6, 7], {"start": 1, "end": 2}]}, 1)
     assert [end - start for start, end in canvas.holes] == [2, 4]  # the bytes of é and of the face
     assert filled(canvas) == "hAAllo AAAA world"
 
 
-def test_touching_spans_of_a_row_are_one_hole() -> None:
+def test_touching_spans_of_a_row_are_one_hole():
     canvas = maker({"kind": "spans"}, columns={"spans": "s"}).make(
         {"text": "7777777", "s": [[2, 4], [1, 2], [3, 5]]}, 1
     )
     assert canvas.holes == ((1, 5),)
 
 
-def test_middle_sentences_become_one_hole() -> None:
+def test_middle_sentences_become_one_hole():
     make = maker({"kind": "sentences"}, columns={"sentences": "s"})
     canvas = make.make({"s": ["One.", "Two.", "Three.", "Four."]}, 1)
     assert len(canvas.holes) == 1
@@ -167,14 +165,14 @@ def test_middle_sentences_become_one_hole() -> None:
     assert text is not None and text.startswith("One.AAAA") and text.endswith("A Four.")
 
 
-def test_sentences_are_found_in_text() -> None:
+def test_sentences_are_found_in_text():
     make = maker({"kind": "sentences", "which": [0, -1]})
     first, last = (len(byte_level().encode(part)) for part in ('"Hi there!"', " End."))
     canvas = make.make({"text": '"Hi there!" It is 3.5 now. End. '}, 1)
     assert filled(canvas) == f"{'A' * first} It is 3.5 now.{'A' * last} "
 
 
-def test_a_lone_surrogate_fails_its_row() -> None:
+def test_a_lone_surrogate_fails_its_row():
     for mask, columns, values in (
         ({"kind": "random"}, {}, {"text": "a\ud800"}),
         ({"kind": "sentences"}, {"sentences": "s"}, {"s": ["a.", "\ud800", "c."]}),
@@ -182,7 +180,7 @@ def test_a_lone_surrogate_fails_its_row() -> None:
         assert error_of(maker(mask, columns=columns), values).kind == "bad_encoding"
 
 
-def test_given_tokens_need_no_tokenizer() -> None:
+def test_given_tokens_need_no_tokenizer():
     task = Infill.model_validate({"kind": "infill", "mask": {"kind": "given"}})
     make = CanvasMaker(task, Columns(tokens="ids"), None, model_info())
     canvas = make.make({"ids": [5, None, None, 7, None]}, 1)
@@ -191,19 +189,19 @@ def test_given_tokens_need_no_tokenizer() -> None:
     assert text is None and fills[0] == {"start": 1, "end": 3, "text": None}
 
 
-def test_a_mask_may_hide_given_tokens() -> None:
+def test_a_mask_may_hide_given_tokens():
     canvas = maker({"kind": "random", "rate": 0.5}, columns={"tokens": "ids"}).make({"ids": [9] * 8}, 1)
     assert canvas.num_masked == 4 and set(canvas.tokens.tolist()) == {9, HOLE}
 
 
-def test_half_a_character_at_a_hole_does_not_raise() -> None:
+def test_half_a_character_at_a_hole_does_not_raise():
     ids = np.asarray(byte_level().encode("é🙂"), dtype=np.int32)
     canvas = Canvas(np.where(np.arange(len(ids)) == 1, HOLE, ids).astype(np.int32), ((1, 2),))
     text, fills = finish_row(canvas, ids[1:2], byte_level())
     assert text == "é🙂" and fills[0]["text"] == "\ufffd"
 
 
-def test_a_mask_of_tokens_may_cut_a_character_and_a_mask_of_text_never_does() -> None:
+def test_a_mask_of_tokens_may_cut_a_character_and_a_mask_of_text_never_does():
     text = "a🙂b\nc🙂d"
     broken = 0
     for key in range(40):
@@ -218,7 +216,7 @@ def test_a_mask_of_tokens_may_cut_a_character_and_a_mask_of_text_never_does() ->
     assert broken, "what docs/specs.md says of masks of tokens"
 
 
-def test_words_that_do_not_join_are_hidden_by_their_tokens() -> None:
+def test_words_that_do_not_join_are_hidden_by_their_tokens():
     words = word_pieces()
     assert not words.joins and byte_level().joins
     make = maker({"kind": "spans"}, columns={"spans": "s"}, tokenizer=words)
@@ -261,9 +259,7 @@ def test_words_that_do_not_join_are_hidden_by_their_tokens() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_row_that_does_not_fit_is_an_error_with_its_class(
-    kind: str, mask: dict[str, Any], columns: dict[str, str], values: dict[str, Any]
-) -> None:
+def test_a_row_that_does_not_fit_is_an_error_with_its_class(kind, mask, columns, values):
     make = maker(mask, columns=columns)
     error = error_of(make, values)
     assert error.kind == kind and error.message
@@ -271,7 +267,7 @@ def test_a_row_that_does_not_fit_is_an_error_with_its_class(
     assert isinstance(size, RowError) and size.kind == kind
 
 
-def test_an_empty_text_is_an_empty_canvas() -> None:
+def test_an_empty_text_is_an_empty_canvas():
     for mask in (
         {"kind": "random"},
         {"kind": "spans"},
@@ -283,13 +279,13 @@ def test_an_empty_text_is_an_empty_canvas() -> None:
         assert len(canvas.tokens) == 0 and canvas.holes == ()
 
 
-def test_special_tokens_in_the_text_are_text() -> None:
+def test_special_tokens_in_the_text_are_text():
     text = "a <mask> </s> b"
     ids = byte_level().encode(text)
     assert min(ids) > 6 and byte_level().decode(ids) == text
     assert byte_level().encode_batch([text, ""]) == [ids, []]
 
 
-def test_runs_are_maximal() -> None:
+def test_runs_are_maximal():
     assert list(runs(np.asarray([1, 1, 0, 1, 0, 0, 1], dtype=bool))) == [(0, 2), (3, 4), (6, 7)]
     assert list(runs(np.zeros(0, dtype=bool))) == []

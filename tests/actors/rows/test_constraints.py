@@ -1,7 +1,5 @@
 """From what a job or a row says to what its text must match."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -9,12 +7,7 @@ import numpy as np
 import pytest
 
 from draftmill.actors.rows.canvas import Canvas, CanvasMaker
-from draftmill.actors.rows.constraints import (
-    ConstraintMaker,
-    constraint_of_body,
-    node_of,
-    read_constraint,
-)
+from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, node_of, read_constraint
 from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.task import Columns, Complete, ConstraintSettings, Infill, Marker
 from draftmill.decoders.base import HOLE

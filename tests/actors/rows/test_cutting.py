@@ -1,7 +1,5 @@
 """Prompts that are too long: what is cut away, what stays, and that the row says how much."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -33,7 +31,7 @@ def maker(
 
 
 @pytest.mark.parametrize(("side", "expected"), [("left", "efgh"), ("right", "abcd"), ("middle", "abgh")])
-def test_each_side_cuts_away_what_its_name_says(side: Side, expected: str) -> None:
+def test_each_side_cuts_away_what_its_name_says(side, expected):
     letters = np.asarray([ord(letter) for letter in "abcdefgh"], np.int32)
     assert "".join(map(chr, cut_ids(letters, 4, side, fixed=0))) == expected
     assert cut_ids(letters, 5, side, fixed=2).tolist()[:2] == [97, 98]
@@ -43,7 +41,7 @@ def test_each_side_cuts_away_what_its_name_says(side: Side, expected: str) -> No
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("tokenizer", [byte_level(), word_pieces()], ids=["bytes", "words"])
-def test_a_text_is_cut_at_its_tokens(side: Side, tokenizer: Any) -> None:
+def test_a_text_is_cut_at_its_tokens(side, tokenizer):
     text = "one two three four five"
     count = len(tokenizer.encode(text))
     for excess in (1, count - 1, count, count + 5):
@@ -55,7 +53,7 @@ def test_a_text_is_cut_at_its_tokens(side: Side, tokenizer: Any) -> None:
             assert text.startswith(cut)
 
 
-def test_a_prompt_is_cut_to_leave_room_for_what_is_asked_and_half_of_the_model_at_least() -> None:
+def test_a_prompt_is_cut_to_leave_room_for_what_is_asked_and_half_of_the_model_at_least():
     assert prompt_room(64, 16) == 48 and prompt_room(64, 1000) == 32 and prompt_room(65, 1000) == 33
     ids = byte_level().encode("0123456789abcdefghij")
     kept: dict[Side, list[int]] = {"left": ids[-12:], "right": ids[:12], "middle": ids[:6] + ids[-6:]}
@@ -66,7 +64,7 @@ def test_a_prompt_is_cut_to_leave_room_for_what_is_asked_and_half_of_the_model_a
     assert prompt(canvas) == ids[-8:] and canvas.num_masked == 8 and canvas.truncated == len(ids) - 8
 
 
-def test_what_fits_is_not_cut_and_without_the_setting_nothing_is() -> None:
+def test_what_fits_is_not_cut_and_without_the_setting_nothing_is():
     for side in (None, *SIDES):
         canvas = made(maker(side, max_new_tokens=4), {"prompt": "0123456789ab"})
         assert canvas.truncated == 0 and len(prompt(canvas)) == 12
@@ -78,7 +76,7 @@ def test_what_fits_is_not_cut_and_without_the_setting_nothing_is() -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_the_begin_token_stays(side: Side) -> None:
+def test_the_begin_token_stays(side):
     canvas = made(maker(side, tokenizer=beginning(), max_new_tokens=4), {"prompt": "7" * 40})
     lead = list(beginning().lead)
     assert lead and prompt(canvas)[: len(lead)] == lead and len(prompt(canvas)) == 12
@@ -90,7 +88,7 @@ def test_the_begin_token_stays(side: Side) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_chat_keeps_its_template_and_loses_text_of_its_longest_messages(side: Side, chatting: Any) -> None:
+def test_a_chat_keeps_its_template_and_loses_text_of_its_longest_messages(side, chatting):
     make = maker(side, tokenizer=chatting, chat=True, max_new_tokens=8, max_length=96)
     talk = [
         {"role": "system", "content": "s" * 30},
@@ -116,7 +114,7 @@ def test_a_chat_keeps_its_template_and_loses_text_of_its_longest_messages(side: 
         assert content.startswith(kept[: len(kept) // 3]) and content.endswith(kept[-len(kept) // 3 :])
 
 
-def test_a_chat_whose_template_alone_is_too_long_fails(chatting: Any) -> None:
+def test_a_chat_whose_template_alone_is_too_long_fails(chatting):
     make = maker("left", tokenizer=chatting, chat=True, max_length=16)
     with pytest.raises(RowError, match=r"too_long.*of chat template and short messages"):
         make.make({"messages": [{"role": "user", "content": "x"}] * 12}, 1)
@@ -124,7 +122,7 @@ def test_a_chat_whose_template_alone_is_too_long_fails(chatting: Any) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("tokenizer", [byte_level(), word_pieces()], ids=["bytes", "words"])
-def test_of_a_score_the_prompt_is_cut_and_never_what_is_scored(side: Side, tokenizer: Any) -> None:
+def test_of_a_score_the_prompt_is_cut_and_never_what_is_scored(side, tokenizer):
     make = maker(side, score=True, tokenizer=tokenizer, max_length=8)
     row = {"prompt": "one two one two one two one two one two ", "completion": "one"}
     canvas = made(make, row)

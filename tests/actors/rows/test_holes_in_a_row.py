@@ -1,7 +1,5 @@
 """The decode loop with samples that have several holes: the next hole is asked for when the one before it is filled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,7 +55,7 @@ class Watching(FakeDecoder):
         super().admit(requests, queued_at_s=queued_at_s)
 
 
-def test_each_hole_is_asked_for_with_the_fills_before_it_and_a_key_of_its_own() -> None:
+def test_each_hole_is_asked_for_with_the_fills_before_it_and_a_key_of_its_own():
     decoder, unit_io = Watching(1), HolesClerk({0: [3]})
     (receipt,) = run(decoder, unit_io, work(0, 1))
     # A fake fills a hole with its positions.
@@ -74,7 +72,7 @@ def test_each_hole_is_asked_for_with_the_fills_before_it_and_a_key_of_its_own() 
     assert receipt.tally.prompt_tokens == 7 + 9 + 11
 
 
-def test_a_next_hole_comes_before_rows_that_still_wait_and_slots_stay_full() -> None:
+def test_a_next_hole_comes_before_rows_that_still_wait_and_slots_stay_full():
     decoder, unit_io = Watching(2), HolesClerk({0: [2, 2, 1, 1]})
     run(decoder, unit_io, work(0, 4))
     assert set(decoder.widths) == {2}, "no slot stood idle"
@@ -82,7 +80,7 @@ def test_a_next_hole_comes_before_rows_that_still_wait_and_slots_stay_full() -> 
     assert sorted(first[:2]) == sorted(first[2:4]) == [0, 10], "the second holes of the first rows follow at once"
 
 
-def test_a_unit_ends_when_the_last_hole_of_its_rows_is_filled() -> None:
+def test_a_unit_ends_when_the_last_hole_of_its_rows_is_filled():
     unit_io = HolesClerk({0: [1, 4], 1: [2]})
     receipts = run(FakeDecoder(2), unit_io, work(0, 2), work(1, 1))
     assert sorted(receipt.unit for receipt in receipts) == [0, 1]
@@ -90,7 +88,7 @@ def test_a_unit_ends_when_the_last_hole_of_its_rows_is_filled() -> None:
     assert sum(receipt.tally.new_tokens for receipt in receipts) == 2 * 7
 
 
-def test_a_decoder_that_fails_once_changes_nothing() -> None:
+def test_a_decoder_that_fails_once_changes_nothing():
     """Samples in their second hole are decoded again from there, with the same prompt and key."""
 
     def outcomes(fail_at: int | None, message: str) -> list[list[int]]:
@@ -114,7 +112,7 @@ def test_a_decoder_that_fails_once_changes_nothing() -> None:
         assert outcomes(step, "out of memory") == quiet
 
 
-def test_a_row_whose_second_hole_fails_takes_no_neighbour_along() -> None:
+def test_a_row_whose_second_hole_fails_takes_no_neighbour_along():
     def trouble(requests: list[Request]) -> None:
         if any(request.canvas[1] == 10 and len(request.canvas) > 8 for request in requests):
             raise RuntimeError("this prompt")

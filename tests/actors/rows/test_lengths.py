@@ -1,7 +1,5 @@
 """Finding the lengths of holes, against a model that is a table: the posterior is exact, whatever fills are drawn."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

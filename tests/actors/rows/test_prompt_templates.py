@@ -1,7 +1,5 @@
 """A template, a system message, examples and arguments of the chat template make the prompt of a row, or fail it by name."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 
@@ -13,11 +11,11 @@ from draftmill.actors.rows.prompts import columns_of, read_columns
 from draftmill.actors.rows.requests import CHAT
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Chat, Columns, Complete, Infill, Prompt, Score, Task
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.lines import openai_request
 from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.decoders.support import decoder_settings
 
 COMPLETE = Complete(kind="complete", max_new_tokens=4)
 ASKING = Complete(kind="complete", max_new_tokens=4, chat=True)
@@ -36,7 +34,7 @@ def chatting() -> Tokenizer:
     return Tokenizer(plain._core, chat=ChatTemplate(TEMPLATE, {}))
 
 
-DECODER = AutoregressiveSettings(kind="autoregressive")
+DECODER = decoder_settings("autoregressive")
 
 
 def maker(
@@ -87,12 +85,12 @@ def failure(made: Maker, row: dict[str, Any]) -> str:
         ("{% for x in [1, 2] %}\n{{ x }}\n{% endfor %}\n{{ q }}", "1\n2\nwhat?"),
     ],
 )
-def test_a_template_makes_the_prompt_of_the_row_s_columns(template: str, expected: str) -> None:
+def test_a_template_makes_the_prompt_of_the_row_s_columns(template, expected):
     row = {"q": "what?", "a b": "yes", "deep": {"er": "inside"}, "none": None, "day": datetime(2026, 11, 26)}
     assert prompt_of(maker({"template": template}), row) == expected
 
 
-def test_what_a_row_lacks_fails_it_by_name() -> None:
+def test_what_a_row_lacks_fails_it_by_name():
     made = maker({"template": "{{ q }} {{ hint }}"})
     assert failure(made, {"q": "x"}) == ("missing_column: prompt.template: 'hint' is undefined; the row has 'q'")
     assert "null columns: 'hint'" in failure(made, {"q": "x", "hint": None})
@@ -104,7 +102,7 @@ def test_what_a_row_lacks_fails_it_by_name() -> None:
     assert "SecurityError" in failure(maker({"template": "{{ q.__class__.__mro__ }}"}), {"q": "x"})
 
 
-def test_the_columns_of_a_template_are_read_and_no_others() -> None:
+def test_the_columns_of_a_template_are_read_and_no_others():
     assert columns_of("{% for e in examples %}{{ e.q }}{% endfor %}{{ q }}{% set x = range(2) %}{{ x }}") == (
         "examples",
         "q",
@@ -122,7 +120,7 @@ def test_the_columns_of_a_template_are_read_and_no_others() -> None:
             columns_of(template)
 
 
-def test_a_template_gives_infilling_its_text_and_scoring_its_prompt() -> None:
+def test_a_template_gives_infilling_its_text_and_scoring_its_prompt():
     marked = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker", "length": 3}}, strict=True)
     assert prompt_of(maker({"template": "def {{ name }}(<mask>): <mask>"}, marked), {"name": "f"}) == "def f([]): []"
     lines = Infill.model_validate({"kind": "infill", "mask": {"kind": "random", "rate": 1.0}}, strict=True)
@@ -135,7 +133,7 @@ def test_a_template_gives_infilling_its_text_and_scoring_its_prompt() -> None:
 # ---- examples, system messages, and arguments of the chat template
 
 
-def test_a_template_has_the_examples_and_a_chat_has_them_as_turns(chatting: Tokenizer) -> None:
+def test_a_template_has_the_examples_and_a_chat_has_them_as_turns(chatting):
     loop = "{% for e in examples %}{{ e.q }}={{ e.a }};{% endfor %}{{ q }}="
     assert prompt_of(maker({"template": loop, "examples": {"rows": [*SHOTS]}}), {"q": "3+3"}) == "1+1=2;2+2=4;3+3="
     turns = {"template": "{{ q }}?", "system": "Add.", "examples": {"rows": [*SHOTS], "answer": "a"}}
@@ -150,7 +148,7 @@ def test_a_template_has_the_examples_and_a_chat_has_them_as_turns(chatting: Toke
         maker(turns | {"examples": {"rows": [SHOTS[0], {"a": "4"}], "answer": "a"}}, ASKING, tokenizer=chatting)
 
 
-def test_a_row_s_system_text_comes_before_its_conversation_s_and_this_before_the_job_s(chatting: Tokenizer) -> None:
+def test_a_row_s_system_text_comes_before_its_conversation_s_and_this_before_the_job_s(chatting):
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "u"}]
     job = {"system": "job"}
     made = maker(job, ASKING, tokenizer=chatting)
@@ -163,7 +161,7 @@ def test_a_row_s_system_text_comes_before_its_conversation_s_and_this_before_the
     assert "missing_column: the column 's' is missing" in failure(made, {"prompt": "u"})
 
 
-def test_arguments_of_the_chat_template_come_from_the_job_and_the_row_and_the_request(chatting: Tokenizer) -> None:
+def test_arguments_of_the_chat_template_come_from_the_job_and_the_row_and_the_request(chatting):
     def asked(made: Maker, row: dict[str, Any]) -> str:
         return prompt_of(made, row).removeprefix("<user>u<assistant>")
 
@@ -188,14 +186,14 @@ def test_arguments_of_the_chat_template_come_from_the_job_and_the_row_and_the_re
     assert "chat_template_kwargs: does not belong to /v1/completions" in failure(plain, request_of_text)
 
 
-def test_a_scored_answer_has_the_same_prompt(chatting: Tokenizer) -> None:
+def test_a_scored_answer_has_the_same_prompt(chatting):
     task = Score(kind="score", chat=True)
     made = maker({"system": "s"}, task, tokenizer=chatting, chat={"effort": "low"}, template_kwargs="kw")
     canvas = made.make({"prompt": "u", "completion": "!", "kw": {"effort": "high"}}, 1)
     assert byte_level().decode(canvas.tokens.tolist()) == "<system>s<user>u<assistant>high!"
 
 
-def test_a_long_templated_chat_is_cut_with_its_arguments(chatting: Tokenizer) -> None:
+def test_a_long_templated_chat_is_cut_with_its_arguments(chatting):
     prompt, chat = Prompt(template="{{ q }}", system="s"), Chat(template_kwargs={"effort": "low"})
     recipe = RowRecipe(ASKING, Columns(), DECODER, Sampling(), truncate="left", prompt=prompt, chat=chat)
     made = maker_for(recipe, chatting, model_info(max_length=60))

@@ -1,7 +1,5 @@
 """What a row may ask for: in the body of an OpenAI request and in columns; honoured, or refused by name, never dropped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -55,7 +53,7 @@ def refusal(made: RowRules, values: dict[str, Any]) -> str:
 # ---- requests ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_request_asks_for_is_read_from_its_body() -> None:
+def test_what_a_request_asks_for_is_read_from_its_body():
     body: dict[str, Any] = {
         "max_tokens": 7,
         "temperature": 0,
@@ -119,23 +117,23 @@ CHANGING: dict[str, Any] = {
 }
 
 
-def test_keys_that_change_nothing_are_accepted() -> None:
+def test_keys_that_change_nothing_are_accepted():
     assert rules().own_settings(request(**NEUTRAL)) == OwnSettings(endpoint=COMPLETIONS)
     assert rules().own_settings(request(CHAT, **NEUTRAL)) == OwnSettings(endpoint=CHAT)
 
 
 @pytest.mark.parametrize("key", CHANGING)
-def test_a_key_that_would_change_the_answer_is_refused_by_name(key: str) -> None:
+def test_a_key_that_would_change_the_answer_is_refused_by_name(key):
     said = refusal(rules(), request(**{"prompt": "x", key: CHANGING[key]}))
     assert said.startswith(f"unsupported {key}: ") and "allowed: " in said
 
 
-def test_all_refused_keys_of_a_body_are_named_together() -> None:
+def test_all_refused_keys_of_a_body_are_named_together():
     said = refusal(rules(), request(n=2, echo=True, temperature=0.5))
     assert "n: '2'" in said and "echo: 'True'" in said and "temperature" not in said
 
 
-def test_what_the_whole_job_says_may_be_said_again() -> None:
+def test_what_the_whole_job_says_may_be_said_again():
     task = Complete(kind="complete", ignore_eos=True, skip_special_tokens=False)
     made = rules(task)
     body: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
@@ -178,7 +176,7 @@ def test_what_the_whole_job_says_may_be_said_again() -> None:
     ],
     ids=str,
 )
-def test_a_value_that_can_not_be_is_refused_by_name(body: dict[str, Any], words: list[str]) -> None:
+def test_a_value_that_can_not_be_is_refused_by_name(body, words):
     said = refusal(rules(), request(**body))
     assert all(word in said for word in words), said
 
@@ -193,7 +191,7 @@ PENALTIES: dict[str, Any] = {
 }
 
 
-def test_what_a_request_says_of_its_distribution_comes_to_the_decoder() -> None:
+def test_what_a_request_says_of_its_distribution_comes_to_the_decoder():
     made = rules(sampling=Sampling(suppress_tokens=(9,), bad_words=((7, 8),)))
     body = PENALTIES | {"top_k": -1, "min_p": 0.25, "stop_token_ids": [4], "logprobs": 3}
     settings, _ = made.settings(made.own_settings(request(**body)))
@@ -209,7 +207,7 @@ def test_what_a_request_says_of_its_distribution_comes_to_the_decoder() -> None:
     assert settings.top_logprobs == 20
 
 
-def test_a_neutral_value_takes_the_jobs_penalty_away() -> None:
+def test_a_neutral_value_takes_the_jobs_penalty_away():
     made = rules(sampling=Sampling(presence_penalty=1.0, top_k=5, min_p=0.5, bad_words=("x",), min_new_tokens=2))
     body: dict[str, Any] = {"presence_penalty": 0, "top_k": 0, "min_p": 0, "bad_words": [], "min_tokens": 0}
     settings, _ = made.settings(made.own_settings(request(**body)))
@@ -217,7 +215,7 @@ def test_a_neutral_value_takes_the_jobs_penalty_away() -> None:
 
 
 @pytest.mark.parametrize("key", PENALTIES)
-def test_penalties_that_a_decoder_can_not_have_for_one_row_are_refused_by_name(key: str) -> None:
+def test_penalties_that_a_decoder_can_not_have_for_one_row_are_refused_by_name(key):
     ratio = rules(sampling=Sampling(acceptance="rejection"))
     assert "acceptance" in refusal(ratio, request(**{key: PENALTIES[key]}))
     both = rules(sampling=Sampling(acceptance="rejection", presence_penalty=0.1))
@@ -228,25 +226,25 @@ def test_penalties_that_a_decoder_can_not_have_for_one_row_are_refused_by_name(k
 
 
 @pytest.mark.parametrize("body", [{"bad_words": ["x"]}, {"min_tokens": 2}, {"stop_token_ids": [4]}], ids=str)
-def test_what_could_leave_no_token_beside_a_constraint_is_refused(body: dict[str, Any]) -> None:
+def test_what_could_leave_no_token_beside_a_constraint_is_refused(body):
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}, "name": "n"}}
     assert rules().own_settings(request(CHAT, response_format=form)).constraint
     assert "constraint allows" in refusal(rules(), request(CHAT, response_format=form, **body))
 
 
-def test_ids_that_the_model_lacks_fail_their_row() -> None:
+def test_ids_that_the_model_lacks_fail_their_row():
     made = RowRules(COMPLETE, Columns(), "autoregressive", Sampling(), byte_level(), (2,), vocab_size=50)
     with pytest.raises(RowError, match="logit_bias: 50 is not an id of the model; allowed: 0 to 49"):
         made.settings(made.own_settings(request(logit_bias={"50": 1})))
 
 
-def test_a_stop_string_that_spells_an_end_token_is_harmless_since_that_ends_the_text_anyway() -> None:
+def test_a_stop_string_that_spells_an_end_token_is_harmless_since_that_ends_the_text_anyway():
     assert rules().own_settings(request(stop=["</s>", "x"])).stop == ("</s>", "x")
     assert "special token" in refusal(rules(ends=()), request(stop="</s>")), "with ignore_eos it ends nothing"
     assert rules(Complete(kind="complete", skip_special_tokens=False), ends=()).own_settings(request(stop="</s>")).stop
 
 
-def test_a_decoder_that_draws_all_rows_alike_takes_the_jobs_own_values_only() -> None:
+def test_a_decoder_that_draws_all_rows_alike_takes_the_jobs_own_values_only():
     made = rules(decoder="block_diffusion", sampling=Sampling(temperature=0.5))
     assert made.own_settings(request(temperature=0.5, top_p=1.0)).temperature == 0.5
     assert "decoder 'block_diffusion'" in refusal(made, request(temperature=0.6))
@@ -256,19 +254,19 @@ def test_a_decoder_that_draws_all_rows_alike_takes_the_jobs_own_values_only() ->
     )
 
 
-def test_log_probabilities_are_refused_where_they_are_not_recorded() -> None:
+def test_log_probabilities_are_refused_where_they_are_not_recorded():
     assert "stepwise" in refusal(rules(decoder="stepwise"), request(logprobs=0))
     assert "autoregressive" in refusal(rules(decoder="block_diffusion"), request(CHAT, logprobs=True))
 
 
-def test_other_apis_are_refused_by_their_url() -> None:
+def test_other_apis_are_refused_by_their_url():
     for url in ("/v1/embeddings", "/v1/responses", 7):
         assert "url" in refusal(rules(), openai_request({"custom_id": "a", "url": url, "body": {"input": "x"}}))
     for known in (None, "/v1/completions", "https://host/v1/completions/"):
         assert rules().own_settings(request(known)).endpoint == COMPLETIONS
 
 
-def test_holes_have_their_lengths_so_an_infilled_row_asks_for_none() -> None:
+def test_holes_have_their_lengths_so_an_infilled_row_asks_for_none():
     made = rules(INFILL, decoder="assd")
     assert made.own_settings(request(temperature=0.5, top_p=0.9)) == OwnSettings(
         None, 0.5, 0.9, None, False, COMPLETIONS
@@ -277,7 +275,7 @@ def test_holes_have_their_lengths_so_an_infilled_row_asks_for_none() -> None:
     assert "stop" in refusal(made, request(stop="x"))
 
 
-def test_what_only_a_generation_has_leaves_a_score_as_it_is() -> None:
+def test_what_only_a_generation_has_leaves_a_score_as_it_is():
     made = rules(Score(kind="score"))
     assert made.own_settings(request(max_tokens=5, temperature=0.5)) == OwnSettings(endpoint=COMPLETIONS)
     assert "echo" in refusal(made, request(echo=True))
@@ -288,7 +286,7 @@ def test_what_only_a_generation_has_leaves_a_score_as_it_is() -> None:
 NAMES = {"max_new_tokens": "m", "temperature": "t", "top_p": "p", "top_k": "k", "stop": "s"}
 
 
-def test_columns_hold_the_same_for_other_inputs() -> None:
+def test_columns_hold_the_same_for_other_inputs():
     made = rules(columns=NAMES)
     row: dict[str, Any] = {"m": 5, "t": 0.25, "p": 1.0, "k": 3, "s": ["a", "b"]}
     assert made.own_settings(row) == OwnSettings(5, 0.25, 1.0, ("a", "b"), top_k=3)
@@ -304,13 +302,13 @@ def test_columns_hold_the_same_for_other_inputs() -> None:
     assert "bad_setting t: 'warm'" in refusal(made, row | {"t": "warm"})
 
 
-def test_a_named_column_comes_before_a_requests_body() -> None:
+def test_a_named_column_comes_before_a_requests_body():
     made = rules(columns={"temperature": "t"})
     assert made.own_settings(request(temperature=0.5) | {"t": 0.9}).temperature == 0.9
     assert made.own_settings(request(temperature=0.5) | {"t": None}).temperature == 0.5
 
 
-def test_no_stop_strings_at_all_can_be_asked_for_too() -> None:
+def test_no_stop_strings_at_all_can_be_asked_for_too():
     made = rules(Complete(kind="complete", stop=("x",)), columns={"stop": "s"})
     settings, stops = made.settings(made.own_settings({"s": []}))
     assert isinstance(settings.stop_text, NeverStops) and stops is None
@@ -333,14 +331,14 @@ def test_conversations_and_prompts_may_stand_in_one_file(chatting: Tokenizer) ->
         assert (plain.endpoint, talk.endpoint) == (COMPLETIONS, CHAT)
 
 
-def test_a_conversation_without_a_template_fails_alone() -> None:
+def test_a_conversation_without_a_template_fails_alone():
     make = PromptMaker(COMPLETE, Columns(), byte_level(), model_info(), rules=rules())
     with pytest.raises(RowError, match="no chat template"):
         make.make(request(CHAT), 0)
     assert make.make(request(), 0).num_masked
 
 
-def test_a_request_that_asks_nothing_says_so() -> None:
+def test_a_request_that_asks_nothing_says_so():
     make = PromptMaker(COMPLETE, Columns(), byte_level(), model_info(), rules=rules())
     for values, words in (
         ({"custom_id": "a", "url": COMPLETIONS}, "body is missing"),
@@ -355,7 +353,7 @@ def test_a_request_that_asks_nothing_says_so() -> None:
             make.make(lifted, 0)
 
 
-def test_a_row_gets_the_room_it_asks_for_and_the_plan_knows_it() -> None:
+def test_a_row_gets_the_room_it_asks_for_and_the_plan_knows_it():
     made = rules(columns={"max_new_tokens": "m"})
     make = PromptMaker(COMPLETE, Columns(max_new_tokens="m"), byte_level(), model_info(max_length=64), rules=made)
     rows: list[dict[str, Any]] = [

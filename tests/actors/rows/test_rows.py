@@ -1,7 +1,5 @@
 """A row's id, key and text."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from datetime import date
@@ -23,7 +21,7 @@ from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate
 
 
-def test_an_id_is_taken_where_there_is_one() -> None:
+def test_an_id_is_taken_where_there_is_one():
     assert row_id({"id": 7}, Columns()) == "7"
     assert row_id({"name": "a"}, Columns(id="name")) == "a"
     assert row_id({"text": "a"}, Columns()) is None
@@ -41,13 +39,13 @@ def test_an_id_is_taken_where_there_is_one() -> None:
         ("x" * 5000, "bad_row"),
     ],
 )
-def test_a_named_id_must_be_usable(value: Any, kind: str) -> None:
+def test_a_named_id_must_be_usable(value, kind):
     with pytest.raises(RowError) as caught:
         row_id({"name": value}, Columns(id="name"))
     assert caught.value.kind == kind and len(str(caught.value)) < 1200
 
 
-def test_a_rows_own_seed_replaces_the_jobs() -> None:
+def test_a_rows_own_seed_replaces_the_jobs():
     columns = Columns(seed="s")
     assert row_key({"s": 3}, columns, job_seed=1, sample_id="a") == sample_key(3, "a")
     assert row_key({"s": 3}, Columns(), job_seed=1, sample_id="a") == sample_key(1, "a")
@@ -56,14 +54,14 @@ def test_a_rows_own_seed_replaces_the_jobs() -> None:
             row_key({"s": seed}, columns, job_seed=1, sample_id="a")
 
 
-def test_text_falls_back_to_a_prompt() -> None:
+def test_text_falls_back_to_a_prompt():
     assert text_of({"prompt": "p"}, Columns()) == "p"
     assert text_of({"prompt": "p", "text": "t"}, Columns()) == "t"
     with pytest.raises(RowError, match=r"missing_column.*'text' is missing; the row has 'a'"):
         text_of({"a": 1}, Columns())
 
 
-def test_text_that_is_stored_as_bytes_is_text() -> None:
+def test_text_that_is_stored_as_bytes_is_text():
     assert text_of({"text": "für".encode()}, Columns()) == "für"
     assert row_id({"id": b"a-7"}, Columns()) == "a-7"
     for read in (lambda row: text_of(row, Columns()), lambda row: row_id(row, Columns(id="text"))):
@@ -107,7 +105,7 @@ def as_every_column(row: dict[str, Any]) -> list[Any]:
 WHOLE_IS, TEXT_IS, NUMBER_IS = ["7", 7, "refused", 7, 7.0], ["7", 7, "7", 7, 7.0], ["refused"] * 3 + [7, 7.0]
 
 
-def test_a_column_means_the_same_in_every_type_of_arrow(tmp_path: Path) -> None:
+def test_a_column_means_the_same_in_every_type_of_arrow(tmp_path):
     groups: list[tuple[dict[pa.DataType, Any], list[Any]]] = [(WHOLE, WHOLE_IS), (TEXTS, TEXT_IS), (NUMBERS, NUMBER_IS)]
     for kinds, expected in groups:
         for kind, value in kinds.items():
@@ -147,13 +145,13 @@ def written(folder: Path, table: pa.Table) -> list[dict[str, Any]]:
         ("a.tsv", 'x\ty\n"7"\t\n', TEXT_IS),
     ],
 )
-def test_a_column_means_the_same_in_json_and_csv(tmp_path: Path, name: str, text: str, expected: list[Any]) -> None:
+def test_a_column_means_the_same_in_json_and_csv(tmp_path, name, text, expected):
     (tmp_path / name).write_text(text)
     (row,) = iterate(list_inputs(str(tmp_path / name))[0])
     assert as_every_column(row.values or {}) == expected
 
 
-def test_long_ids_and_leading_zeros_are_not_changed(tmp_path: Path) -> None:
+def test_long_ids_and_leading_zeros_are_not_changed(tmp_path):
     (tmp_path / "a.jsonl").write_text(f'{{"id": {BIG}}}\n{{"id": "007"}}')
     (tmp_path / "b.csv").write_text("id\n007\n")
     ids = [row_id(row.values or {}, Columns()) for file in list_inputs(str(tmp_path)) for row in iterate(file)]
@@ -163,7 +161,7 @@ def test_long_ids_and_leading_zeros_are_not_changed(tmp_path: Path) -> None:
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"zip": null, "n": [1]}'}}]
 
 
-def test_arguments_of_tool_calls_are_read_from_json_text() -> None:
+def test_arguments_of_tool_calls_are_read_from_json_text():
     said = {"role": "assistant", "tool_calls": CALLS}
     (message,) = messages_of({"m": [said]}, "m")
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"zip": None, "n": [1]}}
@@ -179,7 +177,7 @@ def test_arguments_of_tool_calls_are_read_from_json_text() -> None:
 
 
 @pytest.mark.parametrize("layout", [lambda t: t, lambda t: pa.large_list(t.value_type)], ids=["list", "large list"])
-def test_keys_that_a_message_lacks_stay_absent_in_tables(tmp_path: Path, layout: Any) -> None:
+def test_keys_that_a_message_lacks_stay_absent_in_tables(tmp_path, layout):
     call = {"type": "function", "function": {"name": "f", "arguments": {"city": "x"}}}
     other = {"type": "function", "function": {"name": "g", "arguments": {"zip": 1}}}
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call, other]}]
@@ -190,7 +188,7 @@ def test_keys_that_a_message_lacks_stay_absent_in_tables(tmp_path: Path, layout:
         assert row["meta"] == {"a": None}, "other columns have their nulls"
 
 
-def test_a_request_without_custom_id_is_named() -> None:
+def test_a_request_without_custom_id_is_named():
     values = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     with pytest.raises(RowError, match="an OpenAI request without custom_id"):
         prompt_of(values, Columns(), Complete(kind="complete"), chat=False)

@@ -1,7 +1,5 @@
 """A mask's hidden tokens become what is scored: the same holes as in infilling, with the text that was there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +60,7 @@ def check(canvas: Canvas, holes: Canvas, text: str, tokenizer: Tokenizer) -> Non
         {"kind": "sentences", "which": "random"},
     ],
 )
-def test_what_a_mask_hides_of_a_text_is_scored(mask: dict[str, Any]) -> None:
+def test_what_a_mask_hides_of_a_text_is_scored(mask):
     score, infill = makers(mask)
     text = "One two. Three four! Five?" if mask["kind"] == "sentences" else TEXT
     for key in (1, 2):
@@ -71,13 +69,13 @@ def test_what_a_mask_hides_of_a_text_is_scored(mask: dict[str, Any]) -> None:
         assert score.sizes([({"text": text}, key)]) == [canvas.size]
 
 
-def test_a_vocabulary_that_joins_no_pieces_scores_the_tokens_that_overlap_what_is_hidden() -> None:
+def test_a_vocabulary_that_joins_no_pieces_scores_the_tokens_that_overlap_what_is_hidden():
     score, infill = makers({"kind": "spans"}, columns={"text": "t", "spans": "s"}, tokenizer=word_pieces())
     row: dict[str, Any] = {"t": "the cat sat on the mat", "s": [[4, 7], [15, 18]]}
     check(score.make(row, 1), infill.make(row, 1), row["t"], word_pieces())
 
 
-def test_a_reference_belongs_into_the_hole_between_prefix_and_suffix() -> None:
+def test_a_reference_belongs_into_the_hole_between_prefix_and_suffix():
     columns = {"prefix": "before", "suffix": "after", "reference": "middle"}
     score, _ = makers({"kind": "marker"}, columns=columns)
     row = {"before": "def f(x):\n", "middle": "    return x", "after": "\n"}
@@ -90,7 +88,7 @@ def test_a_reference_belongs_into_the_hole_between_prefix_and_suffix() -> None:
     assert error_kind(score, row | {"middle": ""}) == "empty_text"
 
 
-def test_references_are_the_texts_of_the_markers() -> None:
+def test_references_are_the_texts_of_the_markers():
     score, _ = makers({"kind": "marker"}, columns={"text": "t", "reference": "r"})
     canvas = score.make({"t": "a<mask>b<mask>", "r": ["xx", "y"]}, 1)
     assert canvas.tokens.tolist() == byte_level().encode("axxby")
@@ -101,7 +99,7 @@ def test_references_are_the_texts_of_the_markers() -> None:
     assert error_kind(score, {"t": "ab", "r": "xx"}) == "marker_absent"
 
 
-def test_the_reference_of_given_tokens_are_the_ids_of_their_nulls() -> None:
+def test_the_reference_of_given_tokens_are_the_ids_of_their_nulls():
     score, _ = makers({"kind": "given"}, columns={"tokens": "t", "reference": "r"})
     canvas = score.make({"t": [7, None, 9, None], "r": [8, 10]}, 1)
     assert canvas.tokens.tolist() == [7, 8, 9, 10]
@@ -111,7 +109,7 @@ def test_the_reference_of_given_tokens_are_the_ids_of_their_nulls() -> None:
     assert error_kind(score, {"t": [7, None], "r": "x"}) == "bad_tokens"
 
 
-def test_a_text_of_which_nothing_is_hidden_has_nothing_to_score() -> None:
+def test_a_text_of_which_nothing_is_hidden_has_nothing_to_score():
     score, _ = makers({"kind": "random"})
     assert error_kind(score, {"text": ""}) == "empty_text"
     lines, _ = makers({"kind": "lines"})

@@ -1,7 +1,5 @@
 """Stop strings are found at the token that completes them, however the text is cut into tokens and blocks of tokens."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -86,7 +84,7 @@ def in_blocks(finder: StopStrings, tokens: Sequence[int], sizes: Sequence[int]) 
     return None
 
 
-def test_a_stop_string_inside_one_token_ends_there() -> None:
+def test_a_stop_string_inside_one_token_ends_there():
     tokens = byte_level().encode("def f(x):\n    return x\n")
     inside = next(n for n, token in enumerate(tokens) if len(byte_level().decode([token])) > 2)
     part = byte_level().decode([tokens[inside]])[1:2]
@@ -98,7 +96,7 @@ def test_a_stop_string_inside_one_token_ends_there() -> None:
     assert finder.cut(byte_level().decode(tokens[:keep])) == text[: text.index(part)]
 
 
-def test_a_stop_string_at_the_very_first_token_leaves_an_empty_text() -> None:
+def test_a_stop_string_at_the_very_first_token_leaves_an_empty_text():
     finder = StopStrings(byte_level(), ["x"])
     assert finder.find(in_bytes("xyz"), 0) == 1
     assert finder.cut("x") == ""
@@ -106,7 +104,7 @@ def test_a_stop_string_at_the_very_first_token_leaves_an_empty_text() -> None:
 
 @pytest.mark.parametrize("stop", ["\n\n", "return", "é", "日本", "🎉🎉🎉 the end of it 🎉🎉🎉", "a🎉b"])
 @pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [100]])
-def test_a_stop_string_may_span_tokens_and_its_characters_too(stop: str, sizes: list[int]) -> None:
+def test_a_stop_string_may_span_tokens_and_its_characters_too(stop, sizes):
     tokens = in_bytes(f"before it {stop} and behind {stop}")
     finder = StopStrings(byte_level(), [stop])
     keep = in_blocks(finder, tokens, sizes)
@@ -114,7 +112,7 @@ def test_a_stop_string_may_span_tokens_and_its_characters_too(stop: str, sizes: 
     assert finder.cut(byte_level().decode(tokens[:keep])) == "before it "
 
 
-def test_of_several_stop_strings_the_one_that_ends_first_cuts_and_the_longest_of_those() -> None:
+def test_of_several_stop_strings_the_one_that_ends_first_cuts_and_the_longest_of_those():
     tokens = in_bytes("one two three")
     assert StopStrings(byte_level(), ["three", "two"]).find(tokens, 0) == len("one two")
     assert StopStrings(byte_level(), ["e tw", "o"]).cut("one two") == ""
@@ -123,7 +121,7 @@ def test_of_several_stop_strings_the_one_that_ends_first_cuts_and_the_longest_of
     assert StopStrings(byte_level(), ["x"]).cut("none") == "none"
 
 
-def test_several_stop_strings_that_one_token_completes() -> None:
+def test_several_stop_strings_that_one_token_completes():
     token = next(t for t in range(byte_level().size) if len(byte_level().decode([t])) > 3 and t > 6)
     text = byte_level().decode([token])
     finder = StopStrings(byte_level(), [text[2], text[1:3], text[3]])
@@ -131,7 +129,7 @@ def test_several_stop_strings_that_one_token_completes() -> None:
     assert finder.cut(text) == text[: min(text.index(text[2]), text.index(text[1:3]))]
 
 
-def test_bytes_that_are_not_yet_a_character_are_no_match_and_hide_none() -> None:
+def test_bytes_that_are_not_yet_a_character_are_no_match_and_hide_none():
     half, rest = in_bytes("é")
     finder = StopStrings(byte_level(), ["é", "x"])
     assert finder.find([half], 0) is None
@@ -139,13 +137,13 @@ def test_bytes_that_are_not_yet_a_character_are_no_match_and_hide_none() -> None
     assert finder.find([half, *in_bytes("x")], 1) == 2, "a torn character in front of the stop string"
 
 
-def test_a_space_in_front_of_the_first_word_counts() -> None:
+def test_a_space_in_front_of_the_first_word_counts():
     space_cat = word_pieces().encode("the cat")[1:]
     assert word_pieces().continuation(space_cat) == " cat"
     assert StopStrings(word_pieces(), [" cat"]).find(space_cat, 0) == 1
 
 
-def test_bytes_that_stand_for_a_character_are_joined_before_they_are_searched() -> None:
+def test_bytes_that_stand_for_a_character_are_joined_before_they_are_searched():
     tokenizer = with_byte_fallback()
     ids = tokenizer.vocabulary()
     tokens = [ids["▁a"], *(ids[f"<0x{byte:02X}>"] for byte in "é日".encode()), ids["b"]]
@@ -164,9 +162,7 @@ def test_bytes_that_stand_for_a_character_are_joined_before_they_are_searched() 
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     bytewise=st.booleans(),
 )
-def test_the_token_found_is_that_of_the_definition(
-    seed: int, stops: list[str], sizes: list[int], bytewise: bool
-) -> None:
+def test_the_token_found_is_that_of_the_definition(seed, stops, sizes, bytewise):
     rng = random.Random(seed)
     tokenizer = byte_level() if bytewise else with_byte_fallback()
     text = "".join(rng.choice(["a", "b", " ", "é", "日", "🎉", "\n", *stops]) for _ in range(rng.randint(0, 20)))
@@ -184,7 +180,7 @@ def test_the_token_found_is_that_of_the_definition(
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_stop_string_among_the_first_tokens_is_ordinary_text(data: st.DataObject) -> None:
+def test_a_stop_string_among_the_first_tokens_is_ordinary_text(data):
     text = data.draw(st.text("abé日", min_size=1, max_size=12))
     stops = data.draw(st.lists(st.sampled_from(["a", "ab", "é", "日", "b日"]), min_size=1, max_size=2, unique=True))
     min_new, tokens = data.draw(st.integers(0, 8)), in_bytes(text)
@@ -202,7 +198,7 @@ def test_a_stop_string_among_the_first_tokens_is_ordinary_text(data: st.DataObje
         assert finder.cut(kept, tokens[:expected]) == text[: min(ends)[1]]
 
 
-def test_min_tokens_of_a_row_hold_for_the_stop_strings_of_the_job() -> None:
+def test_min_tokens_of_a_row_hold_for_the_stop_strings_of_the_job():
     task = Complete(kind="complete", stop=("x",))
     rules = RowRules(task, Columns(), "autoregressive", Sampling(), byte_level())
     for body, expected in (({}, None), ({"min_tokens": 2}, 3), ({"min_tokens": 2, "stop": "b"}, None)):

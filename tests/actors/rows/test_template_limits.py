@@ -1,7 +1,5 @@
 """A chat template can neither loop without end nor fill the memory; ordinary ones render as before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -61,12 +59,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.slow
-def test_a_template_that_would_hang_or_fill_the_memory_is_stopped(name: str) -> None:
+def test_a_template_that_would_hang_or_fill_the_memory_is_stopped(name):
     with pytest.raises(SecurityError, match=r"a template (takes|makes|computes|calls|formats)"):
         ChatTemplate(HOSTILE[name], {})(SAID)
 
 
-def test_lipsum_is_not_there_and_texts_that_are_no_formats_are_not_refused() -> None:
+def test_lipsum_is_not_there_and_texts_that_are_no_formats_are_not_refused():
     with pytest.raises(UndefinedError, match="'lipsum' is undefined"):
         ChatTemplate("{{ lipsum(n=10**9) }}", {})(SAID)
     assert (
@@ -75,20 +73,20 @@ def test_lipsum_is_not_there_and_texts_that_are_no_formats_are_not_refused() -> 
     )
 
 
-def test_lists_are_joined_by_a_sum_within_the_limits() -> None:
+def test_lists_are_joined_by_a_sum_within_the_limits():
     assert ChatTemplate("{{ [[1], [2, 3]]|sum(start=[]) }}", {})(SAID) == "[1, 2, 3]"
     many = "{% set many = [['a'] * 1000] * 2000 %}{{ (many|sum(start=[]))|length }}"
     with pytest.raises(SecurityError, match="a template makes"):
         ChatTemplate(many, {})(SAID)
 
 
-def test_each_rendering_has_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rendering_has_its_own_steps(monkeypatch):
     monkeypatch.setattr(template_limits, "MOST_STEPS", 50)
     template = ChatTemplate("{% for a in range(30) %}{{ loop.index }}{% endfor %}", {})
     assert template(SAID) == template(SAID) == "".join(map(str, range(1, 31)))
 
 
-def test_what_templates_do_renders_as_in_jinjas_own_sandbox() -> None:
+def test_what_templates_do_renders_as_in_jinjas_own_sandbox():
     source = (
         "{% for m in messages %}{{ loop.index0 }}{{ loop.last }}{{ m.role | upper ~ ': ' ~ m['content'] | trim }}"
         "{% if loop.first and not loop.last %}{{ '-' * 3 + '>' }}{% endif %}{% else %}none{% endfor %}"

@@ -1,7 +1,5 @@
 """Tokenizers and chat templates are read without transformers, and are what transformers makes of the same files."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import shutil
@@ -113,7 +111,7 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_tokenizer_is_what_transformers_reads(tmp_path: Path, name: str) -> None:
+def test_a_tokenizer_is_what_transformers_reads(tmp_path, name):
     check(write(tmp_path, CONFIGS[name]))
 
 
@@ -121,16 +119,14 @@ def test_a_tokenizer_is_what_transformers_reads(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     "config", [None, {"eos_token": "</s>", "additional_special_tokens": ["<new>", "<fourth>"]}, CONFIGS["added"]]
 )
-def test_the_older_files_count_where_the_config_lists_no_tokens(
-    tmp_path: Path, names: list[str], config: dict[str, Any] | None
-) -> None:
+def test_the_older_files_count_where_the_config_lists_no_tokens(tmp_path, names, config):
     write(tmp_path, config)
     for name in names:
         (tmp_path / name).write_text(json.dumps(OLDER[name]))
     check(tmp_path)
 
 
-def test_what_the_file_itself_asks_for_is_read_and_left_out_as_before(tmp_path: Path) -> None:
+def test_what_the_file_itself_asks_for_is_read_and_left_out_as_before(tmp_path):
     core = Core.from_str(byte_level()._core.to_str())
     core.enable_truncation(3)
     core.enable_padding(length=9, pad_token="<pad>", pad_id=5)
@@ -144,13 +140,13 @@ def test_what_the_file_itself_asks_for_is_read_and_left_out_as_before(tmp_path: 
 
 
 @pytest.mark.parametrize("model", sorted(set(builtin_models()) - {"ar-tiny-eagle3"}))
-def test_the_builtin_tokenizers_are_what_transformers_reads(model: str) -> None:
+def test_the_builtin_tokenizers_are_what_transformers_reads(model):
     check(BUILTIN.parent / model)
 
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_is_what_transformers_renders(tmp_path: Path, name: str, chat: list[dict[str, Any]]) -> None:
+def test_a_chat_is_what_transformers_renders(tmp_path, name, chat):
     config = {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>", "chat_template": TEMPLATES[name]}
     ours, theirs = both(write(tmp_path, config))
     assert ours.chat is not None
@@ -174,9 +170,7 @@ def test_a_chat_is_what_transformers_renders(tmp_path: Path, name: str, chat: li
         ({}, {}),
     ],
 )
-def test_the_template_of_several_is_the_one_that_transformers_takes(
-    tmp_path: Path, config: dict[str, Any], files: dict[str, str]
-) -> None:
+def test_the_template_of_several_is_the_one_that_transformers_takes(tmp_path, config, files):
     write(tmp_path, config)
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -191,7 +185,7 @@ def test_the_template_of_several_is_the_one_that_transformers_takes(
 
 
 @pytest.mark.parametrize("config", [{"fix_mistral_regex": True}, {"eos_token": 3}, {"extra_special_tokens": [3]}])
-def test_what_only_transformers_understands_is_left_to_it(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_what_only_transformers_understands_is_left_to_it(tmp_path, config):
     with pytest.raises(NotPlain):
         read_files(write(tmp_path, config))
 
@@ -206,7 +200,7 @@ def test_what_only_transformers_understands_is_left_to_it(tmp_path: Path, config
         ("special_tokens_map.json", "{"),
     ],
 )
-def test_a_damaged_file_is_an_error_that_names_the_setting(tmp_path: Path, name: str, content: str) -> None:
+def test_a_damaged_file_is_an_error_that_names_the_setting(tmp_path, name, content):
     shutil.copy(BUILTIN / "tokenizer.json", tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match="can't be loaded"):

@@ -3,8 +3,6 @@
 Where no sandbox holds (another system, an old kernel), the attacks are skipped and the refusal is tested alone.
 """
 
-from __future__ import annotations
-
 import http.server
 import os
 import platform
@@ -81,7 +79,7 @@ def leftovers(mark: str) -> list[int]:
 
 
 @holds
-def test_a_program_that_runs_to_its_end_passes(sandbox: Sandbox) -> None:
+def test_a_program_that_runs_to_its_end_passes(sandbox):
     ran = sandbox.run("import json, math\nprint(json.dumps(math.sqrt(4)))\nopen('notes', 'w').write('mine')\n")
     assert ran.passed and ran.output == "2.0\n"
 
@@ -90,7 +88,7 @@ def test_a_program_that_runs_to_its_end_passes(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize(
     "program", ["assert 1 + 1 == 3", "import sys; sys.exit(0)", "import os; os._exit(0)", "def f(:\n", "x = '''"]
 )
-def test_a_program_that_does_not_reach_its_end_fails(sandbox: Sandbox, program: str) -> None:
+def test_a_program_that_does_not_reach_its_end_fails(sandbox, program):
     ran = sandbox.run(program, SHORT)
     assert not ran.passed and ran.ending == "ended"
 
@@ -122,20 +120,20 @@ def told(text):
     ],
     ids=["source", "arguments", "frames", "memory"],
 )
-def test_a_program_finds_nowhere_what_would_say_that_it_passed(sandbox: Sandbox, attack: str) -> None:
+def test_a_program_finds_nowhere_what_would_say_that_it_passed(sandbox, attack):
     ran = sandbox.run(f"{FOUND}{attack}\nos._exit(0)\n", Limits(timeout_s=20.0))
     assert not ran.passed and ran.ending == "ended" and ran.returncode == 0, ran.output
 
 
 @holds
-def test_a_fork_bomb_is_refused(sandbox: Sandbox) -> None:
+def test_a_fork_bomb_is_refused(sandbox):
     ran = sandbox.run("import os\nwhile True:\n    os.fork()\n", SHORT)
     assert not ran.passed and "PermissionError" in ran.output
 
 
 @pytest.mark.slow
 @holds
-def test_a_fork_bomb_ends_with_its_program_where_forks_are_allowed(sandbox: Sandbox) -> None:
+def test_a_fork_bomb_ends_with_its_program_where_forks_are_allowed(sandbox):
     """RLIMIT_NPROC counts all processes of a user: what is left of one bomb would make later programs fail."""
     ran = sandbox.run(BOMB, FORKING)
     assert not ran.passed and ran.ending == "timeout"
@@ -144,7 +142,7 @@ def test_a_fork_bomb_ends_with_its_program_where_forks_are_allowed(sandbox: Sand
 
 
 @holds
-def test_what_a_program_leaves_behind_is_killed_after_its_end(sandbox: Sandbox) -> None:
+def test_what_a_program_leaves_behind_is_killed_after_its_end(sandbox):
     mark = f"left-{secrets.token_hex(8)}"
     program = (
         f"import os\nif os.fork() == 0:\n"
@@ -160,26 +158,26 @@ def test_what_a_program_leaves_behind_is_killed_after_its_end(sandbox: Sandbox) 
 
 
 @holds
-def test_an_endless_loop_is_out_of_time(sandbox: Sandbox) -> None:
+def test_an_endless_loop_is_out_of_time(sandbox):
     ran = sandbox.run("while True:\n    pass\n", Limits(timeout_s=1.0))
     assert not ran.passed and ran.ending == "timeout"
 
 
 @holds
-def test_four_gigabytes_of_memory_are_refused(sandbox: Sandbox) -> None:
+def test_four_gigabytes_of_memory_are_refused(sandbox):
     ran = sandbox.run("held = bytearray(4 * 2**30)\n", SHORT)
     assert not ran.passed and "MemoryError" in ran.output
 
 
 @holds
-def test_endless_output_is_cut(sandbox: Sandbox) -> None:
+def test_endless_output_is_cut(sandbox):
     program = "import sys\nwhile True:\n    sys.stdout.write('x' * 65536)\n"
     ran = sandbox.run(program, Limits(timeout_s=30.0, file_mb=1))
     assert not ran.passed and ran.ending == "ended" and len(ran.output) <= code.OUTPUT_SHOWN
 
 
 @holds
-def test_no_tcp_connection_can_be_made(sandbox: Sandbox) -> None:
+def test_no_tcp_connection_can_be_made(sandbox):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ran = sandbox.run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}))\n", SHORT)
@@ -190,7 +188,7 @@ def test_no_tcp_connection_can_be_made(sandbox: Sandbox) -> None:
 
 
 @holds
-def test_no_page_can_be_fetched(sandbox: Sandbox) -> None:
+def test_no_page_can_be_fetched(sandbox):
     asked: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -210,7 +208,7 @@ def test_no_page_can_be_fetched(sandbox: Sandbox) -> None:
 
 
 @holds
-def test_nothing_outside_its_folder_can_be_written(sandbox: Sandbox, outside: Path) -> None:
+def test_nothing_outside_its_folder_can_be_written(sandbox, outside):
     for attack in (
         f"open({str(outside / 'made')!r}, 'w')",
         f"open({str(outside / 'secret')!r}, 'a')",
@@ -227,7 +225,7 @@ def test_nothing_outside_its_folder_can_be_written(sandbox: Sandbox, outside: Pa
 
 
 @holds
-def test_no_secret_can_be_read(sandbox: Sandbox, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_can_be_read(sandbox, outside, monkeypatch):
     monkeypatch.setenv("MY_SECRET_TOKEN", "hunter2")
     for attack in (
         f"print(open({str(outside / 'secret')!r}).read())",
@@ -242,7 +240,7 @@ def test_no_secret_can_be_read(sandbox: Sandbox, outside: Path, monkeypatch: pyt
 
 
 @holds
-def test_its_parent_can_be_neither_killed_nor_limited(sandbox: Sandbox) -> None:
+def test_its_parent_can_be_neither_killed_nor_limited(sandbox):
     for attack in (
         "import os\nos.kill(os.getppid(), 9)\n",
         "import os\nos.kill(-1, 9)\n",
@@ -253,7 +251,7 @@ def test_its_parent_can_be_neither_killed_nor_limited(sandbox: Sandbox) -> None:
 
 
 @holds
-def test_a_program_can_not_leave_its_group(sandbox: Sandbox) -> None:
+def test_a_program_can_not_leave_its_group(sandbox):
     mark = f"escaped-{secrets.token_hex(8)}"
     program = (
         "import os, sys\nos.setsid()\nif os.fork():\n    os._exit(0)\n"
@@ -266,7 +264,7 @@ def test_a_program_can_not_leave_its_group(sandbox: Sandbox) -> None:
 
 
 @holds
-def test_a_huge_file_and_many_files_are_refused(sandbox: Sandbox) -> None:
+def test_a_huge_file_and_many_files_are_refused(sandbox):
     huge = "with open('huge', 'wb') as file:\n    while True:\n        file.write(bytes(2**20))\n"
     ran = sandbox.run(huge, Limits(timeout_s=30.0, file_mb=2))
     assert not ran.passed and ran.ending == "ended" and ("File too large" in ran.output or ran.returncode < 0)
@@ -281,13 +279,13 @@ def test_a_huge_file_and_many_files_are_refused(sandbox: Sandbox) -> None:
 
 
 @holds
-def test_a_program_is_not_root_and_has_no_capability_over_files(sandbox: Sandbox) -> None:
+def test_a_program_is_not_root_and_has_no_capability_over_files(sandbox):
     ran = sandbox.run("import os\nassert os.getuid() != 0 and os.getgroups() in ([], [os.getgid()])\n")
     assert ran.passed or os.getuid() != 0, ran.output
 
 
 @holds
-def test_nothing_is_left_on_disk(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_on_disk(sandbox, tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     for parent in tmp_path.parents:
         if "pytest" in str(parent):
@@ -298,13 +296,13 @@ def test_nothing_is_left_on_disk(sandbox: Sandbox, tmp_path: Path, monkeypatch: 
 
 
 @holds
-def test_a_program_that_is_stopped_counts_as_out_of_time(sandbox: Sandbox) -> None:
+def test_a_program_that_is_stopped_counts_as_out_of_time(sandbox):
     ran = sandbox.run("import time\ntime.sleep(60)\n", Limits(timeout_s=60.0), stopping=lambda: True)
     assert ran.ending == "timeout"
 
 
 @holds
-def test_the_self_test_finds_the_kernel_sandbox() -> None:
+def test_the_self_test_finds_the_kernel_sandbox():
     assert find_sandbox("auto") == find_sandbox("kernel") == Sandbox("kernel")
 
 
@@ -312,7 +310,7 @@ def test_the_self_test_finds_the_kernel_sandbox() -> None:
 @pytest.mark.skipif(
     os.getuid() != 0 or not Path("/usr/bin/python3.11").exists(), reason="needs root and another Python"
 )
-def test_it_holds_for_an_ordinary_user_too(tmp_path: Path) -> None:
+def test_it_holds_for_an_ordinary_user_too(tmp_path):
     program = "import sys; sys.path.insert(0, {root!r})\n"
     program += "from draftmill.actors.sandbox.sandbox import problem\nprint(problem('kernel'))\n"
     root = str(Path(code.__file__).parents[3])
@@ -326,7 +324,7 @@ def test_it_holds_for_an_ordinary_user_too(tmp_path: Path) -> None:
     assert done.stdout.strip() == "None", done.stderr
 
 
-def test_where_no_sandbox_holds_no_code_is_run_and_the_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_sandbox_holds_no_code_is_run_and_the_reasons_are_given(monkeypatch):
     problem.cache_clear()
     monkeypatch.setattr(
         "draftmill.actors.sandbox.sandbox.Sandbox.run",
@@ -342,7 +340,7 @@ def test_where_no_sandbox_holds_no_code_is_run_and_the_reasons_are_given(monkeyp
         problem.cache_clear()
 
 
-def test_a_self_test_that_breaks_out_refuses_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_self_test_that_breaks_out_refuses_the_sandbox(monkeypatch):
     problem.cache_clear()
     monkeypatch.setattr(
         "draftmill.actors.sandbox.sandbox.filter_for", lambda *_, **__: b"\x06\x00\x00\x00\x00\x00\xff\x7f"
@@ -355,7 +353,7 @@ def test_a_self_test_that_breaks_out_refuses_the_sandbox(monkeypatch: pytest.Mon
         problem.cache_clear()
 
 
-def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_are_refused(monkeypatch):
     problem.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     try:
@@ -365,7 +363,7 @@ def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         problem.cache_clear()
 
 
-def test_bwrap_runs_the_same_launcher_with_its_own_namespaces() -> None:
+def test_bwrap_runs_the_same_launcher_with_its_own_namespaces():
     command = Sandbox("bwrap").command(Path("/tmp/work"), Limits(), (7, 8))
     assert command[0] == "bwrap" and {"--unshare-all", "--die-with-parent", "--new-session"} <= set(command)
     assert (
@@ -376,7 +374,7 @@ def test_bwrap_runs_the_same_launcher_with_its_own_namespaces() -> None:
 
 
 @pytest.mark.skipif(problem("bwrap") is not None, reason=f"no bwrap here: {problem('bwrap')}")
-def test_bwrap_holds() -> None:
+def test_bwrap_holds():
     assert find_sandbox("bwrap").run("print(1)").passed
 
 
@@ -384,7 +382,7 @@ def test_bwrap_holds() -> None:
 
 
 @pytest.mark.skipif(not Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h").exists(), reason="no kernel headers")
-def test_syscall_numbers_of_x86_64_are_those_of_the_kernel_headers() -> None:
+def test_syscall_numbers_of_x86_64_are_those_of_the_kernel_headers():
     theirs = numbers_in("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
     for name, number in (X86_64 | SINCE_5_1).items():
         assert theirs.get(name, number) == number, name
@@ -392,7 +390,7 @@ def test_syscall_numbers_of_x86_64_are_those_of_the_kernel_headers() -> None:
 
 
 @pytest.mark.skipif(not Path("/usr/include/asm-generic/unistd.h").exists(), reason="no kernel headers")
-def test_syscall_numbers_of_aarch64_are_those_of_the_generic_table() -> None:
+def test_syscall_numbers_of_aarch64_are_those_of_the_generic_table():
     theirs = numbers_in("/usr/include/asm-generic/unistd.h")
     for name, number in (AARCH64 | SINCE_5_1).items():
         assert theirs.get(name, number) == number, name
@@ -429,7 +427,7 @@ DENIED = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("machine", sorted(MACHINES))
 @pytest.mark.parametrize("forks", [False, True])
-def test_the_filter_allows_its_list_alone_and_no_call_that_a_later_kernel_brings(machine: str, forks: bool) -> None:
+def test_the_filter_allows_its_list_alone_and_no_call_that_a_later_kernel_brings(machine, forks):
     """The program is interpreted here, line by line, as the kernel does (Documentation/networking/filter)."""
     arch, numbers = MACHINES[machine]
     program = filter_for(machine, forks=forks)

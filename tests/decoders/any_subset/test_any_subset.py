@@ -6,22 +6,29 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.samples import decoding_order
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.references import any_subset as reference
 from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.references.choosers import CoupledRule
 from tests.decoders.references.table import TableBackbone
-from tests.decoders.support import decode, random_lengths, run_all, table_info, texts, toy_heads, toy_requests
+from tests.decoders.support import (
+    decode,
+    decoder_settings,
+    engine,
+    random_lengths,
+    run_all,
+    table_info,
+    texts,
+    toy_heads,
+    toy_requests,
+)
 
 VOCAB, LENGTH = 4, 6
 INFO = table_info(VOCAB)
-SEQUENTIAL = AnySubsetSettings(kind="any_subset")
+SEQUENTIAL = decoder_settings("any_subset")
 VARIANTS: dict[str, dict[str, Any]] = {
     "self": {},
     "ngram": {"drafter": "ngram"},
@@ -45,7 +52,7 @@ def test_coupled_output_is_the_sequential_output(variant, warp, rows):
     heads = toy_heads(VOCAB) if variant != "ngram" else None
     lengths: tuple[Any, ...] = (1, 2, 4, 8, "auto")
     for seed, k in enumerate(lengths):
-        settings = AssdSettings(kind="assd", k=k, **VARIANTS[variant])
+        settings = decoder_settings("assd", k=k, **VARIANTS[variant])
         shuffled = [requests[i] for i in np.random.default_rng(seed).permutation(len(requests))]
         found = decode(table(), INFO, settings, sampling, shuffled, rows=rows, heads=heads)
         assert texts(found) == texts(expected)
@@ -60,7 +67,7 @@ def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, mon
     requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=12)
     expected = decode(table(), INFO, SEQUENTIAL, Sampling(), requests)
     heads = toy_heads(VOCAB) if variant != "ngram" else None
-    settings = AssdSettings(kind="assd", k="auto", **VARIANTS[variant])
+    settings = decoder_settings("assd", k="auto", **VARIANTS[variant])
     found = decode(table(), INFO, settings, Sampling(), requests, rows=5, heads=heads)
     assert texts(found) == texts(expected)
     assert sum(outcome.accepted for outcome in found.values()) > 5
@@ -68,19 +75,9 @@ def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, mon
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lengths_that_time_chooses_need_coupled_acceptance(variant):
-    settings = AssdSettings(kind="assd", k="auto", **VARIANTS[variant])
+    settings = decoder_settings("assd", k="auto", **VARIANTS[variant])
     with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
-        build_decoder(
-            Setup(
-                backbone=table(),
-                info=INFO,
-                sampling=Sampling(acceptance="rejection"),
-                max_rows=1,
-                max_tokens=9,
-                heads=toy_heads(VOCAB),
-            ),
-            settings,
-        )
+        engine(table(), INFO, settings, Sampling(acceptance="rejection"), rows=1, max_tokens=9, heads=toy_heads(VOCAB))
 
 
 def test_the_sequential_decoder_equals_its_reference():
@@ -101,7 +98,7 @@ def test_the_sequential_decoder_equals_its_reference():
 @pytest.mark.parametrize("k", [2, 3, 5, 8])
 def test_nfe_never_exceeds_the_number_of_holes(variant, acceptance, k):
     requests = toy_requests(80, vocab_size=VOCAB, longest=LENGTH, seed=4)
-    settings = AssdSettings(kind="assd", k=k, **VARIANTS[variant])
+    settings = decoder_settings("assd", k=k, **VARIANTS[variant])
     outcomes = decode(table(), INFO, settings, Sampling(acceptance=acceptance), requests, heads=toy_heads(VOCAB))
     assert all(outcome.nfe <= len(outcome.tokens) for outcome in outcomes.values())
     total, holes = (sum(o.nfe for o in outcomes.values()), sum(len(o.tokens) for o in outcomes.values()))
@@ -113,8 +110,8 @@ def test_nfe_never_exceeds_the_number_of_holes(variant, acceptance, k):
 def test_edge_canvases_come_back_whole(variant):
     canvases = [[-1], [2], [], [-1] * LENGTH, [0, -1, 1], [-1, 1, 1], [1, 1, -1], [3] * LENGTH]
     requests = [Request(i, 100 + i, np.array(canvas, dtype=np.int32)) for i, canvas in enumerate(canvases)]
-    kinds = {"parallel": ParallelSettings(kind="parallel"), "sequential": SEQUENTIAL}
-    settings = kinds.get(variant) or AssdSettings(kind="assd", k=3, **VARIANTS[variant])
+    kinds = {"parallel": decoder_settings("parallel"), "sequential": SEQUENTIAL}
+    settings = kinds.get(variant) or decoder_settings("assd", k=3, **VARIANTS[variant])
     outcomes = decode(table(), INFO, settings, Sampling(), requests, heads=toy_heads(VOCAB))
     for request in requests:
         outcome = outcomes[request.index]
@@ -126,7 +123,7 @@ def test_edge_canvases_come_back_whole(variant):
 
 def test_parallel_takes_one_forward_and_knows_no_log_probability():
     requests = toy_requests(40, vocab_size=VOCAB, longest=LENGTH, seed=6)
-    outcomes = decode(table(), INFO, ParallelSettings(kind="parallel"), Sampling(), requests)
+    outcomes = decode(table(), INFO, decoder_settings("parallel"), Sampling(), requests)
     for outcome in outcomes.values():
         if len(outcome.tokens):
             assert (outcome.nfe, outcome.iterations, outcome.logprob) == (1, 1, None)
@@ -137,7 +134,7 @@ def test_parallel_draws_each_hole_from_the_law_given_the_prompt():
     # One hole: parallel and sequential read the same noise and the same law.
     canvas = np.array([1, -1, 2, 0], dtype=np.int32)
     requests = [Request(i, 17 * i, canvas) for i in range(50)]
-    parallel = decode(table(), INFO, ParallelSettings(kind="parallel"), Sampling(), requests)
+    parallel = decode(table(), INFO, decoder_settings("parallel"), Sampling(), requests)
     assert texts(parallel) == texts(decode(table(), INFO, SEQUENTIAL, Sampling(), requests))
 
 
@@ -153,8 +150,8 @@ def test_a_drafter_that_equals_the_target_accepts_everything():
     make = lambda: Independent(vocab_size=VOCAB, num_positions=LENGTH)  # noqa: E731
     for acceptance in ("coupled", "rejection"):
         sampling = Sampling(acceptance=acceptance)
-        plain = decode(make(), INFO, AssdSettings(kind="assd", k=2), sampling, requests)
-        fused = decode(make(), INFO, AssdSettings(kind="assd", k=2, fused="rows"), sampling, requests)
+        plain = decode(make(), INFO, decoder_settings("assd", k=2), sampling, requests)
+        fused = decode(make(), INFO, decoder_settings("assd", k=2, fused="rows"), sampling, requests)
         for outcome in plain.values():
             # Five holes, windows of 2, 2 and 1: draft + verify, draft + verify, draft alone.
             assert (outcome.nfe, outcome.iterations, outcome.proposed, outcome.accepted) == (5, 3, 5, 5)
@@ -170,7 +167,7 @@ def test_an_ngrams_draft_reads_the_noise_of_its_position_so_where_the_laws_agree
     backbone = TableBackbone(vocab_size=3, num_positions=4, seed=0)
     backbone.table_PXV = torch.zeros_like(backbone.table_PXV)
     requests = [Request(index, index, np.array([0, 1, 2, -1], dtype=np.int32)) for index in range(40)]
-    settings = AssdSettings(kind="assd", k=1, drafter="ngram")
+    settings = decoder_settings("assd", k=1, drafter="ngram")
     outcomes = decode(backbone, table_info(3), settings, Sampling(), requests, rows=7)
     assert {(outcome.proposed, outcome.accepted) for outcome in outcomes.values()} == {(1, 1)}
     assert len({outcome.tokens[0] for outcome in outcomes.values()}) == 3
@@ -194,7 +191,7 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
 
     requests = toy_requests(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
     for variant in VARIANTS.values():
-        settings = AssdSettings(kind="assd", k=3, **variant)
+        settings = decoder_settings("assd", k=3, **variant)
         clean = decode(table(), INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))
         poisoned = Poisoned(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
         assert texts(decode(poisoned, INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))) == texts(
@@ -218,7 +215,7 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
             outcomes = decode(
                 broken,
                 INFO,
-                AssdSettings(kind="assd", k=2, **variant),
+                decoder_settings("assd", k=2, **variant),
                 Sampling(acceptance=acceptance),
                 requests,
                 heads=toy_heads(VOCAB),
@@ -228,32 +225,27 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
 
 
 def test_room_keeps_to_rows_and_tokens_but_always_takes_one_sample():
-    decoder = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=13), SEQUENTIAL
-    )
+    decoder = engine(table(), INFO, SEQUENTIAL, rows=4, max_tokens=13)
     assert decoder.room(6) == 2 and decoder.room(3) == 4 and decoder.room(100) == 1
     decoder.admit([Request(0, 0, np.full(6, -1, dtype=np.int32))])
     assert decoder.room(6) == 1 and decoder.room(3) == 1 and decoder.room(100) == 0
 
 
 def test_clear_drops_every_sample_and_leaves_a_usable_decoder():
-    decoder = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1000),
-        AssdSettings(kind="assd", k=3),
-    )
+    decoder = engine(table(), INFO, decoder_settings("assd", k=3), rows=4, max_tokens=1000)
     requests = toy_requests(4, vocab_size=VOCAB, longest=LENGTH, shortest=4, seed=9, share=1.0)
     decoder.admit(requests)
     decoder.step()
     assert sorted(decoder.clear()) == [0, 1, 2, 3]
     assert decoder.active == 0
-    fresh = decode(table(), INFO, AssdSettings(kind="assd", k=3), Sampling(), requests)
+    fresh = decode(table(), INFO, decoder_settings("assd", k=3), Sampling(), requests)
     assert texts(run_all(decoder, requests)) == texts(fresh)
 
 
 def test_the_trace_tells_each_iteration_as_it_was():
     requests = toy_requests(20, vocab_size=VOCAB, longest=LENGTH, seed=10)
     for variant in VARIANTS.values():
-        settings = AssdSettings(kind="assd", k=3, **variant)
+        settings = decoder_settings("assd", k=3, **variant)
         outcomes = decode(table(), INFO, settings, Sampling(), requests, heads=toy_heads(VOCAB), trace=True)
         for request in requests:
             outcome = outcomes[request.index]
@@ -266,10 +258,7 @@ def test_the_trace_tells_each_iteration_as_it_was():
 
 def test_times_and_row_counts_add_up():
     requests = toy_requests(30, vocab_size=VOCAB, longest=LENGTH, seed=11, share=1.0)
-    decoder = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1000),
-        AssdSettings(kind="assd", k=2),
-    )
+    decoder = engine(table(), INFO, decoder_settings("assd", k=2), rows=4, max_tokens=1000)
     outcomes = run_all(decoder, requests)
     stats = decoder.stats
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)

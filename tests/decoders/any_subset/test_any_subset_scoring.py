@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.references.table import TableBackbone
-from tests.decoders.support import decode, score, table_info
+from tests.decoders.support import decode, decoder_settings, score, table_info
 
 VOCAB, LENGTH = 3, 4
-SETTINGS = AnySubsetSettings(kind="any_subset")
+SETTINGS = decoder_settings("any_subset")
 
 
 def by_hand(table, tokens, scored, *, suppressed=()):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.any_subset import assd
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
@@ -27,11 +26,11 @@ from tests.decoders.enumeration import CoupledChooser, decoded, engine_of, fills
 from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.references.choosers import NoiseChooser
 from tests.decoders.references.table import TableBackbone
-from tests.decoders.support import table_info, toy_heads, toy_requests
+from tests.decoders.support import decoder_settings, table_info, toy_heads, toy_requests
 
 VOCAB, LENGTH = 3, 4
 CANVASES = {"middle prompt": [HOLE, HOLE, 1, HOLE], "two prompts": [2, HOLE, HOLE, 0], "empty prompt": [HOLE] * 4}
-SEQUENTIAL = AnySubsetSettings(kind="any_subset")
+SEQUENTIAL = decoder_settings("any_subset")
 VARIANTS: dict[str, dict[str, Any]] = {
     "self": {},
     "ngram": {"drafter": "ngram"},
@@ -47,7 +46,7 @@ def _made():
 
 
 def variant(name, k):
-    return AssdSettings(kind="assd", k=k, **VARIANTS[name])
+    return decoder_settings("assd", k=k, **VARIANTS[name])
 
 
 def setup(sampling=None, *, suppressed=(), rows=1, headed=True, acceptance="rejection"):

@@ -28,17 +28,11 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Experts, GivenExperts
 from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-)
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.references import kernels as reference
-from tests.decoders.support import decode, texts
+from tests.decoders.support import decode, decoder_settings, texts
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -140,7 +134,7 @@ def test_the_types_that_are_named_as_tested_are_these_with_this_version():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_texts_are_those_of_generate(name, load):
     folder, own, backbone = load(name)
-    settings, sampling = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
+    settings, sampling = decoder_settings("autoregressive"), Sampling(temperature=0.0)
     found = texts(decode(backbone, inspect_model(folder), settings, sampling, requests(), rows=3))
     assert backbone.exact, "in float32 on a CPU the batch changes nothing"
     for request in requests():
@@ -156,11 +150,9 @@ def test_greedy_texts_are_those_of_generate(name, load):
 def test_lossless_decoders_give_the_text_of_autoregressive(name, temperature, load):
     folder, _, backbone = load(name)
     info, sampling = inspect_model(folder), Sampling(temperature=temperature)
-    expected = texts(
-        decode(backbone, info, AutoregressiveSettings(kind="autoregressive"), sampling, requests(), rows=64)
-    )
-    ngram = SpeculativeSettings(kind="speculative", k=4, drafter=NgramDrafterSettings(kind="ngram"))
-    for settings, rows in ((ngram, 2), (JacobiSettings(kind="jacobi"), 3)):
+    expected = texts(decode(backbone, info, decoder_settings("autoregressive"), sampling, requests(), rows=64))
+    ngram = decoder_settings("speculative", k=4, drafter={"kind": "ngram"})
+    for settings, rows in ((ngram, 2), (decoder_settings("jacobi"), 3)):
         assert texts(decode(backbone, info, settings, sampling, requests(), rows=rows)) == expected
 
 
@@ -259,7 +251,7 @@ def test_a_forward_that_is_not_the_models_own_is_refused(what, load, monkeypatch
 def test_other_dtypes_run_too_and_say_that_they_are_not_exact(name, load):
     folder = load(name)[0]
     backbone = load_backbone(folder, dtype="bfloat16", device="cpu")
-    settings, sampling = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
+    settings, sampling = decoder_settings("autoregressive"), Sampling(temperature=0.0)
     found = texts(decode(backbone, inspect_model(folder), settings, sampling, requests(), rows=3))
     assert not backbone.exact and [len(found[one.index]) for one in requests()] == [12, 9, 20, 3, 14]
 
@@ -318,7 +310,7 @@ def test_the_text_model_of_a_larger_one_is_read_and_the_rest_left(published, tmp
     save_file(weights, tmp_path / "model.safetensors")
     assert sum(name.startswith(prefix) for name in weights) > 20 and sum("vision" in name for name in weights) > 5
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, dtype="float32", device="cpu")
-    settings, sampling = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
+    settings, sampling = decoder_settings("autoregressive"), Sampling(temperature=0.0)
     found = texts(decode(backbone, info, settings, sampling, requests(), rows=3))
     (tmp_path / "generation_config.json").unlink()
     config_json = json.loads((tmp_path / "config.json").read_text())

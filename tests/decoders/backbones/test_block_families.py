@@ -8,106 +8,10 @@ from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
 from draftmill.decoders.backbones.families.table import describe, find_family, masked_diffusion_families
-from draftmill.decoders.masked.settings import StepwiseSettings
 from draftmill.decoders.settings import check_model
-from tests.decoders.backbones.masked_models import copy_changed, load, without
+from tests.decoders.backbones.masked_models import PUBLIC, check_misfits, copy_changed, load, without
+from tests.decoders.support import decoder_settings
 
-SDAR_4B = {
-    "model_type": "sdar",
-    "architectures": ["SDARForCausalLM"],
-    "auto_map": {"AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"},
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "eos_token_id": 151643,
-}
-SDAR_30B = SDAR_4B | {
-    "model_type": "sdar_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
-FAST_DLLM_7B = {
-    "model_type": "Fast_dLLM_Qwen",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "bd_size": 32,
-}
-LLADA2_MINI = {
-    "model_type": "llada2_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "moe_intermediate_size": 512,
-    "num_hidden_layers": 20,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-    "rotary_dim": 64,
-    "rope_theta": 600000,
-    "rms_norm_eps": 1e-6,
-    "first_k_dense_replace": 1,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_shared_experts": 1,
-    "routed_scaling_factor": 2.5,
-    "vocab_size": 157184,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-}
-NEMOTRON_3B = {
-    "model_type": "nemotron_labs_diffusion",
-    "architectures": ["NemotronLabsDiffusionModel"],
-    "hidden_size": 3072,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 131072,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "mask_token_id": 100,
-    "block_size": 32,
-    "dlm_paradigm": "bidirectional",
-    "attn_implementation": "sdpa",
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1000000.0,
-        "factor": 0.25,
-        "original_max_position_embeddings": 16384,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    },
-}
 FAMILIES = ("sdar", "fast_dllm_v2", "llada2")
 # The golden checkpoints' vocabularies have 96 ids, the mask is 95; Fast-dLLM v2's and LLaDA2's configs don't name it.
 GIVEN = {"sdar": None, "fast_dllm_v2": 95, "llada2": 95, "nemotron": None}
@@ -125,10 +29,10 @@ def inspect(folder, family):
 @pytest.mark.parametrize(
     ("config", "family", "millions", "mask", "block", "shift"),
     [
-        (SDAR_4B, "sdar", 4411.424, 151669, 4, 0),
-        (SDAR_30B, "sdar_moe", 30532.123, 151669, 4, 0),
-        (FAST_DLLM_7B, "fast_dllm_v2", 7615.617, 151665, 32, 1),
-        (LLADA2_MINI, "llada2", 16255.643, 156895, 32, 0),
+        (PUBLIC["SDAR_4B"], "sdar", 4411.424, 151669, 4, 0),
+        (PUBLIC["SDAR_30B"], "sdar_moe", 30532.123, 151669, 4, 0),
+        (PUBLIC["FAST_DLLM_7B"], "fast_dllm_v2", 7615.617, 151665, 32, 1),
+        (PUBLIC["LLADA2_MINI"], "llada2", 16255.643, 156895, 32, 0),
     ],
 )
 def test_public_configs_are_recognised_and_give_the_published_sizes(config, family, millions, mask, block, shift):
@@ -148,13 +52,13 @@ def test_public_configs_are_recognised_and_give_the_published_sizes(config, fami
 
 
 def test_nemotrons_config_gives_the_published_size_and_a_length_at_which_no_query_is_scaled():
-    found = find_family(NEMOTRON_3B, "auto")
-    info = describe(found, NEMOTRON_3B, mask_id=None, max_length=None)
+    found = find_family(PUBLIC["NEMOTRON_3B"], "auto")
+    info = describe(found, PUBLIC["NEMOTRON_3B"], mask_id=None, max_length=None)
     assert (info.kind, info.mask_id, info.block_size, info.max_length) == ("blocks", 100, 32, 4096)
     assert (info.shift, info.left_shift, info.prompt_block) == (0, 1, True)
     assert info.num_parameters / 1e6 == pytest.approx(3831.660, abs=1e-3)
-    assert len(found.weight_shapes(NEMOTRON_3B)) == 237
-    long = NEMOTRON_3B | {"max_position_embeddings": 262144}
+    assert len(found.weight_shapes(PUBLIC["NEMOTRON_3B"])) == 237
+    long = PUBLIC["NEMOTRON_3B"] | {"max_position_embeddings": 262144}
     assert describe(found, long, mask_id=None, max_length=None).max_length == 16384
     with pytest.raises(ValueError, match=r"model.max_length: 20000, but the model's positions end at 16384"):
         describe(found, long, mask_id=None, max_length=20000)
@@ -185,18 +89,8 @@ def test_a_golden_checkpoint_is_described_and_all_its_tensors_are_used(golden, f
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tensor_that_does_not_fit_is_called_what_the_checkpoint_calls_it(golden, tmp_path, family):
-    name = SOME[family]
-    stray = name.replace(".1.", ".9.", 1)
-    lost = copy_changed(golden / family, tmp_path / "lost", weights=without(name))
-    more = copy_changed(golden / family, tmp_path / "more", weights=lambda tensors: tensors | {stray: torch.zeros(2)})
-    bent = copy_changed(golden / family, tmp_path / "bent", weights=lambda tensors: tensors | {name: torch.zeros(2)})
-    for read in (lambda folder: inspect(folder, family), load):
-        with pytest.raises(ValueError, match=f"family '{family}'.* lacks the tensors {name}$"):
-            read(lost)
-        with pytest.raises(ValueError, match=f"unknown to the family: {stray}$"):
-            read(more)
-        with pytest.raises(ValueError, match=rf"{name} has shape \(2,\), but config.json says"):
-            read(bent)
+    stray = SOME[family].replace(".1.", ".9.", 1)
+    check_misfits(golden, tmp_path, family, SOME[family], stray, inspect=lambda folder: inspect(folder, family))
 
 
 @pytest.mark.parametrize("family", ["sdar", "fast_dllm_v2"])
@@ -261,7 +155,7 @@ def test_a_config_that_is_not_built_is_refused(golden, tmp_path, family, change,
     ],
 )
 def test_a_mixture_that_is_not_built_is_refused(change, message):
-    config = SDAR_30B | change
+    config = PUBLIC["SDAR_30B"] | change
     with pytest.raises(ValueError, match=message):
         describe(find_family(config, "auto"), config, mask_id=None, max_length=None)
 
@@ -316,5 +210,5 @@ def test_block_diffusion_runs_no_decoder_of_whole_texts_and_drafts_for_none(gold
     with pytest.raises(
         ValueError, match="'stepwise' does not run on models of family 'sdar'; allowed: block_diffusion, s2d2"
     ):
-        check_model(StepwiseSettings(kind="stepwise"), info)
+        check_model(decoder_settings("stepwise"), info)
     assert not {"sdar", "sdar_moe", "fast_dllm_v2", "llada2"} & set(masked_diffusion_families())

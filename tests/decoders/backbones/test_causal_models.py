@@ -16,24 +16,16 @@ import torch
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    ModelDrafterSettings,
-    MultiblockJacobiSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-)
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import load, save_random
-from tests.decoders.support import decode, pairwise, texts
+from tests.decoders.support import decode, decoder_settings, pairwise, texts
 
 VOCAB, LONGEST = 61, 64
 FAMILIES = ("qwen2", "llama", "gpt2")
 DTYPES = ("float32", "float64")
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 WARPS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -148,16 +140,16 @@ def zoo(tmp_path_factory):
 
 def speculative(k, drafter, max_n, **_):
     if drafter == "ngram":
-        return SpeculativeSettings(kind="speculative", k=k, drafter=NgramDrafterSettings(kind="ngram", max_n=max_n))
-    return SpeculativeSettings(kind="speculative", k=k, drafter=ModelDrafterSettings(kind="model", path=drafter))
+        return decoder_settings("speculative", k=k, drafter={"kind": "ngram", "max_n": max_n})
+    return decoder_settings("speculative", k=k, drafter={"kind": "model", "path": drafter})
 
 
 def jacobi(block_size, window, **_):
-    return JacobiSettings(kind="jacobi", block_size=block_size, window=window)
+    return decoder_settings("jacobi", block_size=block_size, window=window)
 
 
 def multiblock(**case):
-    return MultiblockJacobiSettings(kind="multiblock_jacobi", **{name: case[name] for name in BLOCKS})
+    return decoder_settings("multiblock_jacobi", **{name: case[name] for name in BLOCKS})
 
 
 BLOCKS: dict[str, list[Any]] = {

@@ -11,18 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-)
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.backbones.config_changes import GONE, change_config
-from tests.decoders.support import decode, texts
+from tests.decoders.support import decode, decoder_settings, texts
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"factor": 3.0, "rope_theta": 100.0}
@@ -66,9 +60,9 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "several ends": ("gpt2", {"eos_token_id": [5, 9, 13, 16, 21, 48, 55, 58]}, {}),
 }
 SETTINGS = (
-    AutoregressiveSettings(kind="autoregressive"),
-    SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram", max_n=3)),
-    JacobiSettings(kind="jacobi", block_size=8),
+    decoder_settings("autoregressive"),
+    decoder_settings("speculative", k=3, drafter={"kind": "ngram", "max_n": 3}),
+    decoder_settings("jacobi", block_size=8),
 )
 
 

@@ -24,7 +24,7 @@ from draftmill.decoders.draws.sampling import inverse_cdf_draw
 from draftmill.decoders.engine.setup import Setup
 from tests.decoders.enumeration import decoded, engine_of
 from tests.decoders.references.any_subset import PlainModel
-from tests.decoders.support import decode
+from tests.decoders.support import decode, decoder_settings
 
 MASK = 6
 VARIANTS: list[dict[str, Any]] = [{}, {"drafter": "ngram"}, {"fused": "rows"}, {"fused": "rows", "rows": "ends"}]
@@ -91,8 +91,8 @@ def test_greedy_infills_are_those_of_the_public_code_for_every_decoder(folder, c
     backbone, info = load_backbone(folder, device="cpu"), inspect_model(folder)
     requests = [request_of(case, index) for index, case in enumerate(cases["cases"])]
     tried: list[AnySubsetSettings | AssdSettings] = [
-        AnySubsetSettings(kind="any_subset"),
-        *(AssdSettings(kind="assd", k=3, **v) for v in VARIANTS),
+        decoder_settings("any_subset"),
+        *(decoder_settings("assd", k=3, **v) for v in VARIANTS),
     ]
     for settings in tried:
         for acceptance in ("coupled", "rejection"):
@@ -147,7 +147,7 @@ def replayed(folder, case, chooser, **settings):
         max_tokens=1 << 20,
     )
     request = request_of(case)
-    outcome = decoded(engine_of(setup, AssdSettings(kind="assd", **settings), {0: chooser}), [request])[0]
+    outcome = decoded(engine_of(setup, decoder_settings("assd", **settings), {0: chooser}), [request])[0]
     canvas = request.canvas.copy()
     canvas[canvas < 0] = outcome.tokens
     return canvas.tolist(), outcome.nfe
@@ -235,7 +235,7 @@ def test_sampled_infills_follow_the_exact_joint(folder, cases, arrays, settings)
     count = 4000
     requests = [request_of(problem, index, sample_key(0, str(index))) for index in range(count)]
     sampling = Sampling(acceptance="rejection")
-    outcomes = decode(backbone, info, AssdSettings(kind="assd", k=3, **settings), sampling, requests, rows=256)
+    outcomes = decode(backbone, info, decoder_settings("assd", k=3, **settings), sampling, requests, rows=256)
     holes = sorted(problem["masked_in_order"])
     ranks = [holes.index(position) for position in problem["masked_in_order"]]
     counts = np.zeros(joint.shape)
@@ -257,7 +257,7 @@ def test_nfe_is_distributed_as_in_the_public_code(folder, cases):
     for known in cases["nfe_statistics"]:
         count = 1500
         requests = [request_of(by_name[known["case"]], i, sample_key(1, str(i))) for i in range(count)]
-        settings = AssdSettings(kind="assd", k=known["k"])
+        settings = decoder_settings("assd", k=known["k"])
         outcomes = decode(backbone, info, settings, Sampling(acceptance="rejection"), requests, rows=256)
         ours = np.bincount([outcome.nfe for outcome in outcomes.values()], minlength=20)
         for nfe, theirs in known["nfe_histogram"].items():

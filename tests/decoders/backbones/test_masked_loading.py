@@ -6,92 +6,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftmill.decoders.any_subset.settings import ParallelSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
 from draftmill.decoders.backbones.families.table import FAMILIES as OFFERED
 from draftmill.decoders.backbones.families.table import describe, find_family, masked_diffusion_families
 from draftmill.decoders.settings import check_model
 from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.backbones.masked_models import FAMILIES, copy_changed, load, look_alone, random_canvas, without
+from tests.decoders.backbones.masked_models import (
+    FAMILIES,
+    PUBLIC,
+    check_misfits,
+    copy_changed,
+    load,
+    look_alone,
+    random_canvas,
+    without,
+)
+from tests.decoders.support import decoder_settings
 
-LLADA_8B = {
-    "model_type": "llada",
-    "block_type": "llama",
-    "activation_type": "silu",
-    "layer_norm_type": "rms",
-    "rope": True,
-    "include_bias": False,
-    "d_model": 4096,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "n_layers": 32,
-    "mlp_hidden_size": 12288,
-    "vocab_size": 126464,
-    "embedding_size": 126464,
-    "max_sequence_length": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "weight_tying": False,
-    "mask_token_id": 126336,
-}
-LLADA_MOE_7B = {
-    "model_type": "llada",
-    "architectures": ["LLaDAMoEModelLM"],
-    "hidden_size": 2048,
-    "dense_intermediate_size": 8192,
-    "expert_intermediate_size": 1024,
-    "shared_expert_intermediate_size": None,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "moe_layer_freq": [1] * 16,
-    "norm_topk_prob": None,
-    "qk_layernorm": True,
-    "partial_rotary_factor": 1,
-    "max_position_embeddings": 8192,
-    "vocab_size": 157184,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 50000,
-    "tie_word_embeddings": False,
-    "mask_token_id": 156895,
-}
-DREAM_7B = {
-    "model_type": "Dream",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "vocab_size": 152064,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "rope_scaling": None,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "tie_word_embeddings": False,
-    "mask_token_id": 151666,
-    "auto_map": {"AutoModel": "modeling_dream.DreamModel"},
-}
 SMALL = {"hidden_size": 768, "cond_dim": 128, "n_blocks": 12, "n_heads": 12, "length": 1024, "scale_by_sigma": True}
-MDLM_OWT = {
-    "model_type": "mdlm",
-    "vocab_size": 50258,
-    "model_length": 1024,
-    "hidden_dim": 768,
-    "cond_dim": 128,
-    "n_blocks": 12,
-    "n_heads": 12,
-    "time_conditioning": False,
-}
-SEDD_SMALL = {
-    "tokens": 50257,
-    "graph": {"type": "absorb"},
-    "noise": {"type": "loglinear"},
-    "model": SMALL | {"type": "ddit"},
-}
 # A tensor of each family by the name that its checkpoints give it.
 SOME = {
     "llada": "model.transformer.blocks.1.ff_out.weight",
@@ -106,13 +38,13 @@ TOKENS = {"<|endoftext|>": 88, "<|eot_id|>": 89, "<|im_end|>": 92, "<|mask|>": 9
 @pytest.mark.parametrize(
     ("config", "family", "millions", "mask", "length", "shift"),
     [
-        (LLADA_8B, "llada", 8015.581, 126336, 4096, 0),
-        (LLADA_MOE_7B, "llada_moe", 7356.881, 156895, 8192, 0),
+        (PUBLIC["LLADA_8B"], "llada", 8015.581, 126336, 4096, 0),
+        (PUBLIC["LLADA_MOE_7B"], "llada_moe", 7356.881, 156895, 8192, 0),
         # The config's own length is that of the model which Dream was made from.
-        (DREAM_7B, "dream", 7615.617, 151666, 2048, 1),
-        (MDLM_OWT, "mdlm", 169.627, 50257, 1024, 0),
+        (PUBLIC["DREAM_7B"], "dream", 7615.617, 151666, 2048, 1),
+        (PUBLIC["MDLM_OWT"], "mdlm", 169.627, 50257, 1024, 0),
         ({"parameterization": "subs", "backbone": "dit", "model": SMALL}, "mdlm", 169.627, 50257, 1024, 0),
-        (SEDD_SMALL, "sedd", 169.627, 50257, 1024, 0),
+        (PUBLIC["SEDD_SMALL"], "sedd", 169.627, 50257, 1024, 0),
     ],
 )
 def test_public_configs_are_recognised_and_give_the_published_sizes(config, family, millions, mask, length, shift):
@@ -139,16 +71,7 @@ def test_causal_rows_predict_the_next_position_too(tmp_path):
 def test_a_tensor_that_does_not_fit_is_called_what_the_checkpoint_calls_it(golden, tmp_path, family):
     name = SOME[family]
     stray = name.replace("1.", "7.") if "1." in name else name + "_2"
-    lost = copy_changed(golden / family, tmp_path / "lost", weights=without(name))
-    more = copy_changed(golden / family, tmp_path / "more", weights=lambda tensors: tensors | {stray: torch.zeros(2)})
-    bent = copy_changed(golden / family, tmp_path / "bent", weights=lambda tensors: tensors | {name: torch.zeros(2)})
-    for read in (inspect_model, load):
-        with pytest.raises(ValueError, match=f"family {family!r}.* lacks the tensors {name}$"):
-            read(lost)
-        with pytest.raises(ValueError, match=f"unknown to the family: {stray}$"):
-            read(more)
-        with pytest.raises(ValueError, match=rf"{name} has shape \(2,\), but config.json says"):
-            read(bent)
+    check_misfits(golden, tmp_path, family, name, stray)
 
 
 def test_all_tensors_of_the_checkpoints_are_used(golden):
@@ -261,9 +184,9 @@ def test_a_decoder_that_a_family_does_not_run_is_refused_by_name(golden):
         with pytest.raises(
             ValueError, match=f"'parallel' does not run on models of family '{family}'; allowed: stepwise,"
         ):
-            check_model(ParallelSettings(kind="parallel"), inspect_model(golden / family))
+            check_model(decoder_settings("parallel"), inspect_model(golden / family))
     with pytest.raises(ValueError, match="'parallel' does not run on models of family 'mdlm'; allowed: ancestral"):
-        check_model(ParallelSettings(kind="parallel"), inspect_model(golden / "mdlm"))
+        check_model(decoder_settings("parallel"), inspect_model(golden / "mdlm"))
     with pytest.raises(
         ValueError,
         match=r"known families: d2f_dream, .*llada, .*qwen3, .*sedd, xlnet, and the causal models of transformers",

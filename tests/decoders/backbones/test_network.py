@@ -1,9 +1,5 @@
 """The rotary network beside transformers' modules: layer by layer, from the same states, in every dtype."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -74,7 +70,7 @@ def differences(backbone, noted):
 
 @pytest.mark.parametrize("dtype", MOST)
 @pytest.mark.parametrize("name", NAMES)
-def test_each_layer_is_that_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+def test_each_layer_is_that_of_transformers(name, dtype, tmp_path):
     model = save_random(
         tmp_path, name, num_hidden_layers=2, max_position_embeddings=80, std=0.7 if name == "qwen3" else 0.4
     )
@@ -99,7 +95,7 @@ ROPES = [
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_rotations_are_those_of_transformers(rope: dict[str, float]) -> None:
+def test_rotations_are_those_of_transformers(rope):
     config = transformers.LlamaConfig(**ROTARY | {"head_dim": 32, "max_position_embeddings": 128}, rope_parameters=rope)
     positions = torch.arange(120)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions.unsqueeze(0))
@@ -110,9 +106,7 @@ def test_rotations_are_those_of_transformers(rope: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("changes", [{}, EVEN], ids=["odd widths", "even widths"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_kernels_references_give_the_same_states(
-    name: str, changes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_references_give_the_same_states(name, changes, tmp_path, monkeypatch):
     save_random(tmp_path, name, **changes)
     texts = {0: random_tokens(23, seed=1), 1: random_tokens(14, seed=2)}
     expected = decode_with_rejections(load(tmp_path), texts, prompts={0: 9, 1: 3})
@@ -126,7 +120,7 @@ def test_the_kernels_references_give_the_same_states(
         torch.testing.assert_close(found[slot], expected[slot], atol=2e-5, rtol=1e-4)
 
 
-def test_products_of_the_same_rows_are_one(tmp_path: Path) -> None:
+def test_products_of_the_same_rows_are_one(tmp_path):
     save_random(tmp_path, "qwen2", **EVEN)
     names = {name.rpartition(".")[0] for name, _ in load(tmp_path).base.layers[0].named_parameters()}
     assert not {name for name in names if name.split(".")[-1] in {"q_proj", "k_proj", "gate_proj"}}

@@ -1,7 +1,5 @@
 """Packed products: the numbers of `functional.linear`, the same bits in any company."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -24,7 +22,7 @@ def random_layer(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_packed_layer_gives_the_products_of_a_plain_one(biased: bool, dtype: torch.dtype) -> None:
+def test_a_packed_layer_gives_the_products_of_a_plain_one(biased, dtype):
     weight, bias = (part.to(dtype) for part in random_layer(24, 40))
     rows = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = functional.linear(rows, weight, bias if biased else None)
@@ -33,14 +31,14 @@ def test_a_packed_layer_gives_the_products_of_a_plain_one(biased: bool, dtype: t
 
 
 @pytest.mark.parametrize("dtype", PACKED)
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     weight, _ = random_layer(70, 129)
     rows = torch.randn(300, 129, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert rows_exact(PackedLinear(weight.to(dtype), None), rows, 1)
 
 
 @needs_packing
-def test_both_kinds_of_layers_are_replaced_and_nothing_else() -> None:
+def test_both_kinds_of_layers_are_replaced_and_nothing_else():
     module = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.GELU(), Conv1D(3, 4)))
     apart = nn.ModuleList([nn.Embedding(5, 6), module])
     rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
@@ -57,12 +55,12 @@ def test_both_kinds_of_layers_are_replaced_and_nothing_else() -> None:
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
 
 
-def test_only_float32_and_bfloat16_on_a_cpu_are_packed() -> None:
+def test_only_float32_and_bfloat16_on_a_cpu_are_packed():
     assert not can_pack(torch.float16, torch.device("cpu"))
     assert not can_pack(torch.float64, torch.device("cpu"))
     assert not can_pack(torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("count", "rounded"), [(1, 1), (8, 8), (9, 16), (64, 64), (65, 72)])
-def test_many_rows_come_in_blocks(count: int, rounded: int) -> None:
+def test_many_rows_come_in_blocks(count, rounded):
     assert block_of_rows(count) == rounded

@@ -21,11 +21,11 @@ from draftmill.decoders.backbones.small_weights import (
     packed_sums,
     shrink_products,
 )
-from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
+from draftmill.decoders.causal.settings import NgramDrafterSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import decode_with_rejections, random_tokens, save_random
-from tests.decoders.support import decode, texts, toy_prompts
+from tests.decoders.support import decode, decoder_settings, texts, toy_prompts
 
 KINDS = ("int8", "int4", "fp8")
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -221,8 +221,8 @@ def test_drafts_do_not_change_a_text(tmp_path, kind, temperature):
     sequential, speculative = (
         decode(backbone, info, settings, Sampling(temperature=temperature), requests, rows=rows, stops=Stops())
         for settings, rows in (
-            (AutoregressiveSettings(kind="autoregressive"), 1),
-            (SpeculativeSettings(kind="speculative", k=4, drafter=ngram), 4),
+            (decoder_settings("autoregressive"), 1),
+            (decoder_settings("speculative", k=4, drafter=ngram), 4),
         )
     )
     assert texts(sequential) == texts(speculative)

@@ -26,14 +26,13 @@ from draftmill.decoders.backbones.split import (
     open_meeting,
 )
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.references import kernels as reference
-from tests.decoders.support import decode, texts, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, texts, token_info, toy_prompts
 from tests.device.pretend import as_one_launch, pretending
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 MODELS = {
     "llama": {},

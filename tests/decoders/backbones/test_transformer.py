@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -241,13 +242,12 @@ def test_many_rows_of_bfloat16_attend_as_precisely_as_few():
         torch.randn(*shape, generator=normal).bfloat16() for shape in ((2, 40, 6, 32), *[(2, 3, 300, 32)] * 2)
     )
     bias = torch.where(torch.rand(2, 40, 300, generator=normal) < 0.3, 0.0, -torch.inf).bfloat16()
-    scores = attention.Scores(3 * 32**-0.5)
-    of = {"scores": scores, "rules": INEXACT_RULES}
-    exact = attention.attend_grouped(query.double(), key.double(), value.double(), bias.double(), **of)
+    attend = partial(attention.attend_grouped, scores=attention.Scores(3 * 32**-0.5), rules=INEXACT_RULES)
+    exact = attend(query.double(), key.double(), value.double(), bias.double())
     errors = []
     for lines in (40, 8):  # by oneDNN, by fused attention
         parts = [
-            attention.attend_grouped(query[:, first : first + lines], key, value, bias[:, first : first + lines], **of)
+            attend(query[:, first : first + lines], key, value, bias[:, first : first + lines])
             for first in range(0, 40, lines)
         ]
         errors.append((torch.cat(parts, 1).double() - exact).norm() / exact.norm())

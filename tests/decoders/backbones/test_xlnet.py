@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import XLNetConfig, XLNetLMHeadModel
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.xlnet import xlnet_rules
@@ -17,9 +16,9 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.samples import decoding_order
 from tests.decoders.references.any_subset import PlainModel
-from tests.decoders.support import decode, texts, toy_heads, toy_requests
+from tests.decoders.support import decode, decoder_settings, texts, toy_heads, toy_requests
 
-ASSD = AssdSettings(kind="assd", k=3)
+ASSD = decoder_settings("assd", k=3)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -125,14 +124,14 @@ def test_every_decoder_gives_the_sequential_text_bit_by_bit_in_any_batch(tmp_pat
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")
     heads = toy_heads(24).float()
     requests = random_requests(24, 61)
-    expected = decode(backbone, info, AnySubsetSettings(kind="any_subset"), Sampling(), requests, rows=16)
-    alone = decode(backbone, info, AnySubsetSettings(kind="any_subset"), Sampling(), requests, rows=1)
+    expected = decode(backbone, info, decoder_settings("any_subset"), Sampling(), requests, rows=16)
+    alone = decode(backbone, info, decoder_settings("any_subset"), Sampling(), requests, rows=1)
     assert texts(alone) == texts(expected)
     assert all(alone[i].logprob == expected[i].logprob for i in expected)
     for settings in SPECULATIVE:
         by_rows = [
             decode(
-                backbone, info, AssdSettings(kind="assd", k=4, **settings), Sampling(), requests, rows=rows, heads=heads
+                backbone, info, decoder_settings("assd", k=4, **settings), Sampling(), requests, rows=rows, heads=heads
             )
             for rows in (1, 3, 16)
         ]
@@ -149,9 +148,9 @@ def test_float64_gives_the_same_text_in_any_batch(tmp_path):
     save_random(tmp_path)
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu", dtype="float64")
     requests = random_requests(24, 61)
-    expected = decode(backbone, info, AnySubsetSettings(kind="any_subset"), Sampling(), requests, rows=16)
+    expected = decode(backbone, info, decoder_settings("any_subset"), Sampling(), requests, rows=16)
     for settings in SPECULATIVE:
-        decoder = AssdSettings(kind="assd", k=4, **settings)
+        decoder = decoder_settings("assd", k=4, **settings)
         found = decode(backbone, info, decoder, Sampling(), requests, rows=3, heads=toy_heads(24))
         assert texts(found) == texts(expected)
 
@@ -161,7 +160,7 @@ def test_a_worker_reuses_slots_of_longer_samples_without_a_trace(tmp_path):
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")
     longer, shorter = random_requests(10, 61, longest=90, seed=1), random_requests(10, 61, longest=9, seed=2)
     shorter = [Request(r.index + 10, r.key, r.canvas) for r in shorter]
-    settings = AssdSettings(kind="assd", k=3, fused="rows")
+    settings = decoder_settings("assd", k=3, fused="rows")
     after = decode(backbone, info, settings, Sampling(), longer + shorter, rows=2)
     fresh = decode(load_backbone(tmp_path, device="cpu"), info, settings, Sampling(), shorter, rows=2)
     assert {i: after[i].tokens.tolist() for i in fresh} == texts(fresh)
@@ -175,10 +174,10 @@ def test_the_mask_is_never_generated(tmp_path):
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")
     requests = random_requests(20, 61)
     for settings in (
-        AnySubsetSettings(kind="any_subset"),
-        ParallelSettings(kind="parallel"),
-        AssdSettings(kind="assd"),
-        AssdSettings(kind="assd", fused="rows"),
+        decoder_settings("any_subset"),
+        decoder_settings("parallel"),
+        decoder_settings("assd"),
+        decoder_settings("assd", fused="rows"),
     ):
         for acceptance in ("coupled", "rejection"):
             outcomes = decode(backbone, info, settings, Sampling(acceptance=acceptance), requests)

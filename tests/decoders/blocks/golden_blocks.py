@@ -15,7 +15,6 @@ import torch
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import inverse_cdf_draw
 from draftmill.decoders.engine.asks import NO_DRAFT
@@ -24,7 +23,7 @@ from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import algorithm_of
-from tests.decoders.support import run_all
+from tests.decoders.support import decoder_settings, run_all
 from tests.golden_data import read_json
 
 MASK = 95
@@ -78,7 +77,7 @@ def common(options):
 
 
 def plain_settings(options):
-    return BlockDiffusionSettings(kind="block_diffusion", **common(options))
+    return decoder_settings("block_diffusion", **common(options))
 
 
 def s2d2_settings(case):
@@ -91,8 +90,8 @@ def s2d2_settings(case):
         more["cost"] = {"kind": kind, "c": options["score_penalty_coef"]}
     if case["verifier_randomness"] == "stochastic":
         more |= {"paper_compat": True, "temper": options.get("ssd_ratio_tempering_factor", 1.0)}
-    return S2d2Settings(
-        kind="s2d2",
+    return decoder_settings(
+        "s2d2",
         causal_cache=options.get("cache_ver", False),
         causal_draft=options.get("draft_ver", False),
         **common(options),

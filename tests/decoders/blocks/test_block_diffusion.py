@@ -12,8 +12,6 @@ from draftmill.decoders.blocks.block_diffusion import Drafted, choose, share
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, Hysteresis, S2d2Settings, ScoreRouter
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from draftmill.decoders.settings import check_model
 from tests.decoders.blocks.block_tables import (
     GREEDY,
@@ -26,7 +24,7 @@ from tests.decoders.blocks.block_tables import (
     table,
     table_info,
 )
-from tests.decoders.support import pairwise
+from tests.decoders.support import Pair, decoder_settings, engine, pairwise
 
 # (prompt, canvas) lengths: no prompt, one token, below, at and above a block of 2, 3 or 4; canvases that cut blocks short.
 LENGTHS = [
@@ -57,9 +55,7 @@ def settings_of(kind, case) -> Any:
         common["sub_block"] = case["sub_block"]
     if SAMPLINGS[case["sampling"]].acceptance == "coupled":
         common["draws"] = case["draws"]
-    return (
-        S2d2Settings(kind="s2d2", **common, **more) if kind == "s2d2" else BlockDiffusionSettings(kind=kind, **common)
-    )
+    return decoder_settings("s2d2", **common, **more) if kind == "s2d2" else BlockDiffusionSettings(kind=kind, **common)
 
 
 CASES = list(
@@ -99,7 +95,7 @@ def test_tokens_and_counts_are_those_of_the_plain_reference(case):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_no_sample_hears_of_its_neighbours_or_of_the_order_of_refills(shift, sampling):
     info, found = table_info(shift=shift), []
-    settings = S2d2Settings(kind="s2d2", block_size=3, router=Hysteresis(kind="hysteresis", on=0.6, off=0.2))
+    settings = decoder_settings("s2d2", block_size=3, router=Hysteresis(kind="hysteresis", on=0.6, off=0.2))
     requests = prompts(LENGTHS)
     for rows, order in ((1, 1), (3, 1), (3, -1), (16, 1)):
         outcomes = ours(requests[::order], info, settings, SAMPLINGS[sampling], rows=rows)
@@ -129,25 +125,21 @@ def test_the_first_end_token_ends_a_completion_wherever_it_stands(kind, sampling
 
 
 def test_a_stop_string_that_crosses_blocks_ends_a_completion():
-    class Pair:
-        def find(self, tokens, num_checked):
-            return next((i + 2 for i in range(len(tokens) - 1) if list(tokens[i : i + 2]) == [2, 2]), None)
-
-    info, settings = table_info(), BlockDiffusionSettings(kind="block_diffusion", block_size=2)
+    info, settings = table_info(), decoder_settings("block_diffusion", block_size=2)
     requests = prompts([(1, 6)] * 24)
-    whole, stopped = (ours(requests, info, settings, SAMPLED, stops=stops) for stops in (None, Stops((), Pair())))
+    whole, stopped = (ours(requests, info, settings, SAMPLED, stops=stops) for stops in (None, Stops((), Pair(2, 2))))
     for index, outcome in stopped.items():
         text = whole[index].tokens.tolist()
-        keep = Pair().find(text, 0)
+        keep = Pair(2, 2).find(text, 0)
         assert (outcome.tokens.tolist(), outcome.finish) == (text[:keep], "length" if keep is None else "stop")
     assert {outcome.finish for outcome in stopped.values()} == {"length", "stop"}
 
 
 FUSED: dict[str, Any] = {
-    "one": BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True),
-    "blocks": BlockDiffusionSettings(kind="block_diffusion", block_size=2, tau=0.5),
-    "parts": BlockDiffusionSettings(kind="block_diffusion", block_size=4, sub_block=2),
-    "routed": S2d2Settings(kind="s2d2", block_size=2, router=ScoreRouter(kind="score", tau=0.4)),
+    "one": decoder_settings("block_diffusion", block_size=1, causal_cache=True),
+    "blocks": decoder_settings("block_diffusion", block_size=2, tau=0.5),
+    "parts": decoder_settings("block_diffusion", block_size=4, sub_block=2),
+    "routed": decoder_settings("s2d2", block_size=2, router=ScoreRouter(kind="score", tau=0.4)),
 }
 
 
@@ -172,15 +164,15 @@ def test_fused_spends_no_forward_on_what_is_decided(name, sampling):
 def test_a_log_probability_is_told_where_tokens_come_one_by_one():
     info, requests = table_info(), prompts([(1, 6), (3, 6)])
     known = {
-        "one": BlockDiffusionSettings(kind="block_diffusion", block_size=1),
-        "static": BlockDiffusionSettings(kind="block_diffusion", block_size=3, schedule="static"),
-        "verified": S2d2Settings(kind="s2d2", block_size=3, causal_cache=True),
-        "many": BlockDiffusionSettings(kind="block_diffusion", block_size=3),
+        "one": decoder_settings("block_diffusion", block_size=1),
+        "static": decoder_settings("block_diffusion", block_size=3, schedule="static"),
+        "verified": decoder_settings("s2d2", block_size=3, causal_cache=True),
+        "many": decoder_settings("block_diffusion", block_size=3),
     }
     logprobs = {name: [ours(requests, info, s, SAMPLED)[i].logprob for i in (0, 1)] for name, s in known.items()}
     assert logprobs.pop("many") == [None, None]
     assert all(value is not None and value < 0 for values in logprobs.values() for value in values)
-    causal = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+    causal = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
     assert logprobs["verified"] == pytest.approx([ours(requests, info, causal, SAMPLED)[i].logprob for i in (0, 1)])
 
 
@@ -220,15 +212,15 @@ def test_a_draft_without_numbers_reveals_something_all_the_same(schedule):
 @pytest.mark.parametrize(
     ("settings", "sampling", "message"),
     [
-        (BlockDiffusionSettings(kind="block_diffusion"), GREEDY, "decoder.block_size"),
-        (S2d2Settings(kind="s2d2", block_size=2, temper=0.5), SAMPLED, "decoder.temper"),
+        (decoder_settings("block_diffusion"), GREEDY, "decoder.block_size"),
+        (decoder_settings("s2d2", block_size=2, temper=0.5), SAMPLED, "decoder.temper"),
         (
-            S2d2Settings(kind="s2d2", block_size=2, temper=0.5),
+            decoder_settings("s2d2", block_size=2, temper=0.5),
             Sampling(temperature=0.0, acceptance="rejection"),
             "decoder.temper",
         ),
         (
-            BlockDiffusionSettings(kind="block_diffusion", block_size=2, draws="kept"),
+            decoder_settings("block_diffusion", block_size=2, draws="kept"),
             REJECTING,
             "decoder.draws: 'kept', but sampling.acceptance 'rejection'",
         ),
@@ -236,21 +228,19 @@ def test_a_draft_without_numbers_reveals_something_all_the_same(schedule):
 )
 def test_settings_that_do_not_fit_are_refused(settings, sampling, message):
     with pytest.raises(ValueError, match=message):
-        build_decoder(
-            Setup(backbone=table(), info=table_info(), sampling=sampling, max_rows=1, max_tokens=64), settings
-        )
+        engine(table(), table_info(), settings, sampling, rows=1, max_tokens=64)
 
 
 def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_committed():
     """Known before a model is loaded."""
     for settings in (
-        BlockDiffusionSettings(kind="block_diffusion", block_size=2, fused=True),
-        S2d2Settings(kind="s2d2", block_size=2, fused=True),
+        decoder_settings("block_diffusion", block_size=2, fused=True),
+        decoder_settings("s2d2", block_size=2, fused=True),
     ):
         check_model(settings, table_info())
         with pytest.raises(ValueError, match=r"decoder\.fused: true does not work with family"):
             check_model(settings, table_info(shift=1))
-    check_model(S2d2Settings(kind="s2d2", block_size=2, causal_cache=True, fused=True), table_info(shift=1))
+    check_model(decoder_settings("s2d2", block_size=2, causal_cache=True, fused=True), table_info(shift=1))
 
 
 @pytest.mark.parametrize(
@@ -264,23 +254,27 @@ def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_c
 )
 def test_settings_that_contradict_each_other_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        S2d2Settings(kind="s2d2", **settings)
+        decoder_settings("s2d2", **settings)
 
 
 def test_fewer_steps_than_positions_never_reveal_drafts_beside_verifications_of_every_token():
     """Also where the model knows the block's size; routers that leave drafts unverified may."""
-    always = S2d2Settings(kind="s2d2", steps=2)
+    always = decoder_settings("s2d2", steps=2)
     with pytest.raises(ValueError, match=r"decoder\.steps: 2 for 8 .* allowed: null or at least 8"):
         check_model(always, replace(table_info(), block_size=8))
     check_model(always, replace(table_info(), block_size=2))
     for more in ({"router": {"kind": "min_span", "span": 2}}, {"steps": 8}):
-        check_model(S2d2Settings(kind="s2d2", block_size=8, **{"steps": 2} | more), table_info())
+        check_model(decoder_settings("s2d2", block_size=8, **{"steps": 2} | more), table_info())
 
 
 def test_holes_in_the_middle_are_refused():
-    decoder = build_decoder(
-        Setup(backbone=table(), info=table_info(), sampling=GREEDY, max_rows=1, max_tokens=64),
-        BlockDiffusionSettings(kind="block_diffusion", block_size=2),
+    decoder = engine(
+        table(),
+        table_info(),
+        decoder_settings("block_diffusion", block_size=2),
+        GREEDY,
+        rows=1,
+        max_tokens=64,
     )
     (request,) = prompts([(1, 4)])
     request.canvas[:] = np.array([0, -1, 1, -1])
@@ -293,9 +287,9 @@ def test_holes_in_the_middle_are_refused():
 
 def test_tempering_and_a_residual_without_mass():
     """Drafts judged by (p/q)^temper: the accepted share of what a coin decides is the ratio itself."""
-    info, settings = table_info(), S2d2Settings(kind="s2d2", block_size=1, causal_cache=True, temper=2.0)
+    info, settings = table_info(), decoder_settings("s2d2", block_size=1, causal_cache=True, temper=2.0)
     requests = prompts(list(itertools.repeat((1, 5), 120)))
-    plain = S2d2Settings(kind="s2d2", block_size=1, causal_cache=True)
+    plain = decoder_settings("s2d2", block_size=1, causal_cache=True)
     shares = [
         sum(o.accepted for o in found.values()) / sum(o.proposed for o in found.values())
         for found in (ours(requests, info, s, REJECTING, rows=16) for s in (plain, settings))

@@ -1,7 +1,5 @@
 """S2D2's law, enumerated on the generator itself in the real engine: that of block size 1, whatever the sample stands beside."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -21,24 +19,18 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from tests.decoders import enumeration
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
-from tests.decoders.enumeration import (
-    CoupledChooser,
-    Law,
-    decoded,
-    engine_of,
-    law_of,
-    total_variation,
-)
+from tests.decoders.enumeration import CoupledChooser, Law, decoded, engine_of, law_of, total_variation
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
 from tests.decoders.references.choosers import NoiseChooser, RejectionRule, enumerate_law
+from tests.decoders.support import decoder_settings
 
-ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 CANVASES = {"tail": [0, -1, -1], "whole": [-1, -1, -1], "long": [1, -1, -1, -1], "block": [0, 1, -1, -1]}
 
 
 def always(size: int, **more: Any) -> S2d2Settings:
     """Verifies every span, over a causal cache."""
-    return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, **more)
+    return decoder_settings("s2d2", block_size=size, causal_cache=True, **more)
 
 
 def setup_of(*, shift: int = 0, rows: int = 1, stops: Stops | None = None, sampling: Sampling = REJECTING) -> Setup:
@@ -65,7 +57,7 @@ def block_size_one(canvas: list[int], *, shift: int = 0) -> Law:
     ("size", "canvas"), [(1, "tail"), (2, "tail"), (2, "whole"), (2, "long"), (2, "block"), (3, "whole")]
 )
 @pytest.mark.slow
-def test_the_law_is_that_of_block_size_one(canvas: str, shift: int, size: int, fused: bool) -> None:
+def test_the_law_is_that_of_block_size_one(canvas, shift, size, fused):
     tokens = CANVASES[canvas]
     law = law_of(setup_of(shift=shift), always(size, fused=fused), [request(tokens)], 0)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
@@ -75,7 +67,7 @@ def test_the_law_is_that_of_block_size_one(canvas: str, shift: int, size: int, f
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("rows", [2, 3])
-def test_it_is_the_same_beside_others_and_after_refills(rows: int, fused: bool) -> None:
+def test_it_is_the_same_beside_others_and_after_refills(rows, fused):
     """The sample comes into a slot that held another one, and moves when a neighbour ends."""
     others = [request(canvas, 1 + index) for index, canvas in enumerate(([1, -1], [0, 0, -1, -1], [-1, -1]))]
     tokens = CANVASES["tail"]
@@ -84,7 +76,7 @@ def test_it_is_the_same_beside_others_and_after_refills(rows: int, fused: bool) 
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_stop_cuts_the_law_of_the_whole_text(fused: bool) -> None:
+def test_a_stop_cuts_the_law_of_the_whole_text(fused):
     tokens, cut = CANVASES["long"], Law()
     for text, mass in block_size_one(tokens).items():
         kept = text[: text.index(1) + 1] if 1 in text else text
@@ -94,8 +86,8 @@ def test_a_stop_cuts_the_law_of_the_whole_text(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
-def test_block_diffusion_has_the_law_of_the_plain_reference(schedule: Any) -> None:
-    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=2, schedule=schedule, tau=0.5)
+def test_block_diffusion_has_the_law_of_the_plain_reference(schedule):
+    settings = decoder_settings("block_diffusion", block_size=2, schedule=schedule, tau=0.5)
     tokens = CANVASES["long"]
     plain = PlainBlocks(table(2), table_info(2), settings, REJECTING)
     wanted = enumerate_law(lambda chooser: tuple(decode_blocks(plain, tokens, RejectionRule(chooser)).canvas[1:4]))
@@ -161,9 +153,9 @@ PUBLIC: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.slow
-def test_what_is_drawn_has_the_law_of_the_public_loops(name: str) -> None:
+def test_what_is_drawn_has_the_law_of_the_public_loops(name):
     canvas = [0, -1, -1] if name == "editing" else [0, 1, -1, -1] if name == "two blocks" else [-1, -1, -1]
-    settings = BlockDiffusionSettings(kind="block_diffusion", **PUBLIC[name])
+    settings = decoder_settings("block_diffusion", **PUBLIC[name])
     setup, wanted = setup_of(sampling=HOT), public_law(settings, canvas, HOT)
     assert sum(wanted.values()) == pytest.approx(1.0, abs=1e-12)
     assert total_variation(law_of(setup, settings, [request(canvas)], 0), wanted) < 1e-12
@@ -173,7 +165,7 @@ def test_what_is_drawn_has_the_law_of_the_public_loops(name: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_under_coupled_acceptance_the_law_is_that_of_block_size_one_too(fused: bool) -> None:
+def test_under_coupled_acceptance_the_law_is_that_of_block_size_one_too(fused):
     tokens = CANVASES["long"]
     setup = setup_of(sampling=REJECTING.model_copy(update={"acceptance": "coupled"}))
     law = law_of(setup, always(2, fused=fused), [request(tokens)], 0)
@@ -190,7 +182,7 @@ def forgetful(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_residual_that_forgets_the_draft_is_found(fused: bool, monkeypatch: Any) -> None:
+def test_a_residual_that_forgets_the_draft_is_found(fused, monkeypatch):
     tokens, setup, settings = CANVASES["long"], setup_of(), always(2, fused=fused)
     monkeypatch.setattr(sampler, "residual", forgetful)
     with pytest.raises(AssertionError, match="gives another token"):
@@ -201,7 +193,7 @@ def test_a_residual_that_forgets_the_draft_is_found(fused: bool, monkeypatch: An
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_copy_that_sees_the_draft_at_its_place_is_found(fused: bool, monkeypatch: Any) -> None:
+def test_a_copy_that_sees_the_draft_at_its_place_is_found(fused, monkeypatch):
     def near(count: int, column: int, position: int, below: int = 0, lag: int = 0, **more: int) -> Span:
         return Span(count, column, position, below, lag - (more.get("own") == SELF), **more)
 
@@ -210,7 +202,7 @@ def test_a_copy_that_sees_the_draft_at_its_place_is_found(fused: bool, monkeypat
         law_of(setup_of(), always(2, fused=fused), [request(CANVASES["long"])], 0)
 
 
-def test_a_cached_count_that_is_too_large_is_found(monkeypatch: Any) -> None:
+def test_a_cached_count_that_is_too_large_is_found(monkeypatch):
     """The last decided token is then missing in the cache, and something else stands there."""
     plain = s2d2.ask_of
 
@@ -230,9 +222,7 @@ def test_a_cached_count_that_is_too_large_is_found(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTING], ids=["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize(("shift", "fused"), [(0, False), (1, False), (0, True), (1, True)])
 @pytest.mark.slow
-def test_batched_draws_are_those_of_a_chooser_that_reads_the_samples_noise(
-    shift: int, fused: bool, sampling: Any
-) -> None:
+def test_batched_draws_are_those_of_a_chooser_that_reads_the_samples_noise(shift, fused, sampling):
     info = table_info(shift=shift)
     requests = prompts([(p, n) for n in (2, 4, 6) for p in range(n)] * 2)
     settings: DecoderChoice = always(3, fused=fused)

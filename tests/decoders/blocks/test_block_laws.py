@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from draftmill.decoders.backbones.rows import token_rows
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings, ScoreRouter
+from draftmill.decoders.blocks.settings import ScoreRouter
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.blocks.golden_blocks import loaded
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
 from tests.decoders.references.choosers import RejectionRule, enumerate_law
 from tests.decoders.references.sampling import log_law
-from tests.decoders.support import decode, texts
+from tests.decoders.support import decode, decoder_settings, texts
 
-ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 
 
 def always(size, **more: Any):
     """S2D2 that verifies every span, over a causal cache."""
-    return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, **more)
+    return decoder_settings("s2d2", block_size=size, causal_cache=True, **more)
 
 
 def enumerated(settings, canvas, info, sampling=REJECTING):
@@ -50,7 +50,7 @@ def test_always_verifying_over_a_causal_cache_is_the_law_of_block_size_one(shift
     "settings",
     [
         always(3, router={"kind": "min_span", "span": 3}),
-        BlockDiffusionSettings(kind="block_diffusion", block_size=2, causal_cache=True),
+        decoder_settings("block_diffusion", block_size=2, causal_cache=True),
     ],
     ids=["not always verified", "never verified"],
 )
@@ -74,10 +74,7 @@ def test_coupled_and_at_temperature_zero_its_text_is_that_of_block_size_one(shif
     one = texts(ours(requests, info, ONE, sampling, rows=16, length=8))
     fewer = ours(requests, info, always(size, causal_draft=True), sampling, rows=16, length=8)
     assert texts(fewer) == one
-    assert (
-        texts(ours(requests, info, BlockDiffusionSettings(kind="block_diffusion", block_size=size), sampling, length=8))
-        != one
-    )
+    assert texts(ours(requests, info, decoder_settings("block_diffusion", block_size=size), sampling, length=8)) != one
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -134,7 +131,7 @@ def test_a_networks_samples_do_not_depend_on_their_batch(golden, folder, more):
     """To the bit: confidences, routes, edits and ratios included."""
     info, backbone = loaded(golden / folder)
     requests = prompts([(1, 14), (4, 20), (7, 18), (0, 9), (11, 26), (8, 17), (16, 21), (3, 4)] * 2, vocab_size=90)
-    settings = S2d2Settings(kind="s2d2", block_size=8, router=ScoreRouter(kind="score", tau=-0.2), tau=0.6, **more)
+    settings = decoder_settings("s2d2", block_size=8, router=ScoreRouter(kind="score", tau=-0.2), tau=0.6, **more)
     found = []
     for rows in (1, 3, 16):
         backbone.forget()

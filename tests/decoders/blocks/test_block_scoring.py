@@ -10,18 +10,17 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.blocks.block_tables import table, table_info
-from tests.decoders.support import decode, score, scorer_for
+from tests.decoders.support import decode, decoder_settings, score, scorer_for
 
 VOCAB, LENGTH = 3, 6
 MASK = VOCAB
 
 
 def settings(size, **more):
-    return BlockDiffusionSettings(kind="block_diffusion", block_size=size, **more)
+    return decoder_settings("block_diffusion", block_size=size, **more)
 
 
 def law(model, held, row):

@@ -1,7 +1,5 @@
 """S2D2 on the builtin block-diffusion model: the law and the text of its block size 1."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from functools import cache
@@ -14,18 +12,18 @@ import pytest
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
-from tests.decoders.support import decode, texts
+from tests.decoders.support import decode, decoder_settings, texts
 
 FOLDER = Path(__file__).parents[3] / "decoders" / "builtin" / "block-tiny"
 PROMPT, NEW = (511, 37, 820, 1201, 64), 4
 """Five tokens, so that blocks of four begin with a tail, and four new ones lie in two blocks."""
 REJECTING = Sampling(temperature=1.3, top_k=2, acceptance="rejection")
 ALWAYS: dict[str, Any] = {"kind": "s2d2", "block_size": 4, "causal_cache": True, "causal_draft": True}
-ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 
 
 @cache
@@ -65,7 +63,7 @@ def block_size_one() -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.slow
-def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused: bool) -> None:
+def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused):
     """By rejection, always verified, over a causal cache: chi-square over the texts of 400 keys."""
     law, num = block_size_one(), 400
     assert len(law) == 2**NEW and sum(law.values()) == pytest.approx(1.0)
@@ -77,7 +75,7 @@ def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused: bool) ->
     assert sum((said[text] - num * mass) ** 2 / (num * mass) for text, mass in law.items()) < 44.3
 
 
-def test_over_another_cache_it_says_what_block_size_one_never_does() -> None:
+def test_over_another_cache_it_says_what_block_size_one_never_does():
     """So the test above can tell."""
     law = block_size_one()
     found = texts(decoded(S2d2Settings(**ALWAYS | {"causal_cache": False}), REJECTING, requests(60)))
@@ -86,7 +84,7 @@ def test_over_another_cache_it_says_what_block_size_one_never_does() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.slow
-def test_its_text_is_that_of_block_size_one_alone_and_in_company(temperature: float) -> None:
+def test_its_text_is_that_of_block_size_one_alone_and_in_company(temperature):
     """Token for token, by coupled acceptance and at temperature 0."""
     sampling, asked = Sampling(temperature=temperature, top_p=0.95), requests(6, lengths=(6, 17, 26, 21))
     one = texts(decoded(ONE, sampling, asked, rows=16))

@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import in_a_row, play
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.blocks.golden_blocks import cases_of
-from tests.decoders.support import decode, texts
+from tests.decoders.support import decode, decoder_settings, texts
 
 GREEDY = Sampling(temperature=0.0)
 load = cache(load)
@@ -39,7 +38,7 @@ def completed(folder: Path, info: ModelInfo, settings: Any, prompt: list[int], c
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llada", "logits"), ("dream", "dream")])
-def test_logits_under_the_mask_of_d2f_are_those_of_its_code(golden: Path, family: str, kind: str) -> None:
+def test_logits_under_the_mask_of_d2f_are_those_of_its_code(golden, family, kind):
     backbone, arrays = load(golden / family), load_file(golden / "d2f" / "arrays.safetensors")
     cases = cases_of(golden / "d2f", kind)
     assert len(cases) >= 3
@@ -50,26 +49,26 @@ def test_logits_under_the_mask_of_d2f_are_those_of_its_code(golden: Path, family
         torch.testing.assert_close(backbone.logits(hidden), arrays[f"{kind}.{index}"][0], atol=1e-4, rtol=1e-5)
 
 
-def test_d2f_on_llada_is_the_public_code_where_blocks_come_one_after_the_other(golden: Path) -> None:
+def test_d2f_on_llada_is_the_public_code_where_blocks_come_one_after_the_other(golden):
     info = inspect_model(golden / "llada", family="d2f_llada")
     assert (info.kind, info.block_size, info.prompt_block, info.shift) == ("blocks", 16, True, 0)
     cases = cases_of(golden / "d2f", "generate")
     assert len({case["settings"]["block_size"] for case in cases}) == 4
     for case in cases:
         size, tau = case["settings"]["block_size"], case["settings"]["skip_threshold"]
-        settings = BlockDiffusionSettings(kind="block_diffusion", block_size=size, tau=tau, fused=True)
+        settings = decoder_settings("block_diffusion", block_size=size, tau=tau, fused=True)
         outcome = completed(golden / "llada", info, settings, case["prompt"], len(case["output"]))
         assert outcome.tokens.tolist() == case["output"]
         assert outcome.nfe == case["nfe"]
 
 
-def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golden: Path) -> None:
+def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golden):
     """Differs on purpose in the order only: the public code reveals that token when it is sure of it, ours at once."""
     info = inspect_model(golden / "dream", family="d2f_dream")
     assert (info.kind, info.shift, info.left_shift, info.prompt_block) == ("blocks", 1, None, True)
     assert info.mask_id is not None
     prompt = [5, 17, 3, 60, 1]
-    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=4, schedule="sequential")
+    settings = decoder_settings("block_diffusion", block_size=4, schedule="sequential")
     tokens = list(prompt)
     backbone = load(golden / "dream")
     for at in range(len(prompt), 13):
@@ -86,11 +85,11 @@ def test_d2f_on_dream_predicts_a_blocks_first_token_from_the_row_before_it(golde
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("family", ["d2f_llada", "d2f_dream", "nemotron_labs_diffusion"])
-def test_prompts_share_and_are_cut_only_where_they_are_causal(golden: Path, family: str, causal: bool) -> None:
+def test_prompts_share_and_are_cut_only_where_they_are_causal(golden, family, causal):
     """Twelve prompts that begin alike, in two slots and in chunks of 4 rows, give the texts that each gives alone."""
     folder = golden / family.removeprefix("d2f_").removesuffix("_labs_diffusion")
     info = inspect_model(folder, family=family)
-    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=4, causal_cache=causal)
+    settings = decoder_settings("block_diffusion", block_size=4, causal_cache=causal)
     heads = np.random.default_rng(3).integers(0, 88, (2, 9))
     canvases = [np.concatenate([heads[at % 2, : 6 + at % 4], [at, *[-1] * 6]]).astype(np.int32) for at in range(12)]
     requests = [Request(at, at, canvas) for at, canvas in enumerate(canvases)]
@@ -103,7 +102,7 @@ def test_prompts_share_and_are_cut_only_where_they_are_causal(golden: Path, fami
 # ---- Nemotron-Labs-Diffusion -----------------------------------------------------------------------------------------------
 
 
-def test_logits_of_nemotron_are_those_of_ministral_3_in_both_modes(golden: Path) -> None:
+def test_logits_of_nemotron_are_those_of_ministral_3_in_both_modes(golden):
     backbone, arrays = load(golden / "nemotron"), load_file(golden / "nemotron" / "arrays.safetensors")
     for index, case in enumerate(cases_of(golden / "nemotron", "logits")):
         prefix, block = case["prefix"], case["block"]
@@ -119,14 +118,14 @@ def test_logits_of_nemotron_are_those_of_ministral_3_in_both_modes(golden: Path)
             torch.testing.assert_close(backbone.logits(hidden), arrays[f"{name}.{index}"][0], atol=1e-4, rtol=1e-5)
 
 
-def test_nemotron_decodes_blocks_as_the_public_code_with_either_context(golden: Path) -> None:
+def test_nemotron_decodes_blocks_as_the_public_code_with_either_context(golden):
     """The public code stores the last block, after which nothing comes, and counts no prefill."""
     info, cases = inspect_model(golden / "nemotron"), cases_of(golden / "nemotron", "generate")
     assert {(case["causal_context"], case["threshold"]) for case in cases} >= {(True, 0.3), (False, 0.9), (True, None)}
     for case in cases:
         tau = case["threshold"]
-        settings = BlockDiffusionSettings(
-            kind="block_diffusion",
+        settings = decoder_settings(
+            "block_diffusion",
             block_size=case["block_length"],
             schedule="static" if tau is None else "dynamic",
             tau=tau or 0.0,
@@ -137,12 +136,12 @@ def test_nemotron_decodes_blocks_as_the_public_code_with_either_context(golden: 
         assert outcome.nfe == case["nfe"]
 
 
-def test_nemotrons_self_speculation_is_its_causal_mode(golden: Path) -> None:
+def test_nemotrons_self_speculation_is_its_causal_mode(golden):
     info = inspect_model(golden / "nemotron")
-    one = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+    one = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
     for case in cases_of(golden / "nemotron", "ar_generate", "linear_spec"):
         size = case.get("block_length", 8)
-        verified = S2d2Settings(kind="s2d2", block_size=size, causal_cache=True)
+        verified = decoder_settings("s2d2", block_size=size, causal_cache=True)
         for settings in (one, verified, verified.model_copy(update={"fused": True})):
             outcome = completed(golden / "nemotron", info, settings, case["prompt"], 16)
             assert outcome.tokens.tolist() == case["output"][:16]

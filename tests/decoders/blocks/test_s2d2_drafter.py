@@ -1,7 +1,5 @@
 """`s2d2` with a drafting model: the text and the law of block size 1, whatever the drafter says."""
 
-from __future__ import annotations
-
 import itertools
 from copy import copy
 from dataclasses import replace
@@ -12,21 +10,19 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.common_settings import DrafterPlace, Sampling
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, texts
+from tests.decoders.support import decoder_settings, engine, run_all, texts
 
-ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 LENGTHS = [(p, n) for n in (1, 4, 6) for p in range(n)] * 3
 
 
 def settings_of(size: int) -> S2d2Settings:
-    return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, drafter=DrafterPlace(path="drafter"))
+    return decoder_settings("s2d2", block_size=size, causal_cache=True, drafter=DrafterPlace(path="drafter"))
 
 
 @cache
@@ -49,13 +45,12 @@ def drafted(
     """Our outcomes where a table drafts that knows nothing of the target's."""
     more = {"drafter": copy(_other(seed)), "drafter_info": drafter or table_info()}
     more |= {"trace": trace, "prompt_rows": prompt_rows}
-    setup = Setup(backbone=table(3), info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, **more)
-    return run_all(build_decoder(setup, settings_of(size)), requests)
+    return run_all(engine(table(3), info, settings_of(size), sampling, rows=rows, **more), requests)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(temperature=1.5, top_k=2, top_p=0.8)])
 @pytest.mark.parametrize(("shift", "other_shift", "size"), [(0, 0, 1), (0, 0, 3), (1, 0, 2), (0, 1, 8), (1, 1, 3)])
-def test_its_text_is_that_of_block_size_one(shift: int, other_shift: int, size: int, sampling: Sampling) -> None:
+def test_its_text_is_that_of_block_size_one(shift, other_shift, size, sampling):
     info, requests = table_info(shift=shift), prompts(LENGTHS)
     one = ours(requests, info, ONE, sampling, rows=16)
     for rows, length in ((1, None), (3, 4), (16, None)):
@@ -71,7 +66,7 @@ def test_its_text_is_that_of_block_size_one(shift: int, other_shift: int, size: 
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_drafts_are_what_masks_after_the_text_say_in_one_forward(shift: int) -> None:
+def test_drafts_are_what_masks_after_the_text_say_in_one_forward(shift):
     """From scratch: the text is causal, and each mask sees all of it and every other mask."""
     info, requests, size, count = table_info(), prompts([(1, 6), (3, 6), (2, 5)]), 3, 0
     outcomes = drafted(requests, info, size, GREEDY, drafter=table_info(shift=shift), trace=True)
@@ -88,7 +83,7 @@ def test_drafts_are_what_masks_after_the_text_say_in_one_forward(shift: int) -> 
     assert count > 6
 
 
-def test_no_sample_depends_on_its_neighbours() -> None:
+def test_no_sample_depends_on_its_neighbours():
     info, requests = table_info(), prompts(LENGTHS)
     found = []
     for rows, order in ((1, 1), (3, -1), (16, 1)):
@@ -97,29 +92,31 @@ def test_no_sample_depends_on_its_neighbours() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_prompt_in_chunks_is_drafted_for_as_a_whole_one() -> None:
+def test_a_prompt_in_chunks_is_drafted_for_as_a_whole_one():
     info, requests = table_info(), prompts([(4, 6), (5, 6), (1, 4)])
     whole, cut = (drafted(requests, info, 2, SAMPLED, prompt_rows=rows) for rows in (None, 2))
     assert texts(cut) == texts(whole)
     assert [cut[index].accepted for index in cut] == [whole[index].accepted for index in cut]
 
 
-def test_under_rejection_texts_have_the_law_of_block_size_one() -> None:
+def test_under_rejection_texts_have_the_law_of_block_size_one():
     """By a chi-square test over 8 texts, of which each has its chance; a false alarm has probability 1e-6 (7 degrees: 40.5)."""
     info, count = table_info(2), 4000
     requests = prompts([(1, 4)] * count, vocab_size=2, seed=3)
     for request in requests:
         request.canvas[0] = 1
-    setup = Setup(
-        backbone=table(2),
-        info=info,
-        sampling=REJECTING,
-        max_rows=500,
-        max_tokens=1 << 20,
-        drafter=copy(TokenTable(vocab_size=3, num_positions=6, seed=5)),
-        drafter_info=info,
+    outcomes = run_all(
+        engine(
+            table(2),
+            info,
+            settings_of(2),
+            REJECTING,
+            rows=500,
+            drafter=copy(TokenTable(vocab_size=3, num_positions=6, seed=5)),
+            drafter_info=info,
+        ),
+        requests,
     )
-    outcomes = run_all(build_decoder(setup, settings_of(2)), requests)
     wanted = law_at_size_one(PlainBlocks(table(2), info, ONE, REJECTING), [1], 4)
     found = [tuple(outcome.tokens.tolist()) for outcome in outcomes.values()]
     chi = 0.0
@@ -142,7 +139,7 @@ def test_under_rejection_texts_have_the_law_of_block_size_one() -> None:
         {"tau_edit": 0.9},
     ],
 )
-def test_a_drafter_drafts_only_where_every_token_is_verified(changes: dict[str, Any]) -> None:
+def test_a_drafter_drafts_only_where_every_token_is_verified(changes):
     given = {"kind": "s2d2", "block_size": 4, "causal_cache": True, "drafter": {"path": "there"}} | changes
     with pytest.raises(
         ValueError, match=r"decoder.drafter: 'there' drafts where every token is verified over a causal cache"
@@ -150,6 +147,6 @@ def test_a_drafter_drafts_only_where_every_token_is_verified(changes: dict[str, 
         S2d2Settings.model_validate(given)
 
 
-def test_a_model_that_is_causal_too_is_drafted_for() -> None:
+def test_a_model_that_is_causal_too_is_drafted_for():
     info, requests = replace(table_info(), prompt_block=True, left_shift=1), prompts(LENGTHS)
     assert texts(drafted(requests, info, 3, SAMPLED)) == texts(ours(requests, info, ONE, SAMPLED))

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.blocks.block_tables import (
@@ -23,14 +22,14 @@ from tests.decoders.blocks.golden_blocks import loaded
 from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
 from tests.decoders.references.choosers import RejectionRule, enumerate_law
 from tests.decoders.references.fused_blocks import decode_fused
-from tests.decoders.support import decode, texts
+from tests.decoders.support import decode, decoder_settings, texts
 
-ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 LENGTHS = [(p, n) for n in (1, 4, 5, 6) for p in range(n)] * 3
 
 
 def fused(size):
-    return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, fused=True)
+    return decoder_settings("s2d2", block_size=size, causal_cache=True, fused=True)
 
 
 @pytest.mark.one_in(11)
@@ -111,8 +110,8 @@ def test_on_a_network_all_three_say_the_same_and_another_cache_something_else(go
         return decode(backbone, info, settings, SAMPLED, requests, rows=3)
 
     one, found = said(ONE), said(fused(4))
-    unfused = said(S2d2Settings(kind="s2d2", block_size=4, causal_cache=True, causal_draft=True))
+    unfused = said(decoder_settings("s2d2", block_size=4, causal_cache=True, causal_draft=True))
     assert texts(one) == texts(found) == texts(unfused)
-    assert texts(said(S2d2Settings(kind="s2d2", block_size=4))) != texts(one)
+    assert texts(said(decoder_settings("s2d2", block_size=4))) != texts(one)
     forwards = [sum(outcome.nfe for outcome in of.values()) for of in (found, unfused, one)]
     assert forwards[0] < forwards[1] and forwards[0] < forwards[2]

@@ -1,15 +1,15 @@
 """Settings of the Jacobi decoders, in short."""
 
-from draftmill.decoders.causal.settings import JacobiSettings, MultiblockJacobiSettings
+from tests.decoders.support import decoder_settings
 
 
 def jacobi(block_size, window="fixed"):
-    return JacobiSettings(kind="jacobi", block_size=block_size, window=window)
+    return decoder_settings("jacobi", block_size=block_size, window=window)
 
 
 def multi(block_size, blocks=2, *, ratio=0.5, verify=4, pool=4):
-    return MultiblockJacobiSettings(
-        kind="multiblock_jacobi",
+    return decoder_settings(
+        "multiblock_jacobi",
         block_size=block_size,
         blocks=blocks,
         spawn_ratio=ratio,

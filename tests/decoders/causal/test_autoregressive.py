@@ -2,24 +2,20 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import TARGET, sample_key
 from draftmill.decoders.draws.noise import gumbel_rows, key_words
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, texts, token_info, toy_prompts
+from tests.decoders.support import Pair, decode, decoder_settings, engine, texts, token_info, toy_prompts
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 VOCAB, LENGTH = 3, 5
 
 
@@ -72,21 +68,11 @@ def test_a_stop_id_ends_the_sample_and_is_its_last_token():
     assert 10 < ends < 50
 
 
-class Repeats:
-    """Stops at the second token of a pair of equals."""
-
-    def find(self, tokens, num_checked):
-        for place in range(max(1, num_checked), len(tokens)):
-            if tokens[place] == tokens[place - 1]:
-                return place + 1
-        return None
-
-
 def test_the_first_of_stop_id_and_stop_text_wins():
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH)
     free = texts(decode(table, token_info(VOCAB), AR, Sampling(), requests))
-    stopped = decode(table, token_info(VOCAB), AR, Sampling(), requests, stops=Stops(ids=(2,), text=Repeats()))
+    stopped = decode(table, token_info(VOCAB), AR, Sampling(), requests, stops=Stops(ids=(2,), text=Pair()))
     seen = set()
     for index, tokens in free.items():
         eos = tokens.index(2) if 2 in tokens else len(tokens)
@@ -125,11 +111,7 @@ def test_a_new_sample_joins_the_others_forward_and_costs_no_step_of_its_own():
         Request(index, sample_key(0, str(index)), np.array([1] + [-1] * int(rng.integers(2, 8)), dtype=np.int32))
         for index in range(40)
     ]
-    size: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 20}
-    joined, apart = (
-        cast(Any, build_decoder(Setup(backbone=table, info=token_info(VOCAB), sampling=Sampling(), **size), AR))
-        for _ in range(2)
-    )
+    joined, apart = (engine(table, token_info(VOCAB), AR, rows=rows) for _ in range(2))
     apart.scheduler.algorithm = replace(apart.algorithm, joins_prompts=False)
     few, outcomes = steps_until_done(joined, requests, rows=rows)
     many, others = steps_until_done(apart, requests, rows=rows)

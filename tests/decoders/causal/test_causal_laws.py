@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    ModelDrafterSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-)
+from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafterSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine import sampler
@@ -33,18 +27,18 @@ from tests.decoders.enumeration import CoupledChooser, decoded, engine_of, fills
 from tests.decoders.references.causal import PlainCausal
 from tests.decoders.references.choosers import NoiseChooser
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import token_info, toy_prompts
+from tests.decoders.support import decoder_settings, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 5
 PROMPTS = {"one token": [1], "a repetition": [0, 1, 0]}
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
 MODEL = ModelDrafterSettings(kind="model", path="drafter")
 DRAFTERS: dict[str, Any] = {"model": MODEL, "ngram": NGRAM}
 
 
 def spec(k, drafter):
-    return SpeculativeSettings(kind="speculative", k=k, drafter=DRAFTERS[drafter])
+    return decoder_settings("speculative", k=k, drafter=DRAFTERS[drafter])
 
 
 def table(seed):
@@ -116,7 +110,7 @@ COUPLED = {
     "autoregressive": AR,
     "look-up": spec(2, "ngram"),
     "model": spec(2, "model"),
-    "jacobi": JacobiSettings(kind="jacobi", block_size=2),
+    "jacobi": decoder_settings("jacobi", block_size=2),
 }
 CUTS = [Sampling(top_p=0.7), Sampling(top_k=2), Sampling(temperature=0.7, top_k=2, top_p=0.6)]
 

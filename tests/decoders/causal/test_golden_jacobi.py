@@ -6,8 +6,6 @@ was not a draft; it throws the promoted block away and starts the next one from 
 where there are two, and not for the first token of a call. Its iterations leave out the prefill, which is a forward here.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -20,13 +18,10 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal import jacobi
 from draftmill.decoders.causal.jacobi import fill_with_prompt
-from draftmill.decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import run_all
+from tests.decoders.support import decoder_settings, engine, run_all
 from tests.golden_data import read_json
 
 GREEDY = Sampling(temperature=0.0)
@@ -46,17 +41,7 @@ class Golden:
     def decode(self, cases, settings, *, eos=None, drafts=False):
         """Decode cases together; with `drafts` from the initial drafts that the public code drew."""
         stops = Stops(ids=() if eos is None else (eos,))
-        decoder = build_decoder(
-            Setup(
-                backbone=self.backbone,
-                info=self.info,
-                sampling=GREEDY,
-                max_rows=len(cases),
-                max_tokens=1 << 20,
-                stops=stops,
-            ),
-            settings,
-        )
+        decoder = engine(self.backbone, self.info, settings, GREEDY, rows=len(cases), stops=stops)
         requests = [_request(index, case) for index, case in enumerate(cases)]
         with pytest.MonkeyPatch.context() as patch:
             if drafts:
@@ -108,7 +93,7 @@ def check_text(outcome, case):
 @pytest.mark.one_in(2)
 def test_the_sequential_text_is_the_public_one(model):
     cases = model.of_kind("ar_greedy")
-    outcomes = model.decode(cases, AutoregressiveSettings(kind="autoregressive"))
+    outcomes = model.decode(cases, decoder_settings("autoregressive"))
     for index, case in enumerate(cases):
         assert outcomes[index].tokens.tolist() == case["output"][:64]
 
@@ -122,7 +107,7 @@ def comparable(case):
 def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iterations(model):
     ours = public = 0
     for (size, eos, *_), cases in together(model.of_kind("jacobi_plain")).items():
-        settings = JacobiSettings(kind="jacobi", block_size=size)
+        settings = decoder_settings("jacobi", block_size=size)
         for index, outcome in model.decode(cases, settings, eos=eos, drafts=True).items():
             check_text(outcome, cases[index])
             if comparable(cases[index]):
@@ -137,7 +122,7 @@ def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iter
 @pytest.mark.parametrize("window", ["fixed", "running"])
 def test_plain_jacobi_gives_the_public_text_from_its_own_drafts(model, window):
     for (size, eos, *_), cases in together(model.of_kind("jacobi_plain")).items():
-        settings = JacobiSettings(kind="jacobi", block_size=size, window=window)
+        settings = decoder_settings("jacobi", block_size=size, window=window)
         for index, outcome in model.decode(cases, settings, eos=eos).items():
             check_text(outcome, cases[index])
 
@@ -147,8 +132,8 @@ def multiblock(model, **changes):
     ours: dict[Any, int] = defaultdict(int)
     public: dict[Any, int] = defaultdict(int)
     for (size, eos, blocks, ratio, pool), cases in together(model.of_kind("jacobi_mb")).items():
-        settings = MultiblockJacobiSettings(
-            kind="multiblock_jacobi", block_size=size, blocks=blocks, spawn_ratio=ratio, pool_size=pool
+        settings = decoder_settings(
+            "multiblock_jacobi", block_size=size, blocks=blocks, spawn_ratio=ratio, pool_size=pool
         )
         for index, outcome in model.decode(cases, settings.model_copy(update=changes), eos=eos).items():
             check_text(outcome, cases[index])

@@ -10,17 +10,14 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.jacobi import Blocks
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import Pair, decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 VOCAB, LENGTH = 3, 9
 INFO = token_info(VOCAB)
 SAMPLINGS = {
@@ -97,16 +94,6 @@ def test_a_full_row_of_slots_with_refill_in_any_order_gives_the_sequential_text(
         agree(decode(table, INFO, settings, Sampling(), shuffled, rows=64), expected)
 
 
-class Pair:
-    """Stops at the second of two equal tokens."""
-
-    def find(self, tokens, num_checked):
-        for place in range(max(1, num_checked), len(tokens)):
-            if tokens[place] == tokens[place - 1]:
-                return place + 1
-        return None
-
-
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("settings", [jacobi(4), jacobi(4, "running"), multi(2, 3), multi(3, 2, ratio=0.85)])
 def test_stop_ids_and_stop_texts_end_where_they_end_the_sequential_text(table, settings):
@@ -142,9 +129,7 @@ def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):
 def test_cleared_and_refilled_slots_carry_nothing_over(table):
     requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=11) if (r.canvas < 0).sum() > 3]
     for settings in (jacobi(3), multi(2, 3, pool=3)):
-        decoder: Any = build_decoder(
-            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
-        )
+        decoder = engine(table, INFO, settings, rows=4)
         decoder.admit(requests[:4])
         decoder.step()
         decoder.step()
@@ -165,9 +150,7 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
     table = patterned()
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
     expected = texts(decode(table, INFO, AR, Sampling(), requests))
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=3, max_tokens=1 << 20), settings
-    )
+    decoder = engine(table, INFO, settings, rows=3)
     found: dict[int, Any] = {}
     queue = list(requests)
     while queue or decoder.active:
@@ -200,9 +183,7 @@ def test_what_the_tables_exercise_is_the_whole_algorithm(settings, monkeypatch):
     table, info = patterned(2, 11), token_info(2)
     requests = toy_prompts(160, vocab_size=2, longest=11, seed=17)
     expected = decode(table, info, AR, Sampling(), requests)
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=info, sampling=Sampling(), max_rows=8, max_tokens=1 << 20), settings
-    )
+    decoder = engine(table, info, settings, rows=8)
     found: dict[int, Any] = {}
     queue, behind = list(requests), 0
     while queue or decoder.active:

@@ -8,10 +8,8 @@ from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
-from tests.decoders.support import decode, run_all, token_info
+from tests.decoders.support import decode, engine, run_all, token_info
 
 
 class Script(Model):
@@ -91,9 +89,7 @@ def test_a_second_block_starts_while_the_first_is_refined():
 
 def test_each_iteration_runs_the_last_decided_token_and_the_drafts():
     request = Request(0, 1, np.array([9] + [-1] * 16, dtype=np.int32))
-    decoder = build_decoder(
-        Setup(backbone=BY_PLACE, info=token_info(10), sampling=Sampling(), max_rows=1, max_tokens=1 << 20), jacobi(4)
-    )
+    decoder = engine(BY_PLACE, token_info(10), jacobi(4), rows=1)
     outcome = run_all(decoder, [request])[0]
     assert decoder.stats.useful_rows == decoder.stats.verified == outcome.iterations + outcome.proposed
 

@@ -13,19 +13,19 @@ from draftmill.decoders.backbones.heads.published import load_speculator
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, HeadDrafterSettings, SpeculativeSettings
+from draftmill.decoders.causal.settings import HeadDrafterSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.cuda_graphs import drop_all
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.replaying import use_graphs, use_references
-from tests.decoders.support import decode, run_all, texts, token_info
+from tests.decoders.support import decode, decoder_settings, run_all, texts, token_info
 
 DATA = Path(__file__).parents[2] / "data" / "speculators"
 VOCAB = 40
 INFO = token_info(VOCAB)
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 DRAFTER = HeadDrafterSettings(kind="head", path="head")
 OF_THE_BATCH = {"batch_rows", "pad_fraction", "index"}
 HEADS = ("eagle3_llama", "eagle3_qwen3", "dflash", "dflash_anchor", "dspark", "dspark_gated")
@@ -43,7 +43,7 @@ def pair(name):
 
 
 def spec(k):
-    return SpeculativeSettings(kind="speculative", k=k, drafter=DRAFTER)
+    return decoder_settings("speculative", k=k, drafter=DRAFTER)
 
 
 def requests_of(count, *, seed=0, longest=40, shared=0):

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.engine import memory, model_runner
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, scorer_for, token_info
+from tests.decoders.support import decoder_settings, run_all, scorer_for, token_info
 
 VOCAB, LENGTH = 3, 5
 
 
 def causal_scorer(backbone, info, *, rows, tokens=1 << 20):
-    return scorer_for(backbone, info, AutoregressiveSettings(kind="autoregressive"), rows=rows, tokens=tokens)
+    return scorer_for(backbone, info, decoder_settings("autoregressive"), rows=rows, tokens=tokens)
 
 
 def by_hand(table, tokens, first, *, suppressed=()):

@@ -1,7 +1,6 @@
 """Speculative diffusion decoding: the sequential text whatever the diffusion model drafts, and every count by the reference."""
 
 from copy import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,14 +8,11 @@ import torch
 
 from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
     MASK,
@@ -32,11 +28,28 @@ from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, random_lengths, run_all, texts, toy_prompts
+from tests.decoders.support import (
+    decode,
+    decoder_settings,
+    engine,
+    random_lengths,
+    run_all,
+    texts,
+    toy_heads,
+    toy_prompts,
+)
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 WARPS = [{"temperature": 0.0}, {"temperature": 0.8}, {}, {"temperature": 0.8, "top_p": 0.8}, {"top_k": 2}]
 ORDERS = ("left_to_right", "native")
+HEADED = pytest.mark.parametrize("heads", [None, toy_heads(VOCAB + 1, seed=4)], ids=["bare", "headed"])
+"""Without a draft head, and with one that changes every draft."""
+ORDERED = pytest.mark.parametrize(
+    ("order", "heads"),
+    [*((order, None) for order in ORDERS), ("left_to_right", toy_heads(VOCAB + 1))],
+    ids=[*ORDERS, "headed"],
+)
+"""Both orders, and a head, which drafts from left to right."""
 
 
 def run(requests, settings, sampling=Sampling(), *, model=None, info=None, **more):  # noqa: B008
@@ -52,14 +65,16 @@ def sequential(requests, sampling=Sampling(), **more):  # noqa: B008
 
 
 @pytest.mark.one_in(17, soak=2)
+@HEADED
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("warp", WARPS, ids=str)
-def test_coupled_text_is_the_autoregressive_text(warp, steps):
+def test_coupled_text_is_the_autoregressive_text(warp, steps, heads):
     requests, sampling = toy_prompts(30, vocab_size=VOCAB, longest=LENGTH, seed=2), Sampling(**warp)
     expected = sequential(requests, sampling, rows=5)
     for gamma, rows, order in [(1, 3, 0), (2, 16, 1), (3, 1, 0), (4, 16, 0), (5, 3, 1), (5, 16, 0), ("auto", 3, 0)]:
         shuffled = [requests[i] for i in np.random.default_rng(rows).permutation(len(requests))]
-        found = run(shuffled, specdiff(gamma, steps, order=ORDERS[order]), sampling, rows=rows)
+        settings = specdiff(gamma, steps, order=ORDERS[order if heads is None else 0])
+        found = run(shuffled, settings, sampling, rows=rows, heads=heads)
         assert texts(found) == texts(expected)
         for index, outcome in found.items():
             assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
@@ -67,16 +82,16 @@ def test_coupled_text_is_the_autoregressive_text(warp, steps):
             assert outcome.nfe_draft <= steps * outcome.iterations
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(order, monkeypatch):
+@ORDERED
+def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(order, heads, monkeypatch):
     monkeypatch.setattr(AutoLength, "__call__", random_lengths)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
-    found = run(requests, specdiff("auto", order=order), rows=5)
+    found = run(requests, specdiff("auto", order=order), rows=5, heads=heads)
     assert texts(found) == texts(sequential(requests))
     assert sum(outcome.accepted for outcome in found.values()) > 5
 
 
-def by_reference(request, settings, sampling, *, tail=None, stop=lambda generated: False):
+def by_reference(request, settings, sampling, *, tail=None, heads=None, stop=lambda generated: False):
     model = PlainCausal(target(), length=len(request.canvas), sampling=sampling)
     coupled = sampling.acceptance == "coupled"
     rule = CoupledRule(request.key, sampling) if coupled else RejectionRule(NoiseChooser(request.key))
@@ -87,7 +102,8 @@ def by_reference(request, settings, sampling, *, tail=None, stop=lambda generate
 
     arrange = shuffled if settings.order == "native" else None
     plain = PlainMasked(drafter(), mask_id=MASK, sampling=sampling, tail=tail)
-    draft = by_diffusion(plain, gamma=settings.gamma, steps=settings.steps, arrange=arrange)
+    head = None if heads is None else heads.markov
+    draft = by_diffusion(plain, gamma=settings.gamma, steps=settings.steps, arrange=arrange, head=head)
     tokens, chunk = request.canvas[request.canvas >= 0].tolist(), -(-settings.gamma // settings.steps)
     calls = lambda drafts: -(-drafts // chunk)  # noqa: E731
     return causal_reference.speculative(model, tokens, rule, k=settings.gamma, draft=draft, stop=stop, calls=calls)
@@ -101,20 +117,18 @@ def same_as_reference(outcome, trail, num_prompt):
 
 
 @pytest.mark.one_in(11, soak=3)
-@pytest.mark.parametrize("order", ORDERS)
+@ORDERED
 @pytest.mark.parametrize("window", ["short", "full"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (3, 2), (4, 1), (4, 9)])
-def test_the_batched_decoder_gives_the_reference_tokens_and_counts(order, window, acceptance, gamma, steps):
-    sampling, settings = (
-        Sampling(acceptance=acceptance, temperature=0.9),
-        specdiff(gamma, steps, order=order, window=window),
-    )
+@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (3, 2), (4, 1), (5, 2), (4, 9)])
+def test_the_batched_decoder_gives_the_reference_tokens_and_counts(order, heads, window, acceptance, gamma, steps):
+    sampling = Sampling(acceptance=acceptance, temperature=0.9)
+    settings = specdiff(gamma, steps, order=order, window=window)
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=3)
-    outcomes = run(requests, settings, sampling, rows=7, info=mask_info(max_length=LENGTH))
+    outcomes = run(requests, settings, sampling, rows=7, info=mask_info(max_length=LENGTH), heads=heads)
     tail = LENGTH if window == "full" else None
     for request in requests:
-        trail = by_reference(request, settings, sampling, tail=tail)
+        trail = by_reference(request, settings, sampling, tail=tail, heads=heads)
         same_as_reference(outcomes[request.index], trail, int((request.canvas >= 0).sum()))
     assert sum(o.accepted for o in outcomes.values()) >= 4
     assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 4
@@ -137,14 +151,16 @@ def test_a_stop_id_cuts_an_accepted_run_where_it_stands(acceptance):
     assert places >= {1, 2, 3}
 
 
-def test_a_shifted_drafter_is_read_from_the_row_before():
+@HEADED
+def test_a_shifted_drafter_is_read_from_the_row_before(heads):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=5)
     shifted = drafter()
     shifted.table_PXV = shifted.table_PXV.roll(-1, 0)
     for acceptance in ("coupled", "rejection"):
         sampling = Sampling(acceptance=acceptance)
-        plain = run(requests, specdiff(4), sampling, trace=True)
-        found = run(requests, specdiff(4), sampling, model=shifted, info=mask_info(shift=1), trace=True)
+        more = {"heads": heads, "trace": True}
+        plain = run(requests, specdiff(4), sampling, **more)
+        found = run(requests, specdiff(4), sampling, model=shifted, info=mask_info(shift=1), **more)
         assert texts(found) == texts(plain)
         assert {i: o.trace for i, o in found.items()} == {i: o.trace for i, o in plain.items()}
 
@@ -199,7 +215,8 @@ def test_what_neither_says_is_never_drafted_the_mask_included():
     assert texts(found) == texts(sequential(requests))
 
 
-def test_a_token_that_the_drafter_does_not_know_reads_as_a_mask():
+@pytest.mark.parametrize("heads", [None, toy_heads(VOCAB)], ids=["bare", "headed"])
+def test_a_token_that_the_drafter_does_not_know_reads_as_a_mask(heads):
     """The target says 0 .. 3, the drafter only 0 .. 2 and a mask with the target's last id."""
     info = ModelInfo("token_table", VOCAB + 1, None, None, TARGET_INFO.kind, 0)
     wide = TokenTable(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=1)
@@ -208,7 +225,7 @@ def test_a_token_that_the_drafter_does_not_know_reads_as_a_mask():
     known = mask_info(mask_id=2, vocab_size=VOCAB)
     for acceptance in ("coupled", "rejection"):
         sampling = Sampling(acceptance=acceptance)
-        found = decode(wide, info, specdiff(3), sampling, requests, drafter=narrow, drafter_info=known)
+        found = decode(wide, info, specdiff(3), sampling, requests, drafter=narrow, drafter_info=known, heads=heads)
         assert sum(o.accepted for o in found.values()) > 5 and any(3 in o.tokens for o in found.values())
         if acceptance == "coupled":
             assert texts(found) == texts(decode(copy(wide), info, AR, sampling, requests))
@@ -251,17 +268,14 @@ def test_a_text_longer_than_the_drafters_window_is_seen_by_its_end(window):
 
 def test_a_full_window_needs_to_know_its_length():
     with pytest.raises(ValueError, match=r"decoder\.window: 'full'.*allowed: short"):
-        build_decoder(
-            Setup(
-                backbone=target(),
-                info=TARGET_INFO,
-                sampling=Sampling(),
-                max_rows=1,
-                max_tokens=9,
-                drafter=drafter(),
-                drafter_info=mask_info(),
-            ),
+        engine(
+            target(),
+            TARGET_INFO,
             specdiff(3, window="full"),
+            rows=1,
+            max_tokens=9,
+            drafter=drafter(),
+            drafter_info=mask_info(),
         )
 
 
@@ -276,33 +290,22 @@ class Poisoned(TokenTable):
         return super().forward(rows)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("order", ORDERS)
-def test_junk_in_dead_columns_and_other_company_change_nothing(order):
+@pytest.mark.one_in(3)
+@ORDERED
+def test_junk_in_dead_columns_and_other_company_change_nothing(order, heads):
     requests = toy_prompts(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
     sampling, settings = Sampling(acceptance="rejection"), specdiff(4, order=order)
-    clean = run(requests, settings, sampling, rows=4)
+    clean = run(requests, settings, sampling, rows=4, heads=heads)
     poison = Poisoned(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=3)
     counts = lambda o: (o.tokens.tolist(), o.nfe, o.nfe_draft, o.proposed, o.accepted)  # noqa: E731
     for rows, model in ((4, poison), (1, drafter()), (16, drafter())):
-        found = run(requests[::-1], settings, sampling, rows=rows, model=model)
+        found = run(requests[::-1], settings, sampling, rows=rows, model=model, heads=heads)
         assert {i: counts(o) for i, o in found.items()} == {i: counts(o) for i, o in clean.items()}
 
 
 def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
     requests, more = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8), {"drafter_info": mask_info()}
-    decoder: Any = build_decoder(
-        Setup(
-            backbone=target(),
-            info=TARGET_INFO,
-            sampling=Sampling(),
-            max_rows=3,
-            max_tokens=99,
-            drafter=drafter(),
-            **more,
-        ),
-        specdiff(3),
-    )
+    decoder = engine(target(), TARGET_INFO, specdiff(3), rows=3, max_tokens=99, drafter=drafter(), **more)
     decoder.admit(requests[:3])
     decoder.step()
     decoder.clear()

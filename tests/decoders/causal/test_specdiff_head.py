@@ -1,28 +1,22 @@
-"""The Markov draft head of `specdiff`: the same texts and laws whatever it says, its counts by the reference, its files."""
+"""The Markov draft head of `specdiff`: what it accepts and costs, and its files. Its texts and counts are in test_specdiff.py."""
 
 import json
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.backbones.heads.markov import DraftHeads, MarkovHead, load_heads
 from draftmill.decoders.backbones.invariance import rows_exact
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine.auto import AutoLength
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, find_heads
+from draftmill.decoders.registry import find_heads
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
-    MASK,
     PLACE,
     TARGET_INFO,
     VOCAB,
@@ -31,105 +25,16 @@ from tests.decoders.masked.diffusion_tables import (
     specdiff,
     target,
 )
-from tests.decoders.references import causal as causal_reference
-from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
-from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, random_lengths, run_all, texts, toy_heads, toy_prompts
+from tests.decoders.support import (
+    decode,
+    decoder_settings,
+    engine,
+    run_all,
+    toy_heads,
+    toy_prompts,
+)
 
-AR = AutoregressiveSettings(kind="autoregressive")
 WIDTH = VOCAB + 1
-
-
-def run(requests, settings, sampling=Sampling(), *, heads=None, rows=3, **more):  # noqa: B008
-    more = {"drafter": drafter(), "drafter_info": mask_info(), **more}
-    return decode(target(), TARGET_INFO, settings, sampling, requests, rows=rows, heads=heads, **more)
-
-
-def sequential(requests, sampling):
-    return decode(target(), TARGET_INFO, AR, sampling, requests)
-
-
-# ---- the text ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("warp", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.8}, {}], ids=str)
-def test_coupled_text_is_the_autoregressive_text_whatever_the_head_says(warp):
-    requests, sampling = toy_prompts(24, vocab_size=VOCAB, longest=LENGTH, seed=2), Sampling(**warp)
-    expected = sequential(requests, sampling)
-    drafts = set()
-    for gamma, steps, rows in [(1, 1, 3), (2, 1, 16), (3, 2, 1), (4, 1, 16), (5, 2, 3), (5, 3, 16), ("auto", 2, 3)]:
-        shuffled = [requests[i] for i in np.random.default_rng(rows).permutation(len(requests))]
-        found = run(shuffled, specdiff(gamma, steps), sampling, heads=toy_heads(WIDTH, seed=rows), rows=rows)
-        assert texts(found) == texts(expected)
-        for index, outcome in found.items():
-            assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
-            assert outcome.nfe <= expected[index].nfe and outcome.nfe_draft <= steps * outcome.iterations
-        drafts.add(sum(outcome.accepted for outcome in found.values()))
-    assert max(drafts) > 5
-
-
-def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(monkeypatch):
-    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
-    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
-    found = run(requests, specdiff("auto"), rows=5, heads=toy_heads(WIDTH))
-    assert texts(found) == texts(sequential(requests, Sampling()))
-    assert sum(outcome.accepted for outcome in found.values()) > 5
-
-
-@pytest.mark.one_in(7)
-@pytest.mark.parametrize("window", ["short", "full"])
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (3, 2), (4, 1), (5, 2), (4, 9)])
-def test_the_batched_decoder_gives_the_reference_tokens_and_counts(window, acceptance, gamma, steps):
-    sampling, heads = Sampling(acceptance=acceptance, temperature=0.9), toy_heads(WIDTH, seed=4)
-    requests = toy_prompts(24, vocab_size=VOCAB, longest=LENGTH, seed=3)
-    settings, info = specdiff(gamma, steps, window=window), mask_info(max_length=LENGTH)
-    outcomes = run(requests, settings, sampling, heads=heads, rows=7, drafter_info=info)
-    tail, chunk = LENGTH if window == "full" else None, -(-gamma // steps)
-    for request in requests:
-        rule = (
-            CoupledRule(request.key, sampling) if acceptance == "coupled" else RejectionRule(NoiseChooser(request.key))
-        )
-        model = PlainCausal(target(), length=len(request.canvas), sampling=sampling)
-        plain = PlainMasked(drafter(), mask_id=MASK, sampling=sampling, tail=tail)
-        draft = by_diffusion(plain, gamma=gamma, steps=steps, head=heads.markov)
-        prompt = request.canvas[request.canvas >= 0].tolist()
-        calls: Callable[[int], int] = lambda drafts: -(-drafts // chunk)  # noqa: E731
-        trail = causal_reference.speculative(model, prompt, rule, k=gamma, draft=draft, calls=calls)
-        outcome = outcomes[request.index]
-        assert outcome.tokens.tolist() == trail.tokens[len(prompt) :]
-        assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups), "the head is no forward"
-        assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
-        assert outcome.accept_hist == np.bincount(trail.committed).tolist()
-    assert sum(o.accepted for o in outcomes.values()) >= 3
-    assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 3
-
-
-@pytest.mark.slow
-def test_a_shifted_drafter_and_other_company_change_nothing():
-    requests, heads = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=5), toy_heads(WIDTH)
-    shifted, counts = drafter(), lambda o: (o.tokens.tolist(), o.nfe, o.nfe_draft, o.proposed, o.accepted)
-    shifted.table_PXV = shifted.table_PXV.roll(-1, 0)
-    for acceptance in ("coupled", "rejection"):
-        sampling = Sampling(acceptance=acceptance)
-        plain = run(requests, specdiff(4), sampling, heads=heads, rows=1)
-        other = run(requests[::-1], specdiff(4), sampling, heads=heads, rows=16)
-        moved = run(requests, specdiff(4), sampling, heads=heads, drafter=shifted, drafter_info=mask_info(shift=1))
-        assert {i: counts(o) for i, o in plain.items()} == {i: counts(o) for i, o in other.items()}
-        assert {i: counts(o) for i, o in plain.items()} == {i: counts(o) for i, o in moved.items()}
-
-
-def test_a_token_that_the_drafter_does_not_know_is_a_mask_to_the_head_too():
-    info = TARGET_INFO.__class__("token_table", VOCAB + 1, None, None, TARGET_INFO.kind, 0)
-    wide, narrow = (TokenTable(vocab_size=size, num_positions=LENGTH, seed=3) for size in (VOCAB + 1, VOCAB))
-    requests = toy_prompts(30, vocab_size=VOCAB + 1, longest=LENGTH, seed=13)
-    known, heads = mask_info(mask_id=2, vocab_size=VOCAB), toy_heads(VOCAB)
-    found = decode(wide, info, specdiff(3), Sampling(), requests, drafter=narrow, drafter_info=known, heads=heads)
-    again = TokenTable(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=3)
-    assert texts(found) == texts(decode(again, info, AR, Sampling(), requests))
-    assert any(3 in o.tokens for o in found.values()) and sum(o.accepted for o in found.values()) > 5
 
 
 # ---- acceptance --------------------------------------------------------------------------------------------------
@@ -194,18 +99,15 @@ def test_the_seconds_of_the_head_are_those_of_the_drafters_forwards(monkeypatch)
 
     monkeypatch.setattr(MarkovHead, "forward", slow)
     requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
-    decoder = build_decoder(
-        Setup(
-            backbone=target(),
-            info=TARGET_INFO,
-            sampling=Sampling(),
-            max_rows=3,
-            max_tokens=99,
-            drafter=drafter(),
-            drafter_info=mask_info(),
-            heads=toy_heads(WIDTH),
-        ),
+    decoder = engine(
+        target(),
+        TARGET_INFO,
         specdiff(3, 1),
+        rows=3,
+        max_tokens=99,
+        drafter=drafter(),
+        drafter_info=mask_info(),
+        heads=toy_heads(WIDTH),
     )
     outcomes = run_all(decoder, requests)
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(decoder.stats.forward_s)
@@ -253,7 +155,7 @@ def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path)
     (tmp_path / "bare").mkdir()
 
     def found(head, folder=own, **more):
-        heads = find_heads(SpecDiffSettings(kind="specdiff", drafter=PLACE, head=str(head), **more), folder, drafter())
+        heads = find_heads(decoder_settings("specdiff", drafter=PLACE, head=str(head), **more), folder, drafter())
         return None if heads is None else heads.sizes()["markov_hidden"]
 
     assert (found("auto"), found(other), found("none")) == (5, 7, None)
@@ -264,7 +166,7 @@ def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path)
     with pytest.raises(ValueError, match=rf"decoder\.head: made for models of width 9, but this model has {WIDTH}"):
         found(wide)
     with pytest.raises(ValueError, match=r"is of kind 'specdiff'; allowed here: assd"):
-        find_heads(AssdSettings(kind="assd"), own, drafter())
+        find_heads(decoder_settings("assd"), own, drafter())
 
 
 def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp_path):
@@ -272,7 +174,7 @@ def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp
     heads = DraftHeads(width=backbone.width, markov_hidden=32).requires_grad_(False)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    settings = SpecDiffSettings(kind="specdiff", drafter=PLACE, head=str(save(tmp_path, heads, kind="specdiff")))
+    settings = decoder_settings("specdiff", drafter=PLACE, head=str(save(tmp_path, heads, kind="specdiff")))
     found, stored = find_heads(settings, tmp_path, backbone), load_heads(tmp_path, "specdiff")
     assert found is not None and stored is not None
 
@@ -289,6 +191,6 @@ def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp
 
 
 def test_the_native_order_has_no_head():
-    assert SpecDiffSettings(kind="specdiff", drafter=PLACE, order="native", head="none").head == "none"
+    assert decoder_settings("specdiff", drafter=PLACE, order="native", head="none").head == "none"
     with pytest.raises(ValueError, match=r"decoder\.head: 'heads/mine'.*'native'.*allowed with it: auto, none"):
-        SpecDiffSettings(kind="specdiff", drafter=PLACE, order="native", head="heads/mine")
+        decoder_settings("specdiff", drafter=PLACE, order="native", head="heads/mine")

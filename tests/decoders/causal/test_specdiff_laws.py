@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.setup import Setup
@@ -17,11 +16,11 @@ from tests.decoders.masked.diffusion_tables import MASK, TARGET_INFO, VOCAB, dra
 from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from tests.decoders.references.choosers import RejectionRule, enumerate_law
-from tests.decoders.support import toy_heads
+from tests.decoders.support import decoder_settings, toy_heads
 
 LENGTH = 4
 PROMPT = [1]
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 
 
 def plain(sampling, suppressed=()):

@@ -10,30 +10,31 @@ import torch
 
 from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import Request
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    ModelDrafterSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-    SuffixDrafterSettings,
-)
+from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafterSettings, SuffixDrafterSettings
 from draftmill.decoders.causal.speculative import Lookup
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import seconds_of
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, random_lengths, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import (
+    decode,
+    decoder_settings,
+    engine,
+    random_lengths,
+    run_all,
+    texts,
+    token_info,
+    toy_prompts,
+)
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 MODEL = ModelDrafterSettings(kind="model", path="drafter")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
 SUFFIX = SuffixDrafterSettings(kind="suffix", max_spec_factor=4.0, min_token_prob=0.0)
@@ -68,7 +69,7 @@ def blend(seed=1):
 
 
 def spec(k, drafter):
-    return SpeculativeSettings(kind="speculative", k=k, drafter=drafter)
+    return decoder_settings("speculative", k=k, drafter=drafter)
 
 
 def speculate(requests, *, k=3, drafter=MODEL, sampling=Sampling(), target=None, model=None, **more):  # noqa: B008
@@ -344,10 +345,7 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing(drafter):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_clear_leaves_a_usable_decoder(drafter):
     requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
-    decoder = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=3, max_tokens=99, drafter=blend()),
-        spec(3, DRAFTERS[drafter]),
-    )
+    decoder = engine(table(), INFO, spec(3, DRAFTERS[drafter]), rows=3, max_tokens=99, drafter=blend())
     decoder.admit(requests[:3])
     decoder.step()
     decoder.clear()
@@ -381,10 +379,7 @@ def test_times_and_rows_add_up_with_the_drafter_in_the_time_alone():
         return hidden
 
     target.forward = counted
-    decoder: Any = build_decoder(
-        Setup(backbone=target, info=INFO, sampling=Sampling(), max_rows=4, max_tokens=99, drafter=blend()),
-        spec(2, MODEL),
-    )
+    decoder = engine(target, INFO, spec(2, MODEL), rows=4, max_tokens=99, drafter=blend())
     seconds = {model: list[float]() for model in decoder.models}
     for model in decoder.models:
 

@@ -1,7 +1,5 @@
 """With `drafter: suffix`, a row's text does not depend on the texts in the index, nor on which rows put them there."""
 
-from __future__ import annotations
-
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -15,21 +13,19 @@ import draftmill.decoders.builtin
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings, SuffixDrafterSettings
+from draftmill.decoders.causal.settings import SuffixDrafterSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import run_all
+from tests.decoders.support import decoder_settings, engine, run_all
 
 FOLDER = Path(draftmill.decoders.builtin.__path__[0]) / "ar-tiny"
 SUFFIX = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0)
 FORGETFUL = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0, max_tokens=1 << 10)
-BASELINE = AutoregressiveSettings(kind="autoregressive")
+BASELINE = decoder_settings("autoregressive")
 SETTINGS = [
-    SpeculativeSettings(kind="speculative", k=4, drafter=SUFFIX),
-    SpeculativeSettings(kind="speculative", k=8, drafter=FORGETFUL),
-    SpeculativeSettings(kind="speculative", k="auto", drafter=SUFFIX),
+    decoder_settings("speculative", k=4, drafter=SUFFIX),
+    decoder_settings("speculative", k=8, drafter=FORGETFUL),
+    decoder_settings("speculative", k="auto", drafter=SUFFIX),
 ]
 CASES = [*((number, 1.0) for number in range(len(SETTINGS))), (0, 0.0)]
 
@@ -57,9 +53,7 @@ def requests() -> list[Request]:
 def built(settings: DecoderChoice, temperature: float, rows: int) -> Any:
     backbone, info = model()
     sampling = Sampling(temperature=temperature)
-    return build_decoder(
-        Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 16), settings
-    )
+    return engine(backbone, info, settings, sampling, rows=rows, max_tokens=1 << 16)
 
 
 @cache
@@ -78,7 +72,7 @@ def forwards(outcomes: dict[int, Outcome]) -> int:
 @pytest.mark.slow
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("number", "temperature"), CASES)
-def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(number: int, temperature: float) -> None:
+def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(number, temperature):
     settings, some = SETTINGS[number], requests()
     expected = said(baseline(temperature))
     shuffled = [some[i] for i in np.random.default_rng(number).permutation(len(some))]
@@ -91,7 +85,7 @@ def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(nu
 
 
 @pytest.mark.slow
-def test_an_index_that_holds_the_texts_saves_most_forwards() -> None:
+def test_an_index_that_holds_the_texts_saves_most_forwards():
     decoder = built(SETTINGS[0], 1.0, 5)
     first, second = run_all(decoder, requests()), run_all(decoder, requests())
     holes = sum(len(outcome.tokens) for outcome in first.values())
@@ -103,7 +97,7 @@ def test_an_index_that_holds_the_texts_saves_most_forwards() -> None:
         assert outcome.accepted + outcome.iterations == len(outcome.tokens)
 
 
-def test_rows_draft_from_neighbours_that_are_still_at_work() -> None:
+def test_rows_draft_from_neighbours_that_are_still_at_work():
     """A sample that begins two steps after its twin has the words of that one before its own."""
     request, greedy = max(requests(), key=lambda one: int((one.canvas == HOLE).sum())), 0.0
     alone = run_all(built(SETTINGS[0], greedy, 1), [request])
@@ -119,7 +113,7 @@ def test_rows_draft_from_neighbours_that_are_still_at_work() -> None:
     assert outcomes[99].accepted > 0 and outcomes[99].nfe < alone[request.index].nfe
 
 
-def test_a_decoder_that_was_cleared_keeps_its_index_and_gives_the_same_texts() -> None:
+def test_a_decoder_that_was_cleared_keeps_its_index_and_gives_the_same_texts():
     decoder = built(SETTINGS[0], 1.0, 4)
     decoder.admit(requests()[:4])
     decoder.step()

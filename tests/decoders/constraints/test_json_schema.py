@@ -1,7 +1,5 @@
 """What a schema's automaton spells: JSON, and valid by the library jsonschema, for generated schemas and short lengths, too."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

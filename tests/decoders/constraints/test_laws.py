@@ -12,36 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from draftmill.decoders.base import HOLE, ModelInfo, Request, RowSettings
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    ModelDrafterSettings,
-    MultiblockJacobiSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-)
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.automaton import Automaton, Vocabulary, automaton_of
 from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.settings import (
-    FactorSettings,
-    SelfSpeculativeSettings,
-    StepwiseSettings,
-    ThresholdSettings,
-)
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.enumeration import fills, law_of, total_variation
 from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.references.causal import PlainCausal
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, texts, toy_heads
+from tests.decoders.support import decoder_settings, run_all, texts, toy_heads
 
 VOCAB, MASK, LENGTH = 3, 3, 5
 SPELLED = [b"a", b"b", b"c", None]
@@ -115,36 +99,32 @@ CANVASES = {"one hole": [0, HOLE, HOLE, HOLE, HOLE], "two holes": [HOLE, HOLE, 1
 SHORT = [[0, HOLE, HOLE, HOLE], [HOLE, HOLE, 1, HOLE]]
 DECODERS: dict[str, dict[str, Any]] = {
     "any_subset": {
-        "baseline": AnySubsetSettings(kind="any_subset"),
-        "assd": AssdSettings(kind="assd", k=3),
-        "assd, n-grams": AssdSettings(kind="assd", k=2, drafter="ngram"),
-        "assd, one pass": AssdSettings(kind="assd", k=2, fused="rows"),
-        "assd, two rows": AssdSettings(kind="assd", k=3, fused="rows", rows="ends"),
+        "baseline": decoder_settings("any_subset"),
+        "assd": decoder_settings("assd", k=3),
+        "assd, n-grams": decoder_settings("assd", k=2, drafter="ngram"),
+        "assd, one pass": decoder_settings("assd", k=2, fused="rows"),
+        "assd, two rows": decoder_settings("assd", k=3, fused="rows", rows="ends"),
     },
     "causal": {
-        "baseline": AutoregressiveSettings(kind="autoregressive"),
-        "n-grams": SpeculativeSettings(
-            kind="speculative", k=2, drafter=NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
-        ),
-        "model": SpeculativeSettings(
-            kind="speculative", k=2, drafter=ModelDrafterSettings(kind="model", path="drafter")
-        ),
-        "jacobi": JacobiSettings(kind="jacobi", block_size=3),
-        "several blocks": MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=2, blocks=2),
+        "baseline": decoder_settings("autoregressive"),
+        "n-grams": decoder_settings("speculative", k=2, drafter={"kind": "ngram", "max_n": 2, "min_n": 1}),
+        "model": decoder_settings("speculative", k=2, drafter={"kind": "model", "path": "drafter"}),
+        "jacobi": decoder_settings("jacobi", block_size=3),
+        "several blocks": decoder_settings("multiblock_jacobi", block_size=2, blocks=2),
     },
     "masked": {
-        "baseline": StepwiseSettings(kind="stepwise"),
-        "ssd": SelfSpeculativeSettings(kind="ssd", draft_length=2),
-        "ssd, mixed": SelfSpeculativeSettings(kind="ssd", draft_length=3, tree="mixed"),
+        "baseline": decoder_settings("stepwise"),
+        "ssd": decoder_settings("ssd", draft_length=2),
+        "ssd, mixed": decoder_settings("ssd", draft_length=3, tree="mixed"),
     },
     "cached": {
-        "baseline": StepwiseSettings(kind="stepwise", cache="dual_strict", refresh=2, block_length=2),
-        "ssd": SelfSpeculativeSettings(kind="ssd", draft_length=2, cache="dual_strict", refresh=2, block_length=2),
+        "baseline": decoder_settings("stepwise", cache="dual_strict", refresh=2, block_length=2),
+        "ssd": decoder_settings("ssd", draft_length=2, cache="dual_strict", refresh=2, block_length=2),
     },
     "blocks": {
-        "baseline": BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True),
-        "s2d2": S2d2Settings(kind="s2d2", block_size=3, causal_cache=True, causal_draft=True),
-        "s2d2, fused": S2d2Settings(kind="s2d2", block_size=3, causal_cache=True, fused=True),
+        "baseline": decoder_settings("block_diffusion", block_size=1, causal_cache=True),
+        "s2d2": decoder_settings("s2d2", block_size=3, causal_cache=True, causal_draft=True),
+        "s2d2, fused": decoder_settings("s2d2", block_size=3, causal_cache=True, fused=True),
     },
 }
 CASES = [(kind, name) for kind, decoders in DECODERS.items() for name in decoders]
@@ -154,15 +134,15 @@ JUDGING = [
     if kind in {"any_subset", "causal", "blocks"} and name not in {"baseline", "jacobi", "several blocks"}
 ]
 LOSSY: dict[str, list[Any]] = {
-    "any_subset": [ParallelSettings(kind="parallel")],
+    "any_subset": [decoder_settings("parallel")],
     "masked": [
-        StepwiseSettings(kind="stepwise", tokens_per_step=3),
-        ThresholdSettings(kind="threshold", tau=0.2),
-        FactorSettings(kind="factor", factor=4.0),
+        decoder_settings("stepwise", tokens_per_step=3),
+        decoder_settings("threshold", tau=0.2),
+        decoder_settings("factor", factor=4.0),
     ],
     "blocks": [
-        BlockDiffusionSettings(kind="block_diffusion", block_size=3, schedule="dynamic", tau=0.2),
-        S2d2Settings(kind="s2d2", block_size=3),
+        decoder_settings("block_diffusion", block_size=3, schedule="dynamic", tau=0.2),
+        decoder_settings("s2d2", block_size=3),
     ],
 }
 

@@ -73,7 +73,7 @@ HOPELESS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", HOPELESS)
-def test_where_drafting_does_not_pay_little_is_lost_on_it(case: str) -> None:
+def test_where_drafting_does_not_pay_little_is_lost_on_it(case):
     plain, auto = World(**HOPELESS[case]).run(1000, 0), World(**HOPELESS[case]).run(1000)
     assert auto > 0.975 * plain
 
@@ -89,14 +89,14 @@ WORTHWHILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", WORTHWHILE)
-def test_where_drafting_pays_it_is_nearly_as_fast_as_the_best_length(case: str) -> None:
+def test_where_drafting_pays_it_is_nearly_as_fast_as_the_best_length(case):
     fixed = [World(**WORTHWHILE[case]).run(200, length) for length in LENGTHS]
     auto = World(**WORTHWHILE[case]).run(800)
     assert auto > 1.15 * fixed[0]
     assert auto > 0.86 * max(fixed)
 
 
-def test_drafting_begins_and_ends_when_its_drafts_change() -> None:
+def test_drafting_begins_and_ends_when_its_drafts_change():
     world = World([0.02] * 8, per_row=0.02)
     world.run(300)
     assert world.mean_length(64) < 0.5
@@ -108,7 +108,7 @@ def test_drafting_begins_and_ends_when_its_drafts_change() -> None:
     assert world.mean_length(64) < 0.5
 
 
-def test_a_smaller_batch_is_measured_anew() -> None:
+def test_a_smaller_batch_is_measured_anew():
     world = World([0.6] * 64, base=5.0, per_row=0.2)
     world.run(1000)
     assert world.mean_length(64) < 0.5
@@ -117,7 +117,7 @@ def test_a_smaller_batch_is_measured_anew() -> None:
     assert world.mean_length(32) > 1.5
 
 
-def test_a_step_that_was_held_up_changes_no_choice() -> None:
+def test_a_step_that_was_held_up_changes_no_choice():
     calm, shaken = World([0.8] * 16, per_row=0.01), World([0.8] * 16, per_row=0.01)
     for number in range(300):
         calm.step()
@@ -125,7 +125,7 @@ def test_a_step_that_was_held_up_changes_no_choice() -> None:
     assert shaken.mean_length(32) > 0.4 * calm.mean_length(32) > 1
 
 
-def test_steps_with_prompts_change_nothing() -> None:
+def test_steps_with_prompts_change_nothing():
     auto = AutoLength(MOST)
     for _ in range(200):
         auto.note_step(100, 1e-6, 4, has_prompts=True)
@@ -136,7 +136,7 @@ def test_steps_with_prompts_change_nothing() -> None:
     ("most", "least", "lengths"),
     [(16, 0, [0, 1, 2, 4, 8, 16]), (16, 1, [1, 2, 4, 8, 16]), (7, 0, [0, 1, 2, 4, 7]), (1, 0, [0, 1]), (1, 1, [1])],
 )
-def test_lengths_double_up_to_the_most_that_is_allowed(most: int, least: int, lengths: list[int]) -> None:
+def test_lengths_double_up_to_the_most_that_is_allowed(most, least, lengths):
     auto, used = AutoLength(most, least=least), set[int]()
     for _ in range(500):
         used.add(auto())
@@ -144,7 +144,7 @@ def test_lengths_double_up_to_the_most_that_is_allowed(most: int, least: int, le
     assert auto.lengths == lengths and used >= {least, most}
 
 
-def test_drafts_that_share_a_cost_are_first_tried_together() -> None:
+def test_drafts_that_share_a_cost_are_first_tried_together():
     auto, lengths = AutoLength(MOST, shares_cost=True), list[int]()
     for _ in range(100):
         auto.note_step(1, 1.0, 1, has_prompts=False)
@@ -152,7 +152,7 @@ def test_drafts_that_share_a_cost_are_first_tried_together() -> None:
     assert next(filter(None, lengths)) == 4
 
 
-def test_iterations_of_two_forwards_are_measured_as_wholes() -> None:
+def test_iterations_of_two_forwards_are_measured_as_wholes():
     # Every other step commits nothing, and the second one all tokens of the window.
     auto, drafted, drafts = AutoLength(MOST, least=1, shares_cost=True), 1, False
     for _ in range(400):

@@ -1,7 +1,5 @@
 """Asks become the rows that they stand for: against a plain loop over spans, runs and rows. And wrong asks are found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -68,7 +66,7 @@ def columns_seen(low_IN: Ints, high_IN: Ints) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_batch_has_the_rows_of_a_plain_loop(seed: int) -> None:
+def test_a_batch_has_the_rows_of_a_plain_loop(seed):
     rng = np.random.default_rng(seed)
     asks, rows, sampled = list[Ask](), list[tuple[int, ...]](), list[tuple[int, ...]]()
     seen = list[set[int]]()
@@ -102,7 +100,7 @@ def test_a_batch_has_the_rows_of_a_plain_loop(seed: int) -> None:
     )
 
 
-def test_rows_may_name_the_stretches_that_they_see() -> None:
+def test_rows_may_name_the_stretches_that_they_see():
     sees = (0, 2, 5, 6, 0, 0, 0, 0, 0, 0), (4, 9, 0, 0, 0, 0, 0, 0, 0, 0)
     ask = Ask([1, 2, 3], [*Span(2, 0, 0), *Span(1, 7, 7)], (), (), stretches=[*sees[0], *sees[1]])
     b = packed([ask])
@@ -110,7 +108,7 @@ def test_rows_may_name_the_stretches_that_they_see() -> None:
     assert len(b.rows.low_IN) == 2, "stretches that no row uses are left out"
 
 
-def test_queries_are_rows_of_their_own_to_which_runs_refer() -> None:
+def test_queries_are_rows_of_their_own_to_which_runs_refer():
     layout = Layout("any_subset", streams=True, keeps=True)
     ask = Ask([7, 8], Span(2, 3, 3, 3), Run(1, 2, 6, TARGET), [NO_DRAFT] * 2, queries=Span(3, 5, 5, lag=1))
     empty = Ask([], (), Run(0, 1, 0, TARGET), [NO_DRAFT], queries=Span(1, 0, 0, lag=1))
@@ -123,7 +121,7 @@ def test_queries_are_rows_of_their_own_to_which_runs_refer() -> None:
     assert columns_seen(np.zeros((1, 2), np.int64), b.rows.limit_N[None]) == [{0, 1, 2, 3}, {0, 1, 2, 3, 4}]
 
 
-def test_canvases_of_a_sample_are_groups_and_slots_of_their_own_where_nothing_is_kept() -> None:
+def test_canvases_of_a_sample_are_groups_and_slots_of_their_own_where_nothing_is_kept():
     def canvases(*nodes: int) -> Ask:
         spans = [number for node in nodes for number in Span(2, 0, 0, 2, FAR, node=node)]
         return Ask([HOLE, 1] * len(nodes), spans, (), ())
@@ -139,7 +137,7 @@ def test_canvases_of_a_sample_are_groups_and_slots_of_their_own_where_nothing_is
     assert kept.rows.slots_G.tolist() == [10, 10, 11] and kept.rows.shape.slots is None
 
 
-def test_the_rows_that_judge_are_a_chain_wherever_they_stand() -> None:
+def test_the_rows_that_judge_are_a_chain_wherever_they_stand():
     rule = Rule(by_ratio=True, window=4, banks=2)
     rows = [*Span(5, 0, 0)]
     asks = [
@@ -161,7 +159,7 @@ def test_the_rows_that_judge_are_a_chain_wherever_they_stand() -> None:
     assert b.num_verified == 5, "a draft beside a verification waits for the next one"
 
 
-def test_the_number_of_a_sampled_row_stays_its_own_where_runs_are_made_of_arrays() -> None:
+def test_the_number_of_a_sampled_row_stays_its_own_where_runs_are_made_of_arrays():
     rng = np.random.default_rng(0)
     for _ in range(50):
         count = int(rng.integers(0, 9))
@@ -171,7 +169,7 @@ def test_the_number_of_a_sampled_row_stays_its_own_where_runs_are_made_of_arrays
         assert rows == [*zip(row_R.tolist(), rank_R.tolist(), draw_R.tolist(), strict=True)]
 
 
-def test_a_batch_is_the_same_after_its_way_through_one_buffer() -> None:
+def test_a_batch_is_the_same_after_its_way_through_one_buffer():
     rule = Rule(by_ratio=True, window=4)
     ask = Ask([1, 2, 3], Span(3, 0, 0), [*Run(0, 1, 1, JUDGE), *Run(1, 2, 2, DRAFT)], [5, NO_DRAFT, NO_DRAFT])
     b = packed([ask, ask], rule=rule)
@@ -199,7 +197,7 @@ def test_a_batch_is_the_same_after_its_way_through_one_buffer() -> None:
         (Ask([1], Span(1, 0, 0), Run(0, 1, 1, TARGET), ()), "one draft entry for each sampled row"),
     ],
 )  # fmt: skip
-def test_a_wrong_ask_is_a_mistake(ask: Ask, message: str) -> None:
+def test_a_wrong_ask_is_a_mistake(ask, message):
     # A neighbour has the row that is missing.
     with pytest.raises(AssertionError, match=message):
         packed([ask, Ask([1, 2, 3], Span(3, 0, 0), (), ())])
@@ -213,18 +211,18 @@ def test_a_wrong_ask_is_a_mistake(ask: Ask, message: str) -> None:
         ((JUDGE, TARGET), "has no other rows"),
     ],
 )
-def test_rows_that_the_rejection_rule_cannot_judge_are_a_mistake(kinds: tuple[int, int], message: str) -> None:
+def test_rows_that_the_rejection_rule_cannot_judge_are_a_mistake(kinds, message):
     runs = [number for row, kind in enumerate(kinds) for number in Run(row, 1, row, kind)]
     with pytest.raises(AssertionError, match=message):
         packed([Ask([1, 2], Span(2, 0, 0), runs, [5, 6])], rule=Rule(by_ratio=True, window=4))
 
 
-def test_leading_rows_are_counted_sample_by_sample() -> None:
+def test_leading_rows_are_counted_sample_by_sample():
     good = np.array([True, True, False, True, False, True, True])
     assert count_leading(good, np.array([3, 1, 1, 2])).tolist() == [2, 1, 0, 2]
 
 
-def test_drawn_and_certain_drafts_in_one_forward_are_a_mistake() -> None:
+def test_drawn_and_certain_drafts_in_one_forward_are_a_mistake():
     """A certain draft has no kept distribution, and all drafts of a forward are judged alike."""
 
     def decode(s: Sample) -> Decoding:
@@ -240,7 +238,7 @@ def test_drawn_and_certain_drafts_in_one_forward_are_a_mistake() -> None:
         engine.step()
 
 
-def test_a_forward_without_sampled_rows_runs_no_output_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_without_sampled_rows_runs_no_output_layer(monkeypatch):
     heard = list[Any]()
 
     def decode(s: Sample) -> Decoding:

@@ -8,21 +8,16 @@ import pytest
 import torch
 
 import draftmill.decoders.builtin
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import ModelInfo, Outcome, Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from draftmill.decoders.causal.settings import AutoregressiveSettings, ModelDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import decode, run_all, texts
+from tests.decoders.support import decode, decoder_settings, engine, run_all, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
-CAUSAL, ANY = AutoregressiveSettings(kind="autoregressive"), AnySubsetSettings(kind="any_subset")
+CAUSAL, ANY = decoder_settings("autoregressive"), decoder_settings("any_subset")
 BROKEN, LENGTH = 77, 24
 
 
@@ -62,23 +57,22 @@ def test_a_sample_is_decoded_alike_after_one_that_left_nan_in_its_slot(name, set
 CACHED = {"cache": "dual_strict", "block_length": 4}
 EVERY: dict[str, tuple[str, Any]] = {
     "autoregressive": ("ar-tiny", CAUSAL),
-    "speculative": ("ar-tiny", SpeculativeSettings(kind="speculative", k=3)),
+    "speculative": ("ar-tiny", decoder_settings("speculative", k=3)),
     "any_subset": ("asarm-tiny", ANY),
-    "assd": ("asarm-tiny", AssdSettings(kind="assd", k=3)),
-    "stepwise": ("mdm-tiny", StepwiseSettings(kind="stepwise")),
+    "assd": ("asarm-tiny", decoder_settings("assd", k=3)),
+    "stepwise": ("mdm-tiny", decoder_settings("stepwise")),
     "stepwise, cached": ("mdm-tiny", StepwiseSettings.model_validate({"kind": "stepwise", **CACHED})),
-    "ssd": ("mdm-tiny", SelfSpeculativeSettings(kind="ssd", draft_length=2)),
+    "ssd": ("mdm-tiny", decoder_settings("ssd", draft_length=2)),
     "ssd, cached": ("mdm-tiny", SelfSpeculativeSettings.model_validate({"kind": "ssd", "draft_length": 2, **CACHED})),
-    "block_diffusion": ("block-tiny", BlockDiffusionSettings(kind="block_diffusion", block_size=4)),
-    "s2d2": ("block-tiny", S2d2Settings(kind="s2d2", block_size=4)),
+    "block_diffusion": ("block-tiny", decoder_settings("block_diffusion", block_size=4)),
+    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=4)),
 }
 
 
 def engine_of(backbone: Any, info: ModelInfo, settings: Any, **more: Any) -> Any:
     stops = None if info.family in ("any_subset", "masked") else Stops()
     sampling = more.pop("sampling", Sampling(temperature=0.9))
-    setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=3, max_tokens=1 << 16, stops=stops, **more)
-    return build_decoder(setup, settings)
+    return engine(backbone, info, settings, sampling, rows=3, max_tokens=1 << 16, stops=stops, **more)
 
 
 @pytest.mark.one_in(11)
@@ -154,7 +148,7 @@ def test_a_drafting_model_with_nan_costs_drafts_and_no_text(acceptance):
         inspect_model(BUILTIN / "ar-tiny"),
     )
     drafter, drafter_info = broken_model("ar-micro")
-    settings = SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafterSettings(kind="model", path="ar-micro"))
+    settings = decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"})
     bad, good = request(0, BROKEN - 3, LENGTH, 12), request(1, 200, LENGTH, 12)
     sampling = Sampling(temperature=0.9, acceptance=acceptance)
     engine = engine_of(backbone, info, settings, sampling=sampling, drafter=drafter, drafter_info=drafter_info)

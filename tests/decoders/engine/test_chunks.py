@@ -1,7 +1,5 @@
 """Prompts in chunks beside samples that decode: the same bits under any budget of rows, and nobody waits for a long prompt."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -10,18 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.base import HOLE, Outcome, Request
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    ModelDrafterSettings,
-    MultiblockJacobiSettings,
-    NgramDrafterSettings,
-    SpecDiffSettings,
-    SpeculativeSettings,
-)
+from draftmill.decoders.causal.settings import NgramDrafterSettings
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
@@ -31,39 +19,39 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.scheduler import schedule_chunks
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.registry import build_scorer
 from tests.decoders.engine.test_prefix_cache import choices, infills, model, said
-from tests.decoders.support import run_all
+from tests.decoders.support import decoder_settings, engine, run_all
 
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
 CASES: dict[str, tuple[str, DecoderChoice, str | None]] = {
     "autoregressive": ("ar-tiny", AR, None),
-    "speculative": ("ar-tiny", SpeculativeSettings(kind="speculative", k=3, drafter=NGRAM), None),
+    "speculative": ("ar-tiny", decoder_settings("speculative", k=3, drafter=NGRAM), None),
     "speculative, model": (
         "ar-tiny",
-        SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafterSettings(kind="model", path="ar-micro")),
+        decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"}),
         "ar-micro",
     ),
     "specdiff": (
         "ar-tiny",
-        SpecDiffSettings(kind="specdiff", gamma=4, steps=2, drafter={"path": "mdm-tiny"}, head="none"),  # type: ignore[arg-type]
+        decoder_settings("specdiff", gamma=4, steps=2, drafter={"path": "mdm-tiny"}, head="none"),
         "mdm-tiny",
     ),
-    "jacobi": ("ar-tiny", JacobiSettings(kind="jacobi", block_size=4), None),
-    "multiblock_jacobi": ("ar-tiny", MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=4), None),
-    "any_subset": ("asarm-tiny", AnySubsetSettings(kind="any_subset"), None),
-    "assd": ("asarm-tiny", AssdSettings(kind="assd", k=3), None),
-    "block_diffusion": ("block-tiny", BlockDiffusionSettings(kind="block_diffusion", block_size=8), None),
+    "jacobi": ("ar-tiny", decoder_settings("jacobi", block_size=4), None),
+    "multiblock_jacobi": ("ar-tiny", decoder_settings("multiblock_jacobi", block_size=4), None),
+    "any_subset": ("asarm-tiny", decoder_settings("any_subset"), None),
+    "assd": ("asarm-tiny", decoder_settings("assd", k=3), None),
+    "block_diffusion": ("block-tiny", decoder_settings("block_diffusion", block_size=8), None),
     "block_diffusion, causal": (
         "block-tiny",
-        BlockDiffusionSettings(kind="block_diffusion", block_size=4, causal_cache=True, fused=True),
+        decoder_settings("block_diffusion", block_size=4, causal_cache=True, fused=True),
         None,
     ),
-    "s2d2": ("block-tiny", S2d2Settings(kind="s2d2", block_size=4), None),
+    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=4), None),
     "s2d2, fused": (
         "block-tiny",
-        S2d2Settings(kind="s2d2", block_size=8, causal_cache=True, fused=True, router={"kind": "min_span"}),  # type: ignore[arg-type]
+        decoder_settings("s2d2", block_size=8, causal_cache=True, fused=True, router={"kind": "min_span"}),
         None,
     ),
 }
@@ -72,11 +60,12 @@ CASES: dict[str, tuple[str, DecoderChoice, str | None]] = {
 def made(name: str, rows: int, budget: int | None, **sampling: Any) -> Any:
     folder, settings, drafter = CASES[name]
     backbone, info = model(folder)
-    setup = Setup(
-        backbone=backbone,
-        info=info,
-        sampling=Sampling.model_validate({"temperature": 0.9} | sampling),
-        max_rows=rows,
+    return engine(
+        backbone,
+        info,
+        settings,
+        Sampling.model_validate({"temperature": 0.9} | sampling),
+        rows=rows,
         max_tokens=1 << 16,
         stops=Stops() if folder != "asarm-tiny" else None,
         drafter=model(drafter)[0] if drafter else None,
@@ -84,7 +73,6 @@ def made(name: str, rows: int, budget: int | None, **sampling: Any) -> Any:
         trace=True,
         prompt_rows=budget,
     )
-    return build_decoder(setup, settings)
 
 
 def prompts(*lengths: int, new: int = 6, seed: int = 0, samples: int = 1) -> list[Request]:
@@ -122,7 +110,7 @@ def whole(name: str, acceptance: str) -> tuple[dict[int, list[Any]], int]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(99, soak=3)
 @pytest.mark.slow
-def test_texts_log_probabilities_and_counts_are_the_same_bits_under_any_budget(name: str, budget: int) -> None:
+def test_texts_log_probabilities_and_counts_are_the_same_bits_under_any_budget(name, budget):
     expected, rows = whole(name, "coupled")
     decoder = made(name, 4, budget)
     assert said(run_all(decoder, given(name))) == expected
@@ -132,7 +120,7 @@ def test_texts_log_probabilities_and_counts_are_the_same_bits_under_any_budget(n
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["speculative", "speculative, model", "specdiff", "assd", "s2d2"])
-def test_drafts_that_are_judged_by_their_ratio_are_the_same_bits_too(name: str) -> None:
+def test_drafts_that_are_judged_by_their_ratio_are_the_same_bits_too(name):
     expected, _ = whole(name, "rejection")
     assert said(run_all(made(name, 4, 7, acceptance="rejection"), given(name))) == expected
 
@@ -140,7 +128,7 @@ def test_drafts_that_are_judged_by_their_ratio_are_the_same_bits_too(name: str) 
 @pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", [1, 7, 64])
-def test_scores_of_given_texts_are_the_same_bits(budget: int) -> None:
+def test_scores_of_given_texts_are_the_same_bits(budget):
     backbone, info = model("ar-tiny")
 
     def scored(prompt_rows: int | None) -> tuple[dict[int, list[Any]], int]:
@@ -175,7 +163,7 @@ def watched(decoder: Any, model: int = 0) -> list[list[tuple[int, int, int]]]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("budget", [1, 5, 16])
-def test_a_forward_has_no_more_rows_of_prompts_than_the_budget(budget: int) -> None:
+def test_a_forward_has_no_more_rows_of_prompts_than_the_budget(budget):
     decoder = made("autoregressive", 4, budget)
     seen = watched(decoder)
     run_all(decoder, prompts(*LENGTHS, samples=2))
@@ -189,7 +177,7 @@ def test_a_forward_has_no_more_rows_of_prompts_than_the_budget(budget: int) -> N
     assert most == budget
 
 
-def test_prompts_that_join_others_keep_to_the_memory_of_a_forward() -> None:
+def test_prompts_that_join_others_keep_to_the_memory_of_a_forward():
     decoder = made("autoregressive", 8, None)
     decoder.plan = replace(decoder.plan, prompt_rows=40)
     decoder.admit(prompts(9, 9, 9, 9, 9, 9, new=30))
@@ -207,7 +195,7 @@ def test_prompts_that_join_others_keep_to_the_memory_of_a_forward() -> None:
 @pytest.mark.parametrize(
     "name", ["autoregressive", "speculative, model", "multiblock_jacobi", "block_diffusion", "s2d2"]
 )
-def test_samples_that_decode_go_on_in_every_step_while_a_long_prompt_comes_in(name: str) -> None:
+def test_samples_that_decode_go_on_in_every_step_while_a_long_prompt_comes_in(name):
     decoder = made(name, 3, 8)
     one, two = prompts(9, 12, new=100)
     (long,) = prompts(97, seed=5)
@@ -228,7 +216,7 @@ def test_samples_that_decode_go_on_in_every_step_while_a_long_prompt_comes_in(na
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.slow
-def test_a_drafting_model_runs_a_long_prompt_in_chunks_too(acceptance: str) -> None:
+def test_a_drafting_model_runs_a_long_prompt_in_chunks_too(acceptance):
     decoder = made("speculative, model", 3, 8, acceptance=acceptance)
     one, two = prompts(9, 12, new=110)
     long = Request(2, 5, prompts(97, seed=5)[0].canvas)
@@ -251,7 +239,7 @@ def test_a_drafting_model_runs_a_long_prompt_in_chunks_too(acceptance: str) -> N
     assert said(found) == said(run_all(apart, [one, two, long]))
 
 
-def test_the_prompts_of_a_drafting_model_share_one_budget() -> None:
+def test_the_prompts_of_a_drafting_model_share_one_budget():
     decoder = made("speculative, model", 4, 16)
     drafting = watched(decoder, 1)
     # The target's columns are taken over, so all of them begin at once.
@@ -261,7 +249,7 @@ def test_the_prompts_of_a_drafting_model_share_one_budget() -> None:
     assert max(in_prompts) == 16
 
 
-def test_a_window_is_drafted_with_one_wait(monkeypatch: Any) -> None:
+def test_a_window_is_drafted_with_one_wait(monkeypatch):
     seen, start, wait = list[str](), ModelRunner.start, Started.wait
 
     def started(self: ModelRunner, b: Any, **more: Any) -> Started:
@@ -281,7 +269,7 @@ def test_a_window_is_drafted_with_one_wait(monkeypatch: Any) -> None:
     assert "draft" not in seen[4:]
 
 
-def test_a_prompt_that_cannot_be_cut_runs_with_the_others_as_the_only_one_or_where_it_fits() -> None:
+def test_a_prompt_that_cannot_be_cut_runs_with_the_others_as_the_only_one_or_where_it_fits():
     rng, some = np.random.default_rng(2), list[Request]()
     for index, length in enumerate((20, 60, 16, 18, 40)):
         canvas = rng.integers(10, 200, length).astype(np.int32)
@@ -327,7 +315,7 @@ def rest_of(decoder: Any) -> dict[int, Outcome]:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["autoregressive", "speculative, model", "block_diffusion"])
-def test_slots_below_it_become_free_and_it_stays_where_it_is(name: str) -> None:
+def test_slots_below_it_become_free_and_it_stays_where_it_is(name):
     short, other, long = *prompts(9, 12, new=12), Request(2, 7, prompts(190, seed=5)[0].canvas)
     decoder = made(name, 3, 4)
     decoder.admit([short, other, long])
@@ -340,7 +328,7 @@ def test_slots_below_it_become_free_and_it_stays_where_it_is(name: str) -> None:
     assert said(found) == {request.index: alone(request, name) for request in (short, other, long)}
 
 
-def test_its_columns_stay_when_the_cache_grows() -> None:
+def test_its_columns_stay_when_the_cache_grows():
     model("ar-tiny")[0].forget()
     long, longer = Request(0, 3, prompts(60)[0].canvas), Request(1, 4, prompts(200, seed=2)[0].canvas)
     decoder = made("autoregressive", 12, 8)
@@ -354,7 +342,7 @@ def test_its_columns_stay_when_the_cache_grows() -> None:
     assert (found[0], found[1]) == (alone(long), alone(longer))
 
 
-def test_it_begins_again_after_a_failure_has_cleared_the_slots() -> None:
+def test_it_begins_again_after_a_failure_has_cleared_the_slots():
     short, long = prompts(9, 60)
     decoder = made("autoregressive", 2, 8)
     decoder.admit([short, long])
@@ -373,7 +361,7 @@ def test_it_begins_again_after_a_failure_has_cleared_the_slots() -> None:
     assert said(rest_of(decoder))[1] == alone(long)
 
 
-def test_a_chunk_of_a_prompt_that_is_not_finite_is_found_and_harms_no_other() -> None:
+def test_a_chunk_of_a_prompt_that_is_not_finite_is_found_and_harms_no_other():
     """NaN in the columns of a half-run prompt makes its own text fail; the sample that shares its slots' forwards is fine."""
     short, long = prompts(9, 60, new=12)
     decoder = made("autoregressive", 2, 8)
@@ -391,7 +379,7 @@ def test_a_chunk_of_a_prompt_that_is_not_finite_is_found_and_harms_no_other() ->
 # ---- common beginnings -------------------------------------------------------------------------------------------
 
 
-def test_a_sample_takes_over_columns_as_soon_as_they_are_there() -> None:
+def test_a_sample_takes_over_columns_as_soon_as_they_are_there():
     rng = np.random.default_rng(1)
     head, tail, end = rng.integers(10, 200, 32), rng.integers(10, 200, 64), np.full(6, HOLE)
     first = Request(0, 1, np.concatenate([head, tail, end]).astype(np.int32))
@@ -416,7 +404,7 @@ def test_a_sample_takes_over_columns_as_soon_as_they_are_there() -> None:
 # ---- what is counted ---------------------------------------------------------------------------------------------
 
 
-def test_the_chunks_of_a_prompt_are_one_evaluation_and_all_of_them_are_charged() -> None:
+def test_the_chunks_of_a_prompt_are_one_evaluation_and_all_of_them_are_charged():
     short, long = Request(0, 0, prompts(9, new=30)[0].canvas), Request(1, 1, prompts(60, new=3)[0].canvas)
     decoder = made("autoregressive", 4, 10)
     decoder.target.clock.cut = lambda: [(0.0, 1.0), (0.0, 0.5)]
@@ -436,7 +424,7 @@ def test_the_chunks_of_a_prompt_are_one_evaluation_and_all_of_them_are_charged()
     assert decoder.stats.slot_steps == 1 + 29 * 4
 
 
-def test_samples_that_wait_for_the_budget_are_no_idle_slots() -> None:
+def test_samples_that_wait_for_the_budget_are_no_idle_slots():
     decoder = made("autoregressive", 3, 10)
     decoder.admit([Request(n, n, prompts(20, new=4, seed=n)[0].canvas) for n in range(3)])
     run = rest_of(decoder)
@@ -446,19 +434,10 @@ def test_samples_that_wait_for_the_budget_are_no_idle_slots() -> None:
     assert decoder.stats.slot_steps == sum(slots) + 3 * (decoder.stats.steps - len(slots))
 
 
-def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatch):
     backbone, info = model("ar-tiny")
-    settings = SpeculativeSettings(kind="speculative", k="auto", drafter=NGRAM)
-    setup = Setup(
-        backbone=backbone,
-        info=info,
-        sampling=Sampling(),
-        max_rows=4,
-        max_tokens=1 << 16,
-        prompt_rows=8,
-        stops=Stops(),
-    )
-    decoder: Any = build_decoder(setup, settings)
+    settings = decoder_settings("speculative", k="auto", drafter=NGRAM)
+    decoder = engine(backbone, info, settings, rows=4, max_tokens=1 << 16, prompt_rows=8, stops=Stops())
     seen, told = watched(decoder), list[bool]()
     monkeypatch.setattr(AutoLength, "note_step", lambda *_, has_prompts: told.append(has_prompts))
     some = prompts(9, 60, 70, 40, 33, new=20)
@@ -491,7 +470,7 @@ class Waiting:
 
 @pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize("multiple", [1, 4, WHOLE])
-def test_any_line_is_served_in_order_within_the_budget(multiple: int, scores: bool) -> None:
+def test_any_line_is_served_in_order_within_the_budget(multiple, scores):
     rng = np.random.default_rng(multiple)
     unit = max(multiple, 1)
     algorithm: Any = Algorithm(
@@ -528,7 +507,7 @@ def one_that_cannot_be_cut(one: Any, algorithm: Any) -> int:
     return 0 if one.chunk else one.length - one.cached
 
 
-def test_memory_bounds_the_rows_of_prompts_too() -> None:
+def test_memory_bounds_the_rows_of_prompts_too():
     decoder = made("autoregressive", 4, 50)
     decoder.plan = replace(decoder.plan, prompt_rows=6)
     seen, some = watched(decoder), prompts(30, 26)
@@ -537,7 +516,7 @@ def test_memory_bounds_the_rows_of_prompts_too() -> None:
     assert said(found) == {request.index: alone(request) for request in some}
 
 
-def test_a_budget_without_rows_is_refused() -> None:
+def test_a_budget_without_rows_is_refused():
     backbone, info = model("ar-tiny")
-    with pytest.raises(ValueError, match=r"batching\.prompt_rows: 0; must be at least 1"):
+    with pytest.raises(ValueError, match="prompt_rows: 0; must be at least 1"):
         Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=1, max_tokens=9, prompt_rows=0)

@@ -1,7 +1,5 @@
 """Slots as wide as their canvases in one pool of cells: who gets which, what stays there, and the same texts as ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ def capacity_of(**more: Any) -> Capacity:
     return Capacity(multiple=1, columns=lambda n: n, slot_bytes=lambda n: 2 * n + 5, pooled=True, **more)
 
 
-def test_cells_belong_to_one_slot_and_lost_ones_are_told() -> None:
+def test_cells_belong_to_one_slot_and_lost_ones_are_told():
     rng, extents, owner_C = np.random.default_rng(0), Extents(200), np.full(200, -1)
     held, inside = dict[int, tuple[int, int]](), set[int]()  # what each slot holds, also after it became free
     for _ in range(3000):
@@ -48,7 +46,7 @@ def test_cells_belong_to_one_slot_and_lost_ones_are_told() -> None:
         held = {one: place for one, place in held.items() if one in inside or (owner_C == one).any()}
 
 
-def test_a_pool_is_allocated_once_and_its_columns_grow_by_an_eighth() -> None:
+def test_a_pool_is_allocated_once_and_its_columns_grow_by_an_eighth():
     plan = MemoryPlan(logits=0, noise=0, slots=1000, prompt_rows=None)
     capacity = capacity_of(max_rows=20, max_tokens=400, plan=plan)
     assert capacity.cells == 400, "what max_tokens allows is less than (1000 - 20 * 5) / 2"
@@ -75,7 +73,7 @@ def most_inside(engine: Any, cells: int, requests: Any) -> tuple[int, Any]:
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset", "speculative, model", "assd", "s2d2", "ssd, cached"])
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.one_in(3)
-def test_slots_of_other_widths_change_no_text(name: str, hides: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_other_widths_change_no_text(name, hides, monkeypatch):
     """The longest canvas has 140 columns, three others 30 each: a rectangle holds one of them at a time."""
     requests, expected = growing(name), eager(name)
     drop_all()
@@ -89,7 +87,7 @@ def test_slots_of_other_widths_change_no_text(name: str, hides: bool, monkeypatc
     assert engine._spreads and most >= 3
 
 
-def test_a_canvas_that_is_longer_than_the_pool_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_canvas_that_is_longer_than_the_pool_runs_alone(monkeypatch):
     use_references(monkeypatch)
     engine = made("autoregressive", {}, "cpu", dtype="float64")
     most, found = most_inside(engine, 70, growing("autoregressive"))
@@ -97,7 +95,7 @@ def test_a_canvas_that_is_longer_than_the_pool_runs_alone(monkeypatch: pytest.Mo
     assert most == 2
 
 
-def test_a_beginning_is_taken_over_from_cells_that_nobody_else_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beginning_is_taken_over_from_cells_that_nobody_else_took(monkeypatch):
     use_references(monkeypatch)
     requests = shots(14, new=5, long=30)
     plain = made("autoregressive", {}, "cpu", dtype="float64")

@@ -1,7 +1,5 @@
 """Captured forwards give what forwards give that run operation by operation: texts, counters, log-probabilities."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
@@ -111,9 +109,7 @@ def replayed(engine: Any) -> list[int]:
 @pytest.mark.parametrize("name", CAPTURED)
 @pytest.mark.timeout(900)
 @pytest.mark.slow
-def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where_it_is(
-    name: str, monkeypatch: Any
-) -> None:
+def test_captured_forwards_give_what_others_give_and_use_memory_that_stays_where_it_is(name, monkeypatch):
     """The cache grows while samples run, and slots are refilled. Its pool is allocated once, and graphs stay, but for models
     whose forwards depend on how many columns there are."""
     expected, recorder = eager(name), use_graphs(monkeypatch, watches=True)
@@ -136,7 +132,7 @@ TWO_ENGINES = ["speculative, model", "assd", "stepwise, cached", "block_diffusio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TWO_ENGINES, *soak(CAPTURED.keys() - {*TWO_ENGINES, "speculative, suffix"})])
-def test_graphs_of_two_engines_that_make_room_for_each_other_give_what_others_give(name: str, monkeypatch: Any) -> None:
+def test_graphs_of_two_engines_that_make_room_for_each_other_give_what_others_give(name, monkeypatch):
     """All graphs of a process share their memory: what one engine drops or moves, the other one must not use."""
     expected, recorder = eager(name, 2), use_graphs(monkeypatch, watches=True)
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
@@ -156,7 +152,7 @@ def test_graphs_of_two_engines_that_make_room_for_each_other_give_what_others_gi
 
 
 @pytest.mark.slow
-def test_all_other_decoders_run_as_they_did(monkeypatch: Any) -> None:
+def test_all_other_decoders_run_as_they_did(monkeypatch):
     """Where nothing is kept forwards run whole canvases, which keep a device busy: they are not captured."""
     name, others = "ancestral, analytic", CASES.keys() - CAPTURED.keys()
     expected, recorder = eager(name), use_graphs(monkeypatch)
@@ -176,7 +172,7 @@ CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
     [*((name, {}) for name in RATIO), *itertools.product(("speculative, model", "assd"), CUTS)],
     ids=str,
 )
-def test_captured_forwards_judge_by_ratio_as_others_do(name: str, more: dict[str, Any], monkeypatch: Any) -> None:
+def test_captured_forwards_judge_by_ratio_as_others_do(name, more, monkeypatch):
     more, some = more | {"acceptance": "rejection"}, many(name, 24 if name.startswith("assd") else 9)
     with monkeypatch.context() as plain:
         use_references(plain)
@@ -189,7 +185,7 @@ def test_captured_forwards_judge_by_ratio_as_others_do(name: str, more: dict[str
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("more", [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}])
-def test_captured_draws_follow_the_sampling_settings(more: dict[str, Any], monkeypatch: Any) -> None:
+def test_captured_draws_follow_the_sampling_settings(more, monkeypatch):
     name = "autoregressive"
     with monkeypatch.context() as plain:
         use_references(plain)
@@ -201,7 +197,7 @@ def test_captured_draws_follow_the_sampling_settings(more: dict[str, Any], monke
 
 
 @pytest.mark.slow
-def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch: Any) -> None:
+def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch):
     """Blocks of five positions: no forward over them has the size of a captured one."""
     name = "stepwise, cached"
     model, settings = CASES[name]
@@ -216,7 +212,7 @@ def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_forwards_that_are_too_large_run_as_they_did(monkeypatch: Any) -> None:
+def test_forwards_that_are_too_large_run_as_they_did(monkeypatch):
     """Prompts are, and forwards with many drafts; their sampled rows are few enough to be filled up all the same."""
     name = "speculative"
     expected, recorder = eager(name), use_graphs(monkeypatch)
@@ -228,7 +224,7 @@ def test_forwards_that_are_too_large_run_as_they_did(monkeypatch: Any) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset", "block_diffusion"])
-def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name: str, monkeypatch: Any) -> None:
+def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name, monkeypatch):
     requests = toy_canvases(2, name)
     with monkeypatch.context() as plain:
         use_references(plain)
@@ -270,7 +266,7 @@ def run(made: Graphs, *numbers: int, work: Any = doubled, key: str = "key") -> l
     return found
 
 
-def test_a_shape_is_captured_when_it_first_comes_and_replayed_from_then_on() -> None:
+def test_a_shape_is_captured_when_it_first_comes_and_replayed_from_then_on():
     recorder = Replaying()
     made = Graphs(recorder, CPU)
     seen = []
@@ -287,7 +283,7 @@ def test_a_shape_is_captured_when_it_first_comes_and_replayed_from_then_on() -> 
     assert (recorder.num_captured, made.num_replayed) == (4, 4)
 
 
-def test_a_batch_with_another_fact_is_another_graph() -> None:
+def test_a_batch_with_another_fact_is_another_graph():
     """What the work looks at besides arrays is part of what forwards have in common."""
     recorder = Replaying()
     made = Graphs(recorder, CPU)
@@ -301,7 +297,7 @@ def test_a_batch_with_another_fact_is_another_graph() -> None:
     assert recorder.num_captured == 2 and made.num_replayed == 4
 
 
-def test_a_graph_that_knows_a_number_of_its_first_forward_gives_another_result() -> None:
+def test_a_graph_that_knows_a_number_of_its_first_forward_gives_another_result():
     """This is what Replaying is for: numbers must be sent, not kept."""
     made, bias = Graphs(Replaying(), CPU), []
 
@@ -313,7 +309,7 @@ def test_a_graph_that_knows_a_number_of_its_first_forward_gives_another_result()
     assert bias == [[6.0], [6.0], [6.0]], "the last one should have been 7"
 
 
-def test_a_graph_whose_memory_has_moved_is_found() -> None:
+def test_a_graph_whose_memory_has_moved_is_found():
     """This is what watching is for: the same numbers at another place are not seen by a graph."""
     held = {"cache": torch.ones(1, dtype=torch.float64)}
 
@@ -329,7 +325,7 @@ def test_a_graph_whose_memory_has_moved_is_found() -> None:
         run(made, 3, work=work)
 
 
-def test_a_graph_that_differs_is_never_used(caplog: Any) -> None:
+def test_a_graph_that_differs_is_never_used(caplog):
     class Wrong(Replaying):
         def capture(self, work: Any) -> Any:
             replay, found = super().capture(work)
@@ -344,7 +340,7 @@ def test_a_graph_that_differs_is_never_used(caplog: Any) -> None:
 
 
 @pytest.mark.parametrize(("sums", "is_used"), [([270.0, 0.0], True), ([float("inf"), 0.0], False)])
-def test_sums_of_states_are_compared_for_whether_they_are_finite(sums: list[float], is_used: bool) -> None:
+def test_sums_of_states_are_compared_for_whether_they_are_finite(sums, is_used):
     """They may be in the hundreds, where half precision rounds by more than log-probabilities do."""
     expected = torch.tensor([3.0, 271.0, 0.0], dtype=torch.float64)
     found = torch.tensor([3.0, *sums], dtype=torch.float64)
@@ -354,7 +350,7 @@ def test_sums_of_states_are_compared_for_whether_they_are_finite(sums: list[floa
     assert (made.stopped is None) == is_used
 
 
-def test_records_with_nan_and_infinities_are_compared_too() -> None:
+def test_records_with_nan_and_infinities_are_compared_too():
     recorder = Replaying()
     made = Graphs(recorder, CPU)
 
@@ -368,7 +364,7 @@ def test_records_with_nan_and_infinities_are_compared_too() -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 3.1])
-def test_a_record_with_another_number_differs(wrong: float) -> None:
+def test_a_record_with_another_number_differs(wrong):
     expected, found = torch.tensor([3.0, 3.0]), torch.tensor([3.01, wrong])
     assert cuda_graphs._differing(found, expected, num_sums=0).tolist() == [1]
 
@@ -386,7 +382,7 @@ class Failing(Replaying):
         return super().capture(work)
 
 
-def test_work_that_cannot_be_captured_runs_on_and_says_why(caplog: Any) -> None:
+def test_work_that_cannot_be_captured_runs_on_and_says_why(caplog):
     made = Graphs(Failing(RuntimeError("operation not permitted when stream is capturing\nmore")), CPU)
     with caplog.at_level(logging.WARNING):
         assert [run(made, value) for value in range(4)] == [[2.0 * value] for value in range(4)]
@@ -395,7 +391,7 @@ def test_work_that_cannot_be_captured_runs_on_and_says_why(caplog: Any) -> None:
     assert made.num_replayed == 0
 
 
-def test_memory_that_runs_out_in_a_capture_drops_what_lives_and_graphs_come_again() -> None:
+def test_memory_that_runs_out_in_a_capture_drops_what_lives_and_graphs_come_again():
     recorder, other = Failing(torch.OutOfMemoryError("CUDA out of memory")), Graphs(Replaying(), CPU)
     assert [run(other, value) for value in range(3)] == [[0.0], [2.0], [4.0]] and other.num_replayed == 2
     made = Graphs(recorder, CPU)
@@ -408,7 +404,7 @@ def test_memory_that_runs_out_in_a_capture_drops_what_lives_and_graphs_come_agai
     assert run(other, 7) == [14.0] and other.num_replayed == 2, "the others' graphs were dropped, too"
 
 
-def test_all_graphs_of_the_process_and_their_pools_are_dropped_together() -> None:
+def test_all_graphs_of_the_process_and_their_pools_are_dropped_together():
     """Destroying one alone may take memory from those that live: cuBLAS has one workspace for all of them."""
     recorders = [Replaying(), Replaying()]
     graphs = [Graphs(recorder, CPU) for recorder in recorders]
@@ -429,7 +425,7 @@ def test_all_graphs_of_the_process_and_their_pools_are_dropped_together() -> Non
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails: bool, monkeypatch: Any) -> None:
+def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails, monkeypatch):
     """The device is a stand-in; torch.cuda.graph makes its own stream current, and leaves it so where a capture fails."""
     current, pools, cleared = ["usual"], list[Any](), list[str]()
 
@@ -477,7 +473,7 @@ def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails: bool, 
     recorder.drop_pool()
 
 
-def test_shapes_that_rarely_come_again_are_not_captured_for_ever(monkeypatch: Any) -> None:
+def test_shapes_that_rarely_come_again_are_not_captured_for_ever(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
     recorder = Replaying()
     made = Graphs(recorder, CPU)
@@ -494,7 +490,7 @@ def test_shapes_that_rarely_come_again_are_not_captured_for_ever(monkeypatch: An
     assert recorder.num_captured == 5 and made.num_replayed == 12 + 39
 
 
-def test_where_there_are_too_many_all_make_room_for_new_ones(monkeypatch: Any) -> None:
+def test_where_there_are_too_many_all_make_room_for_new_ones(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
     recorder = Replaying()
     made = Graphs(recorder, CPU)
@@ -509,11 +505,11 @@ def test_where_there_are_too_many_all_make_room_for_new_ones(monkeypatch: Any) -
 @pytest.mark.parametrize(
     ("count", "size"), [(1, 4), (4, 4), (5, 16), (17, 32), (65, 128), (256, 256), (257, 384), (385, 512), (513, None)]
 )
-def test_forwards_are_filled_up_to_a_few_sizes(count: int, size: int | None) -> None:
+def test_forwards_are_filled_up_to_a_few_sizes(count, size):
     assert Graphs(Replaying(), CPU).size(count) == size
 
 
-def test_the_smaller_the_model_the_larger_the_forwards_that_are_captured() -> None:
+def test_the_smaller_the_model_the_larger_the_forwards_that_are_captured():
     rows = [rows_of_launches(int(count)) for count in (8e9, 1e9, 5e8, 1e8)]
     assert rows == [512, 1000, 2000, 2048]
     assert [Graphs(Replaying(), CPU, count).is_launch_bound for count in rows] == [False, True, True, True]
@@ -521,7 +517,7 @@ def test_the_smaller_the_model_the_larger_the_forwards_that_are_captured() -> No
     assert len(sizes) == 12 and Graphs(Replaying(), CPU, 1000).size(1001) is None
 
 
-def test_where_launches_cost_more_than_rows_a_forward_takes_a_size_that_is_there() -> None:
+def test_where_launches_cost_more_than_rows_a_forward_takes_a_size_that_is_there():
     large, small = Graphs(Replaying(), CPU, 512), Graphs(Replaying(), CPU, 2048)
     first, fewer, far, other = ({"N": n, "Q": q} for n, q in ((64, 0), (32, 0), (4, 0), (32, 16)))
     assert [large.choose(sizes) for sizes in (first, fewer)] == [first, fewer]
@@ -529,7 +525,7 @@ def test_where_launches_cost_more_than_rows_a_forward_takes_a_size_that_is_there
 
 
 @pytest.mark.parametrize(("value", "is_on"), [("0", False), ("1", True), (None, True)])
-def test_a_switch_turns_graphs_off(value: str | None, is_on: bool, monkeypatch: Any) -> None:
+def test_a_switch_turns_graphs_off(value, is_on, monkeypatch):
     monkeypatch.delenv(cuda_graphs.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(cuda_graphs.VARIABLE, value)
@@ -538,7 +534,7 @@ def test_a_switch_turns_graphs_off(value: str | None, is_on: bool, monkeypatch: 
     assert cuda_graphs.find_recorder(CPU) is None
 
 
-def test_a_switch_with_another_value_is_refused(monkeypatch: Any) -> None:
+def test_a_switch_with_another_value_is_refused(monkeypatch):
     monkeypatch.setenv(cuda_graphs.VARIABLE, "yes")
     with pytest.raises(ValueError, match="DRAFTMILL_GRAPHS: 'yes' is not allowed; allowed: 0, 1"):
         cuda_graphs.find_recorder(CPU)

@@ -1,7 +1,5 @@
 """A forward that starts before the one before it is read: the same texts and counts, and no wait while the device has nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -51,7 +49,7 @@ def both_ways(name: str, requests: list[Request], budget: int | None) -> tuple[A
 
 @pytest.mark.parametrize("budget", [None, 3, 64])
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
-def test_a_hidden_host_changes_no_text_and_no_count(name: str, budget: int | None, hidden: list[bool]) -> None:
+def test_a_hidden_host_changes_no_text_and_no_count(name, budget, hidden):
     requests = [
         replace(one, settings=RowSettings(token_logprobs=True, top_logprobs=one.index % 3)) for one in given(name)
     ]
@@ -69,7 +67,7 @@ def test_a_hidden_host_changes_no_text_and_no_count(name: str, budget: int | Non
     assert sum(reads) >= 0.9 * len(reads) - 1, "the last record has nothing behind it"
 
 
-def test_a_stop_ends_a_text_where_it_stands_and_its_next_row_is_dropped(hidden: list[bool]) -> None:
+def test_a_stop_ends_a_text_where_it_stands_and_its_next_row_is_dropped(hidden):
     first = run_all(made("autoregressive", 4, 3), given("autoregressive"))
     stops = {index: int(outcome.tokens[2]) for index, outcome in first.items()}
     requests = [replace(one, settings=RowSettings(stop_ids=(stops[one.index],))) for one in given("autoregressive")]
@@ -81,7 +79,7 @@ def test_a_stop_ends_a_text_where_it_stands_and_its_next_row_is_dropped(hidden: 
 
 
 @pytest.mark.parametrize("settings", [RowSettings(penalties=Penalties(frequency=1.5)), RowSettings(temperature=0.0)])
-def test_a_row_whose_logits_depend_on_its_text_is_read_first(settings: RowSettings, hidden: list[bool]) -> None:
+def test_a_row_whose_logits_depend_on_its_text_is_read_first(settings, hidden):
     requests = [replace(one, settings=settings) if one.index % 5 == 2 else one for one in given("autoregressive")]
     decoder, found, (_, expected) = both_ways("autoregressive", requests, 7)
     assert said(found) == said(expected)
@@ -90,7 +88,7 @@ def test_a_row_whose_logits_depend_on_its_text_is_read_first(settings: RowSettin
 
 
 @pytest.mark.parametrize(("name", "settings"), [("ar-tiny", CAUSAL), ("asarm-tiny", ANY)])
-def test_a_sample_with_nan_ends_alone_while_its_next_row_runs(name: str, settings: Any, hidden: list[bool]) -> None:
+def test_a_sample_with_nan_ends_alone_while_its_next_row_runs(name, settings, hidden):
     bad = [request(index, BROKEN - 3, 24, 12) for index in range(2)]
     good = [request(2 + index, 200 + 20 * index, 20, 6) for index in range(4)]
     found = run_all(engine_of(*broken_model(name), settings, sampling=GREEDY), [good[0], *bad, *good[1:]])
@@ -101,7 +99,7 @@ def test_a_sample_with_nan_ends_alone_while_its_next_row_runs(name: str, setting
     )
 
 
-def test_a_cleared_engine_forgets_the_forward_that_runs(hidden: list[bool]) -> None:
+def test_a_cleared_engine_forgets_the_forward_that_runs(hidden):
     decoder, requests = made("autoregressive", 4, 3), given("autoregressive")
     expected = said(run_all(made("autoregressive", 4, 3), requests))
     decoder.admit(requests[:4])

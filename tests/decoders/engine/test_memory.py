@@ -1,17 +1,13 @@
 """Slots within the memory that there is: allocation by need, growth that fails half way, logits in parts, bounded noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.base import HOLE, ModelInfo, Request
-from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine import memory, model_runner
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -21,16 +17,14 @@ from draftmill.decoders.engine.model_runner import ModelRunner
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import SlotTable
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, run_all, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, run_all, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
-AR = AutoregressiveSettings(kind="autoregressive")
+AR = decoder_settings("autoregressive")
 
 
 class Cached(TokenTable):
@@ -70,7 +64,7 @@ def prompt(index: int, length: int) -> Request:
 
 @pytest.mark.parametrize("gib", [1, 8, 80])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_all_purposes_together_take_no_more_than_is_free(device: str, gib: int):
+def test_all_purposes_together_take_no_more_than_is_free(device, gib):
     free = gib << 30
     plan = MemoryPlan.of(torch.device(device), free, row_bytes=10**5)
     assert plan.slots is not None and plan.prompt_rows is not None
@@ -128,9 +122,7 @@ def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
 
 def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
     table = Cached()
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=1000, max_tokens=1 << 20), AR
-    )
+    decoder = engine(table, INFO, AR, rows=1000)
     decoder.admit([prompt(0, 5)])
     assert table.tokens_SW.shape[0] <= 8
     decoder.admit([prompt(index, 5) for index in range(1, 40)])
@@ -140,13 +132,11 @@ def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
 @pytest.mark.parametrize("max_tokens", [7, 30, 100])
-def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(settings: Any, max_tokens: int):
+def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(settings, max_tokens):
     table = Cached(seed=3)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=5)
     expected = decode(TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3), INFO, AR, Sampling(), requests)
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=9, max_tokens=max_tokens), settings
-    )
+    decoder = engine(table, INFO, settings, rows=9, max_tokens=max_tokens)
     outcomes = run_all(decoder, requests)
     assert {index: one.tokens.tolist() for index, one in outcomes.items()} == {
         index: one.tokens.tolist() for index, one in expected.items()
@@ -157,7 +147,7 @@ def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(setting
 
 def test_columns_that_nobody_needs_any_more_are_given_up_for_slots():
     table = Cached()
-    decoder: Any = build_decoder(Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=28), AR)
+    decoder = engine(table, INFO, AR, rows=50, max_tokens=28)
     decoder.admit([prompt(0, 7)])
     assert decoder.room(7) == 3 and decoder.room(2) == 3
     finish(decoder)
@@ -172,7 +162,7 @@ def test_columns_that_nobody_needs_any_more_are_given_up_for_slots():
 
 def test_a_canvas_that_would_cost_the_highest_slot_waits_for_its_sample():
     table = Cached()
-    decoder: Any = build_decoder(Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=28), AR)
+    decoder = engine(table, INFO, AR, rows=50, max_tokens=28)
     decoder.admit([*(prompt(index, 3) for index in range(6)), prompt(6, 4)])
     while decoder.active > 1:
         assert decoder.room(7) == 0, "four slots of seven columns"
@@ -186,14 +176,12 @@ def test_a_canvas_that_would_cost_the_highest_slot_waits_for_its_sample():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
-def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
+def test_texts_are_the_same_in_whatever_memory_there_is(settings):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
     expected = {i: one.tokens.tolist() for i, one in decode(Cached(), INFO, AR, Sampling(), requests).items()}
     for num_bytes in (6_000, 20_000, 100_000):
         table = Cached()
-        decoder: Any = build_decoder(
-            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), settings
-        )
+        decoder = engine(table, INFO, settings, rows=50)
         decoder.fit(num_bytes)
         assert decoder.plan.slots is not None
         outcomes = run_all(decoder, requests)
@@ -205,9 +193,7 @@ def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
 
 def test_a_sample_that_can_not_fit_fails_by_name_and_the_next_one_is_decoded():
     table = Cached()
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), AR
-    )
+    decoder = engine(table, INFO, AR, rows=50)
     decoder.fit(1_100)
     assert decoder.most_rows(7) == 0 and decoder.most_rows(2) > 0
     assert decoder.room(7) == 1, "it has to be admitted to fail"
@@ -223,26 +209,17 @@ def test_what_is_kept_for_a_draft_counts():
     one, backbone = {}, TableBackbone(vocab_size=3, num_positions=3)
     acceptances: tuple[Any, ...] = ("coupled", "rejection")
     for acceptance in acceptances:
-        decoder: Any = build_decoder(
-            Setup(
-                backbone=backbone,
-                info=info,
-                sampling=Sampling(acceptance=acceptance),
-                max_rows=4,
-                max_tokens=100,
-            ),
-            AssdSettings(kind="assd", k=5),
+        decoder = engine(
+            backbone, info, decoder_settings("assd", k=5), Sampling(acceptance=acceptance), rows=4, max_tokens=100
         )
         one[acceptance] = decoder.slot_bytes(10)
     assert one["rejection"] - one["coupled"] == 2 * 5 * (backbone.width + 1) * 8
 
 
 def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
-    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
+    settings = decoder_settings("ssd", draft_length=3)
     info = ModelInfo("table", 3, 2, None, "masked", 0, (2,))
-    decoder: Any = build_decoder(
-        Setup(backbone=Cached(), info=info, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), settings
-    )
+    decoder = engine(Cached(), info, settings, rows=50)
     assert decoder.slot_bytes(decoder.columns(7)) == 4 * 7 * (Cached.cell_bytes + Cached.row_bytes)
     decoder.fit(100_000)
     decoder.admit([Request(0, 0, np.full(7, HOLE, dtype=np.int32))])
@@ -250,7 +227,7 @@ def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
     assert decoder.plan.slots is not None and cells * Cached.cell_bytes <= decoder.plan.slots
 
 
-def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest.MonkeyPatch):
+def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch):
     table = Cached()
     widths: list[int] = []
     forward = table.forward
@@ -260,9 +237,7 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest
         return forward(rows)
 
     monkeypatch.setattr(table, "forward", counted)
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=9, max_tokens=1 << 20), AR
-    )
+    decoder = engine(table, INFO, AR, rows=9)
     decoder.plan = MemoryPlan(logits=1 << 20, noise=1 << 20, slots=1 << 20, prompt_rows=10)
     requests = [prompt(index, 5) for index in range(5)]
     decoder.admit(requests)
@@ -284,7 +259,7 @@ def filled() -> SlotCache:
 
 
 @pytest.mark.parametrize("failing", range(4))
-def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing, monkeypatch):
     cache, calls = filled(), []
     before = [layer.clone() for layer in cache.layers_2SKWd]
     zeros = torch.Tensor.new_zeros
@@ -307,7 +282,7 @@ def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing: int, m
     assert torch.equal(cache.positions_SW[:2, :5], torch.arange(10).view(2, 5))
 
 
-def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeypatch):
     cache, zeros = filled(), torch.Tensor.new_zeros
 
     def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
@@ -324,7 +299,7 @@ def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeyp
     assert all(layer.shape == (2, 1, 2, 3, 4) for layer in cache.layers_2SKWd)
 
 
-def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch):
     cache = filled()
     before = [layer.clone() for layer in cache.layers_2SKWd]
     cache.resize(1, 3)
@@ -333,7 +308,7 @@ def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch: pytest
     assert sum(layer.numel() for layer in cache.layers_2SKWd) == cache.positions_SW.numel() == 0
 
 
-def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch: pytest.MonkeyPatch):
+def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch):
     held, zeros, made = sampler_of(), torch.Tensor.new_zeros, list[int]()
     held.resize(1)
     before = held._states_CD, held._log_q_C
@@ -353,11 +328,9 @@ def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypa
     assert [len(one) for one in (held._states_CD, held._log_q_C)] == [16, 16]
 
 
-def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypatch):
     table = Cached()
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), AR
-    )
+    decoder = engine(table, INFO, AR, rows=50)
     decoder.admit([prompt(index, 5) for index in range(10)])
     held = tuple(table.tokens_SW.shape)
     monkeypatch.setattr(table, "resize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
@@ -376,12 +349,10 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_window_that_is_judged_in_parts_is_judged_the_same(
-    acceptance: Any, temperature: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_window_that_is_judged_in_parts_is_judged_the_same(acceptance, temperature, monkeypatch):
     sampling = Sampling(acceptance=acceptance, temperature=temperature, top_p=0.9)
     settings = [jacobi(3), multi(2, 2, pool=8)] if acceptance == "coupled" else []
-    settings += [SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram"))]
+    settings += [decoder_settings("speculative", k=3, drafter={"kind": "ngram"})]
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
 
     def found(setting: Any) -> Any:
@@ -394,7 +365,7 @@ def test_a_window_that_is_judged_in_parts_is_judged_the_same(
     assert [found(setting) for setting in settings] == whole
 
 
-def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch: pytest.MonkeyPatch):
+def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch):
     table, held = Cached(), list[int]()
     logits = table.logits
 
@@ -406,9 +377,7 @@ def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(model_runner, "_LEAST_ROWS", 1)
     monkeypatch.setattr(memory, "_CPU_LOGITS", 4 * VOCAB * 8)
     run_all(
-        build_decoder(
-            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=20, max_tokens=1 << 20), jacobi(5)
-        ),
+        engine(table, INFO, jacobi(5), rows=20),
         toys(),
     )
     assert max(held) == 4
@@ -423,9 +392,7 @@ def toys() -> list[Request]:
 
 def test_noise_never_takes_more_than_its_bytes():
     table = Cached()
-    decoder: Any = build_decoder(
-        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), jacobi(4)
-    )
+    decoder = engine(table, INFO, jacobi(4), rows=50)
     decoder.fit(20_000)
     run_all(decoder, toys())
     decoder.admit([prompt(index, 3) for index in range(decoder.room(3))])
@@ -449,7 +416,7 @@ def filled_pool(num_slots: int, num_columns: int) -> SlotCache:
 
 
 @pytest.mark.parametrize(("slots", "columns"), [(5, 20), (3, 30), (8, 7), (2, 12), (9, 12)])
-def test_a_pool_shows_its_content_in_another_shape_without_moving(slots: int, columns: int) -> None:
+def test_a_pool_shows_its_content_in_another_shape_without_moving(slots, columns):
     cache = filled_pool(4, 12)
     places = [pool.data_ptr() for pool in cache.pools_2CKd]
     fits = slots * columns <= 100
@@ -469,7 +436,7 @@ def test_a_pool_shows_its_content_in_another_shape_without_moving(slots: int, co
     assert not cache.pools_2CKd[0].numel() and cache.positions_SW.shape == (0, 0)
 
 
-def test_slots_that_were_placed_are_laid_out_side_by_side_again() -> None:
+def test_slots_that_were_placed_are_laid_out_side_by_side_again():
     """Two engines in turn may use a model: slots as wide as their canvases, and equally wide ones."""
     cache = filled_pool(3, 10)
     cache.spread(3, 10)

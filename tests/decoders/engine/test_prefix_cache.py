@@ -1,7 +1,5 @@
 """Prompts that begin alike run once: the same bits as without, from whichever slot the columns come."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,50 +10,41 @@ import pytest
 import torch
 
 import draftmill.decoders.builtin
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request, RowSettings
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    ModelDrafterSettings,
-    MultiblockJacobiSettings,
-    SpeculativeSettings,
-)
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.scheduler import PrefixCache
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.registry import build_scorer
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.support import run_all
+from tests.decoders.support import decoder_settings, engine, run_all
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL_BLOCKS = {"block_size": 8, "causal_cache": True, "fused": True}
 CASES: dict[str, tuple[str, DecoderChoice]] = {
-    "autoregressive": ("ar-tiny", AutoregressiveSettings(kind="autoregressive")),
-    "speculative": ("ar-tiny", SpeculativeSettings(kind="speculative", k=3)),
+    "autoregressive": ("ar-tiny", decoder_settings("autoregressive")),
+    "speculative": ("ar-tiny", decoder_settings("speculative", k=3)),
     "speculative, model": (
         "ar-tiny",
-        SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafterSettings(kind="model", path="ar-micro")),
+        decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"}),
     ),
-    "jacobi": ("ar-tiny", JacobiSettings(kind="jacobi", block_size=4)),
-    "multiblock_jacobi": ("ar-tiny", MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=4)),
-    "any_subset": ("asarm-tiny", AnySubsetSettings(kind="any_subset")),
-    "assd": ("asarm-tiny", AssdSettings(kind="assd", k=3)),
-    "assd, fused": ("asarm-tiny", AssdSettings(kind="assd", k=3, fused="rows")),
-    "block_diffusion": ("block-tiny", BlockDiffusionSettings(kind="block_diffusion", block_size=8)),
+    "jacobi": ("ar-tiny", decoder_settings("jacobi", block_size=4)),
+    "multiblock_jacobi": ("ar-tiny", decoder_settings("multiblock_jacobi", block_size=4)),
+    "any_subset": ("asarm-tiny", decoder_settings("any_subset")),
+    "assd": ("asarm-tiny", decoder_settings("assd", k=3)),
+    "assd, fused": ("asarm-tiny", decoder_settings("assd", k=3, fused="rows")),
+    "block_diffusion": ("block-tiny", decoder_settings("block_diffusion", block_size=8)),
     "block_diffusion, causal": (
         "block-tiny",
-        BlockDiffusionSettings(kind="block_diffusion", block_size=4, causal_cache=True, fused=True),
+        decoder_settings("block_diffusion", block_size=4, causal_cache=True, fused=True),
     ),
-    "s2d2": ("block-tiny", S2d2Settings(kind="s2d2", block_size=8)),
-    "s2d2, fused": ("block-tiny", S2d2Settings(kind="s2d2", router={"kind": "min_span"}, **CAUSAL_BLOCKS)),  # type: ignore[arg-type]
+    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=8)),
+    "s2d2, fused": ("block-tiny", decoder_settings("s2d2", router={"kind": "min_span"}, **CAUSAL_BLOCKS)),
 }
 COUNTS = (
     "finish",
@@ -109,18 +98,21 @@ def decoder_of(name: str, rows: int, *, shares: bool, **sampling: Any) -> Any:
     folder, settings = CASES[name]
     backbone, info = model(folder)
     drafts = "model" in name
-    setup = Setup(
-        backbone=backbone,
-        info=info,
-        sampling=Sampling.model_validate({"temperature": 0.9} | sampling),
-        max_rows=rows,
-        max_tokens=1 << 16,
-        stops=Stops() if folder != "asarm-tiny" else None,
-        drafter=model("ar-micro")[0] if drafts else None,
-        drafter_info=model("ar-micro")[1] if drafts else None,
-        trace=True,
+    return switched(
+        engine(
+            backbone,
+            info,
+            settings,
+            Sampling.model_validate({"temperature": 0.9} | sampling),
+            rows=rows,
+            max_tokens=1 << 16,
+            stops=Stops() if folder != "asarm-tiny" else None,
+            drafter=model("ar-micro")[0] if drafts else None,
+            drafter_info=model("ar-micro")[1] if drafts else None,
+            trace=True,
+        ),
+        shares=shares,
     )
-    return switched(build_decoder(setup, settings), shares=shares)
 
 
 def switched(decoder: Any, *, shares: bool) -> Any:
@@ -143,7 +135,7 @@ def said(outcomes: dict[int, Outcome]) -> dict[int, list[Any]]:
 @pytest.mark.parametrize("rows", [3, 16])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
-def test_texts_counts_and_log_probabilities_are_the_same_bits_as_without(name: str, rows: int) -> None:
+def test_texts_counts_and_log_probabilities_are_the_same_bits_as_without(name, rows):
     folder, _ = CASES[name]
     some = infills(5) if folder == "asarm-tiny" else shots(10, new=12, samples=2, log_ps=folder == "ar-tiny")
     plain, sharing = (decoder_of(name, rows, shares=shares) for shares in (False, True))
@@ -157,14 +149,16 @@ def test_texts_counts_and_log_probabilities_are_the_same_bits_as_without(name: s
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", "gpt_neo"])
-def test_every_family_of_causal_models_has_the_same_bits(family: str, tmp_path: Path) -> None:
+def test_every_family_of_causal_models_has_the_same_bits(family, tmp_path):
     save_random(tmp_path, family)
     backbone = causal_models.load(tmp_path)
     info = inspect_model(tmp_path)
     some = shots(7, new=5, vocab_size=50, long=33)
-    setup = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=4, max_tokens=1 << 14, stops=Stops())
-    settings = AutoregressiveSettings(kind="autoregressive")
-    plain, sharing = (switched(build_decoder(setup, settings), shares=shares) for shares in (False, True))
+    settings = decoder_settings("autoregressive")
+    plain, sharing = (
+        switched(engine(backbone, info, settings, rows=4, max_tokens=1 << 14, stops=Stops()), shares=shares)
+        for shares in (False, True)
+    )
     assert said(run_all(sharing, some)) == said(run_all(plain, some))
     assert sharing.stats.prompt_rows_shared > 0.5 * sharing.stats.prompt_rows
 
@@ -188,10 +182,10 @@ def choices(contexts: int, *, ends: int = 4) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_scores_of_choices_have_the_same_bits_and_run_a_fraction_of_the_rows(rows: int) -> None:
+def test_scores_of_choices_have_the_same_bits_and_run_a_fraction_of_the_rows(rows):
     backbone, info = model("ar-tiny")
     setup = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=rows, max_tokens=1 << 16)
-    settings, some = AutoregressiveSettings(kind="autoregressive"), choices(8)
+    settings, some = decoder_settings("autoregressive"), choices(8)
     plain, sharing = (switched(build_scorer(setup, settings, Estimate()), shares=shares) for shares in (False, True))
     assert said(run_all(sharing, some)) == said(run_all(plain, some))
     saved = plain.stats.useful_rows / sharing.stats.useful_rows
@@ -201,7 +195,7 @@ def test_scores_of_choices_have_the_same_bits_and_run_a_fraction_of_the_rows(row
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_scores_of_an_any_subset_model_share_what_is_given(rows: int) -> None:
+def test_scores_of_an_any_subset_model_share_what_is_given(rows):
     backbone, info = model("asarm-tiny")
     rng, some = np.random.default_rng(5), list[Request]()
     for row in range(4):
@@ -211,7 +205,7 @@ def test_scores_of_an_any_subset_model_share_what_is_given(rows: int) -> None:
             tokens[scored] = rng.integers(10, 200, 6)
             some.append(Request(3 * row + other, 0, tokens.astype(np.int32), scored=scored))
     setup = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=rows, max_tokens=1 << 16)
-    settings = AnySubsetSettings(kind="any_subset")
+    settings = decoder_settings("any_subset")
     plain, sharing = (switched(build_scorer(setup, settings, Estimate()), shares=shares) for shares in (False, True))
     assert said(run_all(sharing, some)) == said(run_all(plain, some))
     assert sharing.stats.prompt_rows_shared == 2 * 4 * 24
@@ -236,7 +230,7 @@ def pieces(*lengths: int) -> list[np.ndarray]:
     return [rng.integers(10, 200, length) for length in lengths]
 
 
-def test_what_a_sample_that_has_left_wrote_is_used_until_it_is_overwritten() -> None:
+def test_what_a_sample_that_has_left_wrote_is_used_until_it_is_overwritten():
     head, one, two, other = pieces(40, 8, 9, 60)
     decoder = decoder_of("autoregressive", 1, shares=True)
     assert rows_of(decoder, [completion(head, one)]) == 48
@@ -246,7 +240,7 @@ def test_what_a_sample_that_has_left_wrote_is_used_until_it_is_overwritten() -> 
     assert rows_of(decoder, [completion(head, one)]) == 48
 
 
-def test_samples_that_come_together_wait_for_the_first_of_them() -> None:
+def test_samples_that_come_together_wait_for_the_first_of_them():
     head, *ends = pieces(40, 8, 9, 10, 11)
     decoder = decoder_of("autoregressive", 8, shares=True)
     some = [completion(head, end, index=index) for index, end in enumerate(ends)]
@@ -255,7 +249,7 @@ def test_samples_that_come_together_wait_for_the_first_of_them() -> None:
     assert (decoder.stats.prompt_rows, decoder.stats.prompt_rows_shared) == (4 * 40 + 38, 3 * 40)
 
 
-def test_a_short_beginning_is_not_worth_a_step_of_waiting() -> None:
+def test_a_short_beginning_is_not_worth_a_step_of_waiting():
     head, *ends = pieces(9, 30, 31, 32)
     decoder = decoder_of("autoregressive", 8, shares=True)
     assert rows_of(decoder, [completion(head, end, index=index) for index, end in enumerate(ends)]) == 3 * 9 + 93
@@ -263,7 +257,7 @@ def test_a_short_beginning_is_not_worth_a_step_of_waiting() -> None:
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
-def test_a_slot_that_is_not_finite_is_wiped_and_nothing_is_taken_from_it(name: str) -> None:
+def test_a_slot_that_is_not_finite_is_wiped_and_nothing_is_taken_from_it(name):
     """What is hidden weighs 0, but 0 times NaN is NaN: neither a copy nor a leftover of such a slot may be used."""
     head, one, two, three = pieces(40, 8, 9, 10)
     if name == "any_subset":  # The whole prompt is taken over, or nothing of it.
@@ -291,7 +285,7 @@ def test_a_slot_that_is_not_finite_is_wiped_and_nothing_is_taken_from_it(name: s
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
-def test_a_slot_that_is_not_finite_is_wiped_before_columns_are_copied_into_it(name: str) -> None:
+def test_a_slot_that_is_not_finite_is_wiped_before_columns_are_copied_into_it(name):
     head, two = pieces(40, 9)
     first, second, third = (
         completion(head, np.full(12, HOLE)),
@@ -317,7 +311,7 @@ def test_a_slot_that_is_not_finite_is_wiped_before_columns_are_copied_into_it(na
     decoder.clear()
 
 
-def test_a_cleared_decoder_has_forgotten_all_columns() -> None:
+def test_a_cleared_decoder_has_forgotten_all_columns():
     head, one = pieces(40, 8)
     decoder = decoder_of("autoregressive", 2, shares=True)
     decoder.admit([completion(head, one, new=5)])
@@ -330,7 +324,7 @@ def test_a_cleared_decoder_has_forgotten_all_columns() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 4, WHOLE])
-def test_the_table_finds_what_a_plain_search_finds(multiple: int) -> None:
+def test_the_table_finds_what_a_plain_search_finds(multiple):
     rng, num_slots = np.random.default_rng(multiple), 5
     for _ in range(60):
         table, plain = PrefixCache(multiple), dict[int, tuple[list[int], int]]()
@@ -364,7 +358,7 @@ def taken(multiple: int, prompt: list[int], most: int, other: list[int], held: i
     return common - common % multiple
 
 
-def test_a_prompt_that_runs_now_is_pending_and_those_that_differ_at_once_are_not() -> None:
+def test_a_prompt_that_runs_now_is_pending_and_those_that_differ_at_once_are_not():
     table = PrefixCache(1)
     table.resize(3, 8)
     for slot, prompt in enumerate(([1, 2, 3, 4], [1, 2, 3, 5], [6, 2, 3, 4])):
@@ -376,7 +370,7 @@ def test_a_prompt_that_runs_now_is_pending_and_those_that_differ_at_once_are_not
     assert table.find(1, 3) == (2, 0)
 
 
-def test_a_cache_that_shrinks_keeps_what_fits() -> None:
+def test_a_cache_that_shrinks_keeps_what_fits():
     table = PrefixCache(1)
     table.resize(2, 8)
     for slot, length in enumerate((8, 4)):

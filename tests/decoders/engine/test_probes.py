@@ -1,7 +1,5 @@
 """Probes beside samples that decode: exact answers, and nobody's text changes."""
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import replace
 
@@ -9,23 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE, Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from draftmill.decoders.registry import build_decoder, build_scorer
 from tests.decoders.backbones.masked_models import load, look_alone
 from tests.decoders.references.table import TableBackbone
-from tests.decoders.support import run_all, table_info, toy_heads, toy_requests
+from tests.decoders.support import decoder_settings, engine, run_all, table_info, toy_heads, toy_requests
 
 VOCAB, LENGTH = 3, 6
 ANY_SUBSET = {
-    "any_subset": AnySubsetSettings(kind="any_subset"),
-    "assd": AssdSettings(kind="assd", k=3),
-    "n-gram": AssdSettings(kind="assd", k=3, drafter="ngram"),
-    "rows": AssdSettings(kind="assd", k=3, fused="rows"),
+    "any_subset": decoder_settings("any_subset"),
+    "assd": decoder_settings("assd", k=3),
+    "n-gram": decoder_settings("assd", k=3, drafter="ngram"),
+    "rows": decoder_settings("assd", k=3, fused="rows"),
 }
 
 
@@ -63,7 +59,7 @@ def test_a_probe_is_the_exact_score_and_its_neighbours_texts_are_what_they_are_a
     outcomes = run_all(build_decoder(setup(acceptance), settings), mixed)
     alone = run_all(build_decoder(setup(acceptance), settings), texts)
     scores = run_all(
-        build_scorer(setup(), AnySubsetSettings(kind="any_subset"), Estimate()),
+        build_scorer(setup(), decoder_settings("any_subset"), Estimate()),
         [replace(request, probe=False) for request in asked],
     )
     for request in texts:
@@ -90,21 +86,20 @@ def test_rows_in_parts_score_what_they_are_asked_for_under_the_rejection_rule():
 @pytest.mark.parametrize(
     "settings",
     [
-        StepwiseSettings(kind="stepwise", cache="dual_strict", block_length=2),
-        ThresholdSettings(kind="threshold", confidence="margin"),
-        SelfSpeculativeSettings(kind="ssd", draft_length=2),
-        SelfSpeculativeSettings(kind="ssd", draft_length=2, cache="dual_strict", block_length=2, tree="mixed"),
-        SelfSpeculativeSettings(kind="ssd", draft_length=2, cache="prefix", block_length=2),
+        decoder_settings("stepwise", cache="dual_strict", block_length=2),
+        decoder_settings("threshold", confidence="margin"),
+        decoder_settings("ssd", draft_length=2),
+        decoder_settings("ssd", draft_length=2, cache="dual_strict", block_length=2, tree="mixed"),
+        decoder_settings("ssd", draft_length=2, cache="prefix", block_length=2),
     ],
     ids=lambda settings: f"{settings.kind}, {settings.cache}",
 )
 def test_a_masked_models_probe_is_the_mean_confidence_of_the_masks_it_names(golden, settings):
     backbone = load(golden / "llada")
     info = inspect_model(golden / "llada")
-    made = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=3, max_tokens=1 << 20)
 
     def built():
-        return build_decoder(made, settings)
+        return engine(backbone, info, settings, rows=3)
 
     rng = np.random.default_rng(0)
     canvases = [rng.integers(0, 60, 12).astype(np.int32) for _ in range(4)]

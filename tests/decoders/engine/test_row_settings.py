@@ -8,24 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.base import RowSettings
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    ModelDrafterSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-)
+from draftmill.decoders.causal.settings import SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import NeverStops, Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, table_info, token_info, toy_heads, toy_prompts, toy_requests
+from tests.decoders.support import (
+    Pair,
+    decoder_settings,
+    engine,
+    run_all,
+    table_info,
+    token_info,
+    toy_heads,
+    toy_prompts,
+    toy_requests,
+)
 
 VOCAB, LENGTH = 3, 7
 OWN = [
@@ -39,14 +41,10 @@ OWN = [
 ]
 JOBS = [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.9, top_k=2, top_p=0.7)]
 CAUSAL: dict[str, Any] = {
-    "autoregressive": AutoregressiveSettings(kind="autoregressive"),
-    "lookup": SpeculativeSettings(
-        kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
-    ),
-    "model": SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafterSettings(kind="model", path="drafter")),
-    "auto": SpeculativeSettings(
-        kind="speculative", k="auto", drafter=ModelDrafterSettings(kind="model", path="drafter")
-    ),
+    "autoregressive": decoder_settings("autoregressive"),
+    "lookup": decoder_settings("speculative", k=3, drafter={"kind": "ngram", "max_n": 2, "min_n": 1}),
+    "model": decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "drafter"}),
+    "auto": decoder_settings("speculative", k="auto", drafter={"kind": "model", "path": "drafter"}),
     "jacobi": jacobi(3),
     "running": jacobi(4, "running"),
     "multi": multi(2, 2, ratio=0.85, verify=3, pool=3),
@@ -97,18 +95,7 @@ def check(make, requests, sampling, *, rows=5):
 def causal(settings):
     def make(sampling, rows):
         more = {"drafter": drafter()} if isinstance(settings, SpeculativeSettings) else {}
-        return build_decoder(
-            Setup(
-                backbone=target(),
-                info=token_info(VOCAB),
-                sampling=sampling,
-                max_rows=rows,
-                max_tokens=1 << 20,
-                stops=Stops(ids=(2,)),
-                **more,
-            ),
-            settings,
-        )
+        return engine(target(), token_info(VOCAB), settings, sampling, rows=rows, stops=Stops(ids=(2,)), **more)
 
     return make
 
@@ -135,17 +122,14 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
     tables = diffusion_tables
 
     def make(sampling, rows):
-        return build_decoder(
-            Setup(
-                backbone=tables.target(),
-                info=tables.TARGET_INFO,
-                sampling=sampling,
-                max_rows=rows,
-                max_tokens=1 << 20,
-                drafter=tables.drafter(),
-                drafter_info=tables.mask_info(),
-            ),
+        return engine(
+            tables.target(),
+            tables.TARGET_INFO,
             tables.specdiff(3, 2, order=order),
+            sampling,
+            rows=rows,
+            drafter=tables.drafter(),
+            drafter_info=tables.mask_info(),
         )
 
     check(make, toy_prompts(70, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=5), sampling)
@@ -156,11 +140,11 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
 @pytest.mark.parametrize(
     "settings",
     [
-        AnySubsetSettings(kind="any_subset"),
-        ParallelSettings(kind="parallel"),
-        AssdSettings(kind="assd", k=3),
-        AssdSettings(kind="assd", k=3, drafter="ngram"),
-        AssdSettings(kind="assd", k=3, fused="rows"),
+        decoder_settings("any_subset"),
+        decoder_settings("parallel"),
+        decoder_settings("assd", k=3),
+        decoder_settings("assd", k=3, drafter="ngram"),
+        decoder_settings("assd", k=3, fused="rows"),
     ],
     ids=str,
 )
@@ -170,10 +154,7 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
 
     def make(sampling, rows):
         made = TableBackbone(vocab_size=4, num_positions=6, seed=1)
-        sizes: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 20}
-        return build_decoder(
-            Setup(backbone=made, info=table_info(4), sampling=sampling, heads=heads, **sizes), settings
-        )
+        return engine(made, table_info(4), settings, sampling, rows=rows, heads=heads)
 
     for job in JOBS[2:]:
         requests = toy_requests(60, vocab_size=4, longest=6, seed=2)
@@ -184,10 +165,10 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
 @pytest.mark.parametrize(
     "settings",
     [
-        StepwiseSettings(kind="stepwise", block_length=2),
-        StepwiseSettings(kind="stepwise", steps=2),
-        ThresholdSettings(kind="threshold", tau=0.4),
-        SelfSpeculativeSettings(kind="ssd", draft_length=2),
+        decoder_settings("stepwise", block_length=2),
+        decoder_settings("stepwise", steps=2),
+        decoder_settings("threshold", tau=0.4),
+        decoder_settings("ssd", draft_length=2),
     ],
     ids=str,
 )
@@ -197,9 +178,7 @@ def test_so_it_is_in_masked_diffusion_models(settings):
     def make(sampling, rows):
         info = tables.table_info()
         info = replace(info, kind="masked")
-        return build_decoder(
-            Setup(backbone=tables.table(), info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20), settings
-        )
+        return engine(tables.table(), info, settings, sampling, rows=rows)
 
     for job in JOBS[1:]:
         check(make, toy_requests(60, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=2), job)
@@ -219,19 +198,6 @@ def test_so_it_is_where_chance_says_when_a_mask_is_revealed(predictor):
 # ---- stop strings and log-probabilities --------------------------------------------------------------------------
 
 
-class Pair:
-    """A stop text: the text ends with these two tokens."""
-
-    def __init__(self, *tokens):
-        self.tokens = list(tokens)
-
-    def find(self, tokens, num_checked):
-        for count in range(max(num_checked + 1, 2), len(tokens) + 1):
-            if list(tokens[count - 2 : count]) == self.tokens:
-                return count
-        return None
-
-
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
@@ -241,13 +207,7 @@ def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
 
     def decoded(stop, mine):
         more = {"drafter": drafter()} if isinstance(CAUSAL[kind], SpeculativeSettings) else {}
-        sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
-        made = build_decoder(
-            Setup(
-                backbone=target(), info=token_info(VOCAB), sampling=Sampling(), stops=Stops(text=stop), **sizes, **more
-            ),
-            CAUSAL[kind],
-        )
+        made = engine(target(), token_info(VOCAB), CAUSAL[kind], rows=5, stops=Stops(text=stop), **more)
         return run_all(made, mine)
 
     mixed = [replace(r, settings=RowSettings(stop_text=own[i % 4])) for i, r in enumerate(requests)]
@@ -268,15 +228,8 @@ def test_a_masked_row_ends_at_its_own_stop_string():
 
     def decoded(stop, mine):
         info = replace(tables.table_info(), kind="masked")
-        sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
-        settings = StepwiseSettings(kind="stepwise", block_length=2)
-        return run_all(
-            build_decoder(
-                Setup(backbone=tables.table(), info=info, sampling=Sampling(), stops=Stops(text=stop), **sizes),
-                settings,
-            ),
-            mine,
-        )
+        settings = decoder_settings("stepwise", block_length=2)
+        return run_all(engine(tables.table(), info, settings, rows=5, stops=Stops(text=stop)), mine)
 
     mixed = [replace(r, settings=RowSettings(stop_text=Pair(0, 1))) if i % 2 else r for i, r in enumerate(requests)]
     found, whole, ended = decoded(None, mixed), decoded(None, requests), decoded(Pair(0, 1), requests)
@@ -306,13 +259,11 @@ def test_the_log_probabilities_of_a_row_that_asks_are_those_of_its_tokens(kind):
 
 
 @pytest.mark.parametrize(
-    "settings", [AnySubsetSettings(kind="any_subset"), AssdSettings(kind="assd", k=3)], ids=["any_subset", "assd"]
+    "settings", [decoder_settings("any_subset"), decoder_settings("assd", k=3)], ids=["any_subset", "assd"]
 )
 def test_those_of_an_any_subset_model_stand_in_the_order_of_the_canvas(settings):
     backbone, own = TableBackbone(vocab_size=4, num_positions=6, seed=1), RowSettings(token_logprobs=True)
-    made = build_decoder(
-        Setup(backbone=backbone, info=table_info(4), sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
-    )
+    made = engine(backbone, table_info(4), settings, rows=4)
     for request in toy_requests(30, vocab_size=4, longest=6, seed=2):
         holes = np.flatnonzero(request.canvas < 0)
         backwards = replace(request, hole_order=holes[::-1].copy(), settings=own)

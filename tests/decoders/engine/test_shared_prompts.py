@@ -1,7 +1,5 @@
 """The samples of one row have one canvas: its prompt runs once, and every sample is what it is alone."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,35 +8,25 @@ import numpy as np
 import pytest
 
 import draftmill.decoders.builtin
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    MultiblockJacobiSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-)
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import run_all, texts
+from tests.decoders.support import decoder_settings, engine, run_all, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL: dict[str, DecoderChoice] = {
-    "autoregressive": AutoregressiveSettings(kind="autoregressive"),
-    "speculative": SpeculativeSettings(
-        kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
-    ),
-    "jacobi": JacobiSettings(kind="jacobi", block_size=4),
-    "multiblock_jacobi": MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=4),
+    "autoregressive": decoder_settings("autoregressive"),
+    "speculative": decoder_settings("speculative", k=3, drafter={"kind": "ngram", "max_n": 2, "min_n": 1}),
+    "jacobi": decoder_settings("jacobi", block_size=4),
+    "multiblock_jacobi": decoder_settings("multiblock_jacobi", block_size=4),
 }
 ANY_SUBSET: dict[str, DecoderChoice] = {
-    "any_subset": AnySubsetSettings(kind="any_subset"),
-    "assd": AssdSettings(kind="assd", k=3),
+    "any_subset": decoder_settings("any_subset"),
+    "assd": decoder_settings("assd", k=3),
 }
 
 
@@ -76,7 +64,7 @@ def samples_of(some: list[np.ndarray], count: int) -> list[Request]:
     ids=[*CAUSAL, *ANY_SUBSET],
 )
 @pytest.mark.parametrize("rows", [5, 12])
-def test_samples_of_a_row_equal_the_same_samples_alone(name: str, settings: DecoderChoice, rows: int) -> None:
+def test_samples_of_a_row_equal_the_same_samples_alone(name, settings, rows):
     backbone, info = model(name)
     requests = samples_of(canvases(infill=name == "asarm-tiny"), 3)
     setup = Setup(backbone=backbone, info=info, sampling=Sampling(temperature=0.9), max_rows=rows, max_tokens=1 << 16)
@@ -98,15 +86,14 @@ def test_samples_of_a_row_equal_the_same_samples_alone(name: str, settings: Deco
 
 
 @pytest.mark.slow
-def test_a_prompt_runs_once_where_its_columns_are_still_held_and_again_where_they_were_overwritten() -> None:
+def test_a_prompt_runs_once_where_its_columns_are_still_held_and_again_where_they_were_overwritten():
     backbone, info = model("ar-tiny")
     requests = samples_of(canvases(infill=False), 3)
     prompts = [int((request.canvas != HOLE).sum()) for request in requests[::3]]
     sampling = Sampling(temperature=0.9)
 
     def rows_run(max_rows: int, some: list[Request]) -> int:
-        setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=max_rows, max_tokens=1 << 16)
-        decoder = build_decoder(setup, CAUSAL["autoregressive"])
+        decoder = engine(backbone, info, CAUSAL["autoregressive"], sampling, rows=max_rows, max_tokens=1 << 16)
         run_all(decoder, some)
         return decoder.stats.useful_rows
 
@@ -119,7 +106,7 @@ def test_a_prompt_runs_once_where_its_columns_are_still_held_and_again_where_the
     assert sum(prompts) - 30 + 2 * len(prompts) <= rows_run(2, requests) - generated <= sum(prompts) + 2 * len(prompts)
 
 
-def test_a_sample_s_key_is_its_row_s_and_its_number_s_alone() -> None:
+def test_a_sample_s_key_is_its_row_s_and_its_number_s_alone():
     keys = {(row, n): nth_key(sample_key(0, f"{row}"), n) for row in range(50) for n in range(50)}
     assert len(set(keys.values())) == len(keys)
     assert all(keys[row, 0] == sample_key(0, f"{row}") for row in range(50))

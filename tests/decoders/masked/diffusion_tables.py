@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace
 from tests.decoders.references.token_table import TokenTable
+from tests.decoders.support import decoder_settings
 
 VOCAB, MASK, LENGTH = 3, 3, 7
 TARGET_INFO = ModelInfo("token_table", VOCAB, None, None, "causal", 0)
@@ -22,7 +22,7 @@ def mask_info(*, max_length=None, shift=0, mask_id=MASK, vocab_size=VOCAB + 1):
 
 def specdiff(gamma, steps=2, **more: Any):
     """The decoder's settings."""
-    return SpecDiffSettings(kind="specdiff", gamma=gamma, steps=steps, drafter=PLACE, **more)
+    return decoder_settings("specdiff", gamma=gamma, steps=steps, drafter=PLACE, **more)
 
 
 @cache

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
+from tests.decoders.support import engine, run_all
 
 GREEDY = Sampling(temperature=0.0)
 CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
@@ -42,9 +42,7 @@ def canvas_of(case, mask_id):
 
 def built(backbone, folder, settings, *, suppressed=(), rows=3):
     info = replace(inspect_model(folder), suppressed=suppressed)
-    return build_decoder(
-        Setup(backbone=backbone, info=info, sampling=GREEDY, max_rows=rows, max_tokens=1 << 20, trace=True), settings
-    )
+    return engine(backbone, info, settings, GREEDY, rows=rows, trace=True)
 
 
 def reveal_calls(outcome, canvas):
@@ -53,7 +51,19 @@ def reveal_calls(outcome, canvas):
     return [call_of[position] for position in np.flatnonzero(canvas < 0)]
 
 
-def check(outcome, case, canvas):
+def decoded(decoder, case, mask_id):
+    """The outcome of a case."""
+    return run_all(decoder, [Request(0, 1, canvas_of(case, mask_id))])[0]
+
+
+def check(decoder, case, mask_id):
+    """The public tokens, in the public order, in as many forwards."""
+    outcome = decoded(decoder, case, mask_id)
+    check_reveals(outcome, case, canvas_of(case, mask_id))
+    assert outcome.nfe == case["nfe"]
+
+
+def check_reveals(outcome, case, canvas):
     holes = np.flatnonzero(canvas < 0)
     assert outcome.tokens.tolist() == [case["output"][hole] for hole in holes]
     assert reveal_calls(outcome, canvas)[-len(case["reveal_call"]) :] == case["reveal_call"]

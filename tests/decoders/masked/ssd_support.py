@@ -2,14 +2,11 @@
 
 import pytest
 
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
-from tests.decoders.support import run_all
+from tests.decoders.support import engine, run_all
 
 
 def decode(backbone, info, settings, sampling, requests, *, rows, **more):
-    size = {"max_rows": rows, "max_tokens": 1 << 20, "trace": True} | more
-    return run_all(build_decoder(Setup(backbone=backbone, info=info, sampling=sampling, **size), settings), requests)
+    return run_all(engine(backbone, info, settings, sampling, rows=rows, **{"trace": True} | more), requests)
 
 
 def reveals(outcome):

@@ -18,15 +18,13 @@ from draftmill.decoders.draws.schedule import LAST_TIME, NOISE_EPS
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked import ancestral as ancestral_module
-from draftmill.decoders.masked.settings import AncestralSettings
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.enumeration import decoded, engine_of
 from tests.decoders.references.causal import PlainMasked
 from tests.decoders.references.choosers import enumerate_law
 from tests.decoders.references.masked import ancestral
 from tests.decoders.references.sampling import coupled_draw
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, texts, toy_requests
+from tests.decoders.support import decoder_settings, engine, run_all, texts, toy_requests
 
 VOCAB, MASK, LENGTH = 3, 3, 6
 INFO = ModelInfo("token_table", VOCAB + 1, MASK, None, "ancestral", 0, (MASK,))
@@ -51,13 +49,11 @@ def plain(length, sampling=Sampling()):  # noqa: B008
 
 def decoder(settings, sampling=Sampling(), *, info=INFO, rows=4, backbone=None, **more):  # noqa: B008
     backbone = backbone or table()
-    return build_decoder(
-        Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, **more), settings
-    )
+    return engine(backbone, info, settings, sampling, rows=rows, **more)
 
 
 def settings_of(steps, predictor="ddpm"):
-    return AncestralSettings(kind="ancestral", steps=steps, predictor=predictor)
+    return decoder_settings("ancestral", steps=steps, predictor=predictor)
 
 
 def requests_of(count, *, seed=0, **more):

@@ -13,10 +13,9 @@ from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, NodeLayout, Windows
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all
+from tests.decoders.support import decoder_settings, run_all
 
 VOCAB, MASK, LENGTH = 4, 3, 7
 MODEL = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
@@ -130,7 +129,7 @@ def test_a_canvas_as_an_array_is_what_was_revealed():
 def compared(refresh=3):
     shared: dict[str, Any] = {"block_length": 2, "cache": "dual_strict", "refresh": refresh}
     requests = [Request(index, index, np.full(LENGTH, -1, dtype=np.int32)) for index in range(12)]
-    base, settings = StepwiseSettings(kind="stepwise", **shared), SelfSpeculativeSettings(kind="ssd", **shared)
+    base, settings = decoder_settings("stepwise", **shared), decoder_settings("ssd", **shared)
     sampling = Sampling(temperature=0.9)
     expected = decode(MODEL, INFO, base, sampling, requests, rows=3)
     return lambda: same(decode(MODEL, INFO, settings, sampling, requests, rows=3), expected)

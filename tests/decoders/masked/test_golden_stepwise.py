@@ -14,11 +14,10 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.masked import stepwise
-from draftmill.decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
 from draftmill.decoders.masked.stepwise import dream_quota, dream_times, within
 from tests.decoders.backbones.masked_models import load, look
-from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
-from tests.decoders.support import run_all
+from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check, decoded
+from tests.decoders.support import decoder_settings, run_all
 
 CONFIDENCES: dict[str, Any] = {"maskgit_plus": "top1", "topk_margin": "margin", "entropy": "entropy"}
 
@@ -37,13 +36,10 @@ def test_stepwise_is_the_public_llada_by_its_steps(golden, kind):
     backbone = load(folder)
     for case in cases:
         options = case["settings"]
-        settings = StepwiseSettings(
-            kind="stepwise", block_length=options["block_length"], steps=options["steps"], cache=cache
+        settings = decoder_settings(
+            "stepwise", block_length=options["block_length"], steps=options["steps"], cache=cache
         )
-        canvas = canvas_of(case, 90)
-        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
-        check(outcome, case, canvas)
-        assert outcome.nfe == case["nfe"]
+        check(built(backbone, folder, settings), case, 90)
 
 
 @pytest.mark.one_in(2)
@@ -55,16 +51,13 @@ def test_threshold_is_the_public_fast_dllm(golden, kind):
     assert len(cases) >= 4
     for case in cases:
         options = case["settings"]
-        settings = ThresholdSettings(
-            kind="threshold",
+        settings = decoder_settings(
+            "threshold",
             block_length=options["block_length"],
             tau=options["threshold"],
             cache=CACHES[kind],
         )
-        canvas = canvas_of(case, 90)
-        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
-        check(outcome, case, canvas)
-        assert outcome.nfe == case["nfe"]
+        check(built(backbone, folder, settings), case, 90)
 
 
 def public_within(factor, sure):
@@ -83,18 +76,14 @@ def test_factor_is_the_public_fast_dllm_but_for_the_last_candidate(golden, kind,
     more = 0
     for case in cases:
         options = case["settings"]
-        settings = FactorSettings(
-            kind="factor", block_length=options["block_length"], factor=options["factor"], cache=CACHES[kind]
+        settings = decoder_settings(
+            "factor", block_length=options["block_length"], factor=options["factor"], cache=CACHES[kind]
         )
-        canvas = canvas_of(case, 90)
         with monkeypatch.context() as public:
             public.setattr(stepwise, "within", public_within)
             decoder = built(backbone, folder, settings)
-        (outcome,) = run_all(decoder, [Request(0, 1, canvas)]).values()
-        check(outcome, case, canvas)
-        assert outcome.nfe == case["nfe"]
-        (own,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
-        more += own.nfe > case["nfe"]
+        check(decoder, case, 90)
+        more += decoded(built(backbone, folder, settings), case, 90).nfe > case["nfe"]
     assert more
 
 
@@ -113,17 +102,14 @@ def test_stepwise_is_the_public_dream_by_its_schedule(golden):
     assert len(cases) >= 14
     for case in cases:
         options = case["settings"]
-        settings = StepwiseSettings(
-            kind="stepwise",
+        settings = decoder_settings(
+            "stepwise",
             block_length=None,
             schedule="dream",
             steps=options["steps"],
             confidence=CONFIDENCES[options["alg"]],
         )
-        canvas = canvas_of(case, 91)
-        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
-        check(outcome, case, canvas)
-        assert outcome.nfe == case["nfe"]
+        check(built(backbone, folder, settings), case, 91)
 
 
 def test_dreams_schedule_reveals_as_many_as_the_public_code(golden):
@@ -155,10 +141,9 @@ def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
     same = 0
     for case in cases:
         options = case["settings"]
-        settings = StepwiseSettings(kind="stepwise", block_length=options["block_length"], steps=options["steps"])
+        settings = decoder_settings("stepwise", block_length=options["block_length"], steps=options["steps"])
         decoder = built(backbone, folder, settings, suppressed=(90,))
-        (outcome,) = run_all(decoder, [Request(0, 1, canvas_of(case, 90))]).values()
-        same += outcome.tokens.tolist() == public_text(case, 90)
+        same += decoded(decoder, case, 90).tokens.tolist() == public_text(case, 90)
     assert len(cases) / 2 < same <= len(cases)
 
 
@@ -173,7 +158,7 @@ def test_ragged_batches_and_refilled_slots_change_nothing(golden, kind):
     ]
     cases = [case for case in cases if case["settings"]["steps"] == case["settings"]["gen_length"]]
     requests = [Request(index, index, canvas_of(case, 90)) for index, case in enumerate(cases * 3)]
-    settings = StepwiseSettings(kind="stepwise", block_length=4, cache=CACHES[kind])
+    settings = decoder_settings("stepwise", block_length=4, cache=CACHES[kind])
     alone = {
         request.index: run_all(built(backbone, folder, settings), [request])[request.index]
         for request in requests[: len(cases)]
@@ -238,7 +223,7 @@ def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, ma
         if index % 2:
             canvas[0] = -1
         requests.append(Request(index, index, canvas))
-    settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache, refresh=refresh)
+    settings = decoder_settings("stepwise", block_length=4, cache=cache, refresh=refresh)
     outcomes = run_all(built(backbone, folder, settings, suppressed=(mask_id,)), requests)
     named = {"mask_id": mask_id, "shift": shift, "block_length": 4, "cache": cache, "refresh": refresh}
     for request in requests:
@@ -254,7 +239,7 @@ def test_texts_depend_on_how_long_a_cache_lives(golden):
     requests = [Request(at, at, np.array([*prompt, *[-1] * 16], dtype=np.int32)) for at, prompt in enumerate(prompts)]
     orders = {}
     for cache, refresh in LIFETIMES[:-1]:
-        settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache, refresh=refresh)
+        settings = decoder_settings("stepwise", block_length=4, cache=cache, refresh=refresh)
         outcomes = run_all(built(backbone, folder, settings, suppressed=(90,)), requests)
         orders[cache, refresh] = [(step.positions, step.committed) for at in range(3) for step in outcomes[at].trace]
     assert orders["dual_strict", 1] == orders["none", None]

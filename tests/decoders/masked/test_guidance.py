@@ -4,8 +4,6 @@
 mean it, and with one block; greedy, so that no noise has to be the same.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -20,11 +18,10 @@ from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.settings import FactorSettings, SelfSpeculativeSettings, StepwiseSettings
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.references.causal import PlainMasked
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, texts
+from tests.decoders.support import decoder_settings, run_all, texts
 
 VOCAB, LENGTH = 3, 6
 MASK, END = VOCAB, 2
@@ -74,9 +71,7 @@ def llada(canvas: list[int], cfg_scale: float, *, tokens_per_step: int, ends: tu
 @pytest.mark.parametrize("tokens_per_step", [1, 2])
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_guided_texts_are_those_of_lladas_code_and_take_two_evaluations_a_step(scale, tokens_per_step):
-    settings = StepwiseSettings(
-        kind="stepwise", block_length=None, guidance_scale=scale, tokens_per_step=tokens_per_step
-    )
+    settings = decoder_settings("stepwise", block_length=None, guidance_scale=scale, tokens_per_step=tokens_per_step)
     found = run_all(build_decoder(setup(Sampling(temperature=0.0)), settings), requests())
     plain = run_all(
         build_decoder(setup(Sampling(temperature=0.0)), settings.model_copy(update={"guidance_scale": 0.0})), requests()
@@ -92,7 +87,7 @@ def test_guided_texts_are_those_of_lladas_code_and_take_two_evaluations_a_step(s
 
 def test_end_tokens_come_last_if_they_are_suppressed():
     def run(**more: Any) -> dict[int, list[int]]:
-        settings = StepwiseSettings(kind="stepwise", block_length=None, **more)
+        settings = decoder_settings("stepwise", block_length=None, **more)
         made = setup(Sampling(temperature=0.0), ends=(END,))
         return texts(run_all(build_decoder(made, settings), requests()))
 
@@ -113,14 +108,14 @@ def test_speculation_keeps_guided_texts_and_the_order_of_ends(sampling):
     def run(settings: DecoderChoice, rows: int) -> dict[int, list[int]]:
         return texts(run_all(build_decoder(setup(sampling, rows=rows, ends=(END,)), settings), requests()))
 
-    expected = run(StepwiseSettings(kind="stepwise", **more), 1)
-    assert run(StepwiseSettings(kind="stepwise", **more), 5) == expected
+    expected = run(decoder_settings("stepwise", **more), 1)
+    assert run(decoder_settings("stepwise", **more), 5) == expected
     for tree in ("chain", "mixed"):
-        assert run(SelfSpeculativeSettings(kind="ssd", draft_length=2, tree=tree, **more), 3) == expected
+        assert run(decoder_settings("ssd", draft_length=2, tree=tree, **more), 3) == expected
     alone = replace(requests()[0], index=0)
-    assert run_all(build_decoder(setup(sampling), FactorSettings(kind="factor", guidance_scale=2.0)), [alone])
+    assert run_all(build_decoder(setup(sampling), decoder_settings("factor", guidance_scale=2.0)), [alone])
 
 
 def test_a_cache_holds_one_canvas_only():
     with pytest.raises(ValueError, match="runs two canvases, and a cache holds one"):
-        StepwiseSettings(kind="stepwise", guidance_scale=1.0, cache="prefix")
+        decoder_settings("stepwise", guidance_scale=1.0, cache="prefix")

@@ -1,7 +1,5 @@
 """The laws of the decoders of masked diffusion, enumerated on their generators in the real engine, beside other samples."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -32,6 +30,7 @@ from tests.decoders.enumeration import Law, decoded, law_of, total_variation
 from tests.decoders.references.sampling import coupled_draw
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.regions import Triangle
+from tests.decoders.support import decoder_settings
 
 SAMPLED = Sampling(temperature=0.8)
 CANVASES = {"tail": [0, -1, -1, -1], "middle": [-1, 1, -1, -1], "whole": [-1, -1, -1, -1]}
@@ -67,11 +66,11 @@ def law_alone(settings: DecoderChoice, canvas: list[int], *, vocab_size: int = 2
 
 
 def step(**more: Any) -> StepwiseSettings:
-    return StepwiseSettings(kind="stepwise", **more)
+    return decoder_settings("stepwise", **more)
 
 
 def drafting(**more: Any) -> SelfSpeculativeSettings:
-    return SelfSpeculativeSettings(kind="ssd", **more)
+    return decoder_settings("ssd", **more)
 
 
 # ---- the chooser's regions -------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ def surest(held: list[int], *, vocab_size: int, kind: str) -> int:
 
 @pytest.mark.parametrize("vocab_size", [2, 3])
 @pytest.mark.parametrize("kind", ["left to right", "margin", "entropy"])
-def test_the_law_of_stepwise_is_that_of_its_order_where_this_depends_on_no_draw(kind: str, vocab_size: int):
+def test_the_law_of_stepwise_is_that_of_its_order_where_this_depends_on_no_draw(kind, vocab_size):
     canvas = [-1, 1, -1, -1] if vocab_size == 2 else [-1, 1, 0, -1]
     if kind == "left to right":
         law = law_alone(step(block_length=1), canvas, vocab_size=vocab_size)
@@ -246,7 +245,7 @@ def decoder_of(settings: dict[str, Any]) -> DecoderChoice:
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_is_drawn_has_the_law_of_the_public_loops(name: str):
+def test_what_is_drawn_has_the_law_of_the_public_loops(name):
     (more, reveal), hot = PUBLIC[name], Sampling(temperature=2.0)
     canvas = CANVASES["tail"]
     expected = public_law(2, canvas, reveal, block_length=more.get("block_length"), sampling=hot)
@@ -258,7 +257,7 @@ def test_what_is_drawn_has_the_law_of_the_public_loops(name: str):
 
 @pytest.mark.parametrize("cut", [None, "top-k", "top-p", "both"])
 @pytest.mark.parametrize("family", ["table", "dream"])
-def test_cut_distributions_have_the_law_of_the_public_loops_too(family: str, cut: str | None):
+def test_cut_distributions_have_the_law_of_the_public_loops_too(family, cut):
     """Dream's confidences are those of the distribution that it draws from, LLaDA's those of the model's own."""
     canvas, sampling = [-1, 1, 0, -1], CUTS[cut] if cut else SAMPLED
     law = law_alone(step(), canvas, vocab_size=3, sampling=sampling, family=family)
@@ -300,7 +299,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_law_of_stepwise_is_that_of_the_cut_distributions(cut: str):
+def test_the_law_of_stepwise_is_that_of_the_cut_distributions(cut):
     canvas, sampling = [-1, 1, 0, -1], CUTS[cut]
     law = law_alone(step(block_length=1), canvas, vocab_size=3, sampling=sampling)
     assert total_variation(law, chain_law(3, canvas, lambda held: held.index(-1), sampling)) < 1e-12
@@ -314,7 +313,7 @@ def test_the_law_of_stepwise_is_that_of_the_cut_distributions(cut: str):
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("cut", [None, "top-p"])
 @pytest.mark.parametrize("name", ["tail", "middle"])
-def test_a_random_order_is_one_of_all_and_each_is_as_likely(name: str, cut: str | None):
+def test_a_random_order_is_one_of_all_and_each_is_as_likely(name, cut):
     sampling = CUTS[cut] if cut else SAMPLED
     law = law_alone(step(block_length=None, confidence="random"), CANVASES[name], sampling=sampling)
     assert total_variation(law, random_orders(CANVASES[name], sampling)) < 1e-12
@@ -334,7 +333,7 @@ def test_a_random_order_is_that_of_the_samples_own_numbers():
     assert len({tuple(order) for order in orders}) == 6
 
 
-def test_a_nucleus_that_is_not_cut_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_nucleus_that_is_not_cut_is_found(monkeypatch):
     monkeypatch.setattr(Warp, "draw", lambda self, law, gumbel: coupled_draw(law, gumbel))
     with pytest.raises(AssertionError, match="noise of the chosen branch gives another token"):
         law_alone(step(), [-1, 1, 0, -1], vocab_size=3, sampling=Sampling(top_p=0.4))
@@ -367,7 +366,7 @@ def baseline(number: int, name: str) -> Law:
 
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
-def test_ssd_has_the_law_of_stepwise(number: int):
+def test_ssd_has_the_law_of_stepwise(number):
     shared, own = CASES[number]
     # The swap of two drafts needs two drafts in the second forward.
     for name in {1: list(CANVASES), 3: ["whole"]}.get(number, ["middle"]):
@@ -377,9 +376,7 @@ def test_ssd_has_the_law_of_stepwise(number: int):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("shared", "own", "sampling"), CUT_SSD, ids=str)
-def test_ssd_has_the_law_of_stepwise_under_cuts_and_random_orders(
-    shared: dict[str, Any], own: dict[str, Any], sampling: Sampling
-):
+def test_ssd_has_the_law_of_stepwise_under_cuts_and_random_orders(shared, own, sampling):
     laws = [
         law_alone(one, CANVASES["middle"], sampling=sampling) for one in (step(**shared), drafting(**shared, **own))
     ]
@@ -395,7 +392,7 @@ def test_ssd_has_the_law_of_stepwise_where_three_tokens_are_cut_to_two():
 @pytest.mark.one_in(99, soak=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 5])
-def test_ssd_has_the_law_of_stepwise_beside_other_samples_and_in_slots_that_are_refilled(number: int):
+def test_ssd_has_the_law_of_stepwise_beside_other_samples_and_in_slots_that_are_refilled(number):
     shared, own = CASES[number]
     before, after = [request([-1, 0, -1], 1), request([1, -1], 2)], [request([-1] * 4, 3)]
     # Without the last one, the sample moves to the slot that becomes free.
@@ -418,7 +415,7 @@ def test_three_tokens_have_the_law_of_stepwise_too():
 
 
 @pytest.mark.slow
-def test_a_walk_that_takes_a_draft_for_right_because_of_its_position_alone_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_walk_that_takes_a_draft_for_right_because_of_its_position_alone_is_found(monkeypatch):
     walk, expected = ssd.walk, baseline(0, "middle")
 
     def careless(nodes: Any, said: Any, drafts: Any, *, mixed: bool) -> Any:
@@ -435,7 +432,7 @@ def test_a_walk_that_takes_a_draft_for_right_because_of_its_position_alone_is_fo
 
 
 @pytest.mark.slow
-def test_a_cache_that_keeps_the_masks_of_a_finished_block_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_keeps_the_masks_of_a_finished_block_is_found(monkeypatch):
     shared, own = CASES[5]
     expected = baseline(5, "middle")
     monkeypatch.setattr(Windows, "between", lambda windows, last, block: [windows.window(block)])
@@ -456,23 +453,23 @@ def all_at_once(canvas: list[int]) -> Law:
 
 
 def threshold(tau: float) -> ThresholdSettings:
-    return ThresholdSettings(kind="threshold", tau=tau, block_length=None)
+    return decoder_settings("threshold", tau=tau, block_length=None)
 
 
 def factor(number: float) -> FactorSettings:
-    return FactorSettings(kind="factor", factor=number, block_length=None)
+    return decoder_settings("factor", factor=number, block_length=None)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("one", "all_"), [(threshold(1.0), threshold(0.0)), (factor(1e-9), factor(1e9))])
-def test_a_threshold_reveals_one_at_a_time_or_all_at_once_at_its_limits(one: DecoderChoice, all_: DecoderChoice):
+def test_a_threshold_reveals_one_at_a_time_or_all_at_once_at_its_limits(one, all_):
     canvas = CANVASES["middle"]
     assert total_variation(law_alone(one, canvas), baseline(0, "middle")) < 1e-12
     assert total_variation(law_alone(all_, canvas), all_at_once(canvas)) < 1e-12
     assert total_variation(all_at_once(canvas), baseline(0, "middle")) > 1e-2
 
 
-def test_a_threshold_that_leaves_out_the_least_sure_token_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_threshold_that_leaves_out_the_least_sure_token_is_found(monkeypatch):
     above, expected = stepwise.above, all_at_once(CANVASES["middle"])
     monkeypatch.setattr(stepwise, "above", lambda tau, sure: max(above(tau, sure) - 1, 1))
     assert total_variation(law_alone(threshold(0.0), CANVASES["middle"]), expected) > 1e-3

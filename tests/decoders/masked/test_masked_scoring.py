@@ -13,11 +13,10 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.masked.settings import AncestralSettings, StepwiseSettings
 from tests.decoders.masked.diffusion_tables import LENGTH, MASK, VOCAB, drafter, mask_info
-from tests.decoders.support import score, scorer_for
+from tests.decoders.support import decoder_settings, score, scorer_for
 
-LLADA, MDLM = StepwiseSettings(kind="stepwise"), AncestralSettings(kind="ancestral")
+LLADA, MDLM = decoder_settings("stepwise"), decoder_settings("ancestral")
 ANCESTRAL = replace(mask_info(), kind="ancestral")
 
 

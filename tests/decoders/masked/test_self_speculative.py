@@ -12,13 +12,10 @@ from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all
+from tests.decoders.support import Pair, decoder_settings, engine, run_all
 
 VOCAB, POSITIONS = 4, 7
 SAMPLINGS = {
@@ -57,9 +54,9 @@ def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
     for seed, (block_length, rows, shift) in enumerate([(None, 3, 0), (1, 1, 1), (2, 16, 0), (3, 3, 1), (7, 1, 0)]):
         requests = canvases(6, vocab_size=VOCAB, longest=POSITIONS, seed=seed)
         info, model = table_info(shift), table(seed)
-        base = StepwiseSettings(kind="stepwise", block_length=block_length)
+        base = decoder_settings("stepwise", block_length=block_length)
         expected = decode(model, info, base, SAMPLINGS[sampling], requests, rows=2)
-        settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=draft_length, tree=tree)
+        settings = decoder_settings("ssd", block_length=block_length, draft_length=draft_length, tree=tree)
         outcomes = decode(model, info, settings, SAMPLINGS[sampling], requests, rows=rows)
         same(outcomes, expected)
         fewer += sum(expected[index].nfe - outcomes[index].nfe for index in expected)
@@ -70,9 +67,9 @@ def test_ssd_is_stepwise_on_a_mixture_of_experts(golden):
     folder = golden / "llada_moe"
     backbone, info = load(folder), inspect_model(folder)
     requests = canvases(4, vocab_size=info.mask_id, longest=16, seed=5)
-    base = StepwiseSettings(kind="stepwise", block_length=8, cache="dual_strict")
+    base = decoder_settings("stepwise", block_length=8, cache="dual_strict")
     expected = decode(backbone, info, base, SAMPLINGS["greedy"], requests, rows=4)
-    settings = SelfSpeculativeSettings(kind="ssd", block_length=8, cache="dual_strict", draft_length=3, tree="mixed")
+    settings = decoder_settings("ssd", block_length=8, cache="dual_strict", draft_length=3, tree="mixed")
     outcomes = decode(backbone, info, settings, SAMPLINGS["greedy"], requests, rows=3)
     same(outcomes, expected)
     assert sum(expected[index].nfe - outcomes[index].nfe for index in expected) > 0
@@ -88,11 +85,9 @@ def test_ssd_is_stepwise_on_the_public_architectures(golden, family, cache, samp
     requests = canvases(6, vocab_size=info.mask_id, longest=20, seed=5)
     cases: list[tuple[int, int | None, int, Any]] = [(2, 8, 16, "mixed"), (7, 8, 3, "chain"), (5, None, 1, "mixed")]
     for draft_length, block_length, rows, tree in cases:
-        base = StepwiseSettings(kind="stepwise", block_length=block_length, cache=cache)
+        base = decoder_settings("stepwise", block_length=block_length, cache=cache)
         expected = decode(backbone, info, base, SAMPLINGS[sampling], requests, rows=4)
-        settings = SelfSpeculativeSettings(
-            kind="ssd", block_length=block_length, cache=cache, draft_length=draft_length, tree=tree
-        )
+        settings = decoder_settings("ssd", block_length=block_length, cache=cache, draft_length=draft_length, tree=tree)
         outcomes = decode(backbone, info, settings, SAMPLINGS[sampling], requests, rows=rows)
         same(outcomes, expected)
 
@@ -113,7 +108,7 @@ def masks_only(length):
 @pytest.mark.parametrize("draft_length", range(1, 9))
 def test_a_model_that_keeps_its_mind_gives_all_drafts_and_one_token_more(draft_length, block_length):
     """The bound of the paper, N / (N + 1) fewer forwards, plus the one forward that drafts first; which also gives a token."""
-    settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=draft_length)
+    settings = decoder_settings("ssd", block_length=block_length, draft_length=draft_length)
     for length in (1, 4, POSITIONS):
         requests = [masks_only(length)]
         (outcome,) = decode(scripted(), table_info(), settings, SAMPLINGS["sampled"], requests, rows=1).values()
@@ -127,7 +122,7 @@ def test_a_model_that_keeps_its_mind_gives_all_drafts_and_one_token_more(draft_l
 def test_a_refresh_costs_a_cached_block_no_forward_of_its_own(draft_length, cache):
     """Better than the plain scheme, whose refresh runs the root alone: 1 + ceil(3 / (N + 1)) forwards for each block of four.
     Only the first block has one more, which drafts."""
-    settings = SelfSpeculativeSettings(kind="ssd", block_length=3, draft_length=draft_length, cache=cache)
+    settings = decoder_settings("ssd", block_length=3, draft_length=draft_length, cache=cache)
     (outcome,) = decode(scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(6)], rows=1).values()
     assert outcome.nfe == 1 + -(-2 // (draft_length + 1)) + -(-3 // (draft_length + 1))
 
@@ -137,8 +132,8 @@ def test_a_refresh_costs_a_cached_block_no_forward_of_its_own(draft_length, cach
 @pytest.mark.parametrize(("block_length", "refresh"), [(None, 3), (2, 3), (3, 4), (7, 2), (2, 7)])
 def test_drafts_end_at_a_refresh_and_not_at_a_block_before_it(block_length, refresh, draft_length):
     """Between two refreshes every forward gives all drafts and one token more; only the very first has none."""
-    settings = SelfSpeculativeSettings(
-        kind="ssd", block_length=block_length, draft_length=draft_length, cache="dual_strict", refresh=refresh
+    settings = decoder_settings(
+        "ssd", block_length=block_length, draft_length=draft_length, cache="dual_strict", refresh=refresh
     )
     (outcome,) = decode(
         scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(POSITIONS)], rows=1
@@ -150,7 +145,7 @@ def test_drafts_end_at_a_refresh_and_not_at_a_block_before_it(block_length, refr
 def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
     totals = {}
     for tree in ("chain", "mixed"):
-        settings = SelfSpeculativeSettings(kind="ssd", block_length=None, draft_length=4, tree=tree)
+        settings = decoder_settings("ssd", block_length=None, draft_length=4, tree=tree)
         outcomes = decode(
             table(3, spread=1.0),
             table_info(),
@@ -165,11 +160,8 @@ def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_sequence_forwards_are_counted(rows):
-    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
-    decoder = build_decoder(
-        Setup(backbone=table(), info=table_info(), sampling=SAMPLINGS["greedy"], max_rows=rows, max_tokens=1 << 20),
-        settings,
-    )
+    settings = decoder_settings("ssd", draft_length=3)
+    decoder = engine(table(), table_info(), settings, SAMPLINGS["greedy"], rows=rows)
     outcomes = run_all(decoder, canvases(20, vocab_size=VOCAB, longest=POSITIONS))
     assert decoder.stats.verified == sum(outcome.nfe + outcome.proposed for outcome in outcomes.values())
     assert decoder.stats.committed == sum(len(outcome.tokens) for outcome in outcomes.values())
@@ -177,29 +169,13 @@ def test_sequence_forwards_are_counted(rows):
 
 
 def test_room_counts_the_columns_of_all_nodes():
-    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3, tree="mixed")
-    decoder: Any = build_decoder(
-        Setup(backbone=table(), info=table_info(), sampling=SAMPLINGS["greedy"], max_rows=9, max_tokens=6 * 7 * 2),
-        settings,
-    )
+    settings = decoder_settings("ssd", draft_length=3, tree="mixed")
+    decoder = engine(table(), table_info(), settings, SAMPLINGS["greedy"], rows=9, max_tokens=6 * 7 * 2)
     assert decoder.columns(7) == 6 * 7
     assert decoder.room(7) == 2
 
 
 # ---- ends ----------------------------------------------------------------------------------------------------------------
-
-
-class StopPair:
-    """A stop string as two tokens in a row."""
-
-    def __init__(self, *pair):
-        self.pair = list(pair)
-
-    def find(self, tokens, num_checked):
-        for end in range(max(num_checked, 1) + 1, len(tokens) + 1):
-            if list(tokens[end - 2 : end]) == self.pair:
-                return end
-        return None
 
 
 def completions(count, *, seed):
@@ -223,12 +199,12 @@ def cut(tokens, stops):
 
 
 @pytest.mark.one_in(7)
-@pytest.mark.parametrize("stops", [Stops(ids=(1,)), Stops(text=StopPair(2, 0)), Stops(ids=(1,), text=StopPair(2, 0))])
+@pytest.mark.parametrize("stops", [Stops(ids=(1,)), Stops(text=Pair(2, 0)), Stops(ids=(1,), text=Pair(2, 0))])
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling):
     requests, model, seen = completions(40, seed=4), table(4), set()
     for block_length in (2, None):
-        base = StepwiseSettings(kind="stepwise", block_length=block_length)
+        base = decoder_settings("stepwise", block_length=block_length)
         whole = decode(model, table_info(), base, SAMPLINGS[sampling], requests, rows=4)
         ended = decode(model, table_info(), base, SAMPLINGS[sampling], requests, rows=4, stops=stops)
         for index, outcome in ended.items():
@@ -236,7 +212,7 @@ def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling)
             assert reveals(outcome) == reveals(whole[index])[: len(reveals(outcome))]
             seen |= {outcome.finish}
         assert sum(outcome.nfe for outcome in ended.values()) < sum(outcome.nfe for outcome in whole.values())
-        settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=4)
+        settings = decoder_settings("ssd", block_length=block_length, draft_length=4)
         same(
             decode(model, table_info(), settings, SAMPLINGS[sampling], requests, rows=4, stops=stops),
             ended,
@@ -264,7 +240,7 @@ def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again
     good = [dataclasses.replace(request, index=index) for index, request in enumerate(completions(6, seed=1))]
     good = [request for request in good if 2 not in request.canvas]
     bad = Request(99, 1, np.array([2, -1, -1, -1], dtype=np.int32))
-    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
+    settings = decoder_settings("ssd", draft_length=3)
     mixed = decode(model, table_info(), settings, SAMPLINGS["greedy"], [good[0], bad, *good[1:]], rows=2)
     alone = decode(model, table_info(), settings, SAMPLINGS["greedy"], good, rows=2)
     assert mixed[99].error_kind == "nan_logits"
@@ -274,7 +250,7 @@ def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again
 
 
 def test_ssd_has_no_rule_of_rejection():
-    settings = SelfSpeculativeSettings(kind="ssd")
+    settings = decoder_settings("ssd")
     with pytest.raises(
         ValueError, match=r"sampling\.acceptance: 'rejection' needs the probabilities of a draft, and decoder 'ssd' has"
     ):

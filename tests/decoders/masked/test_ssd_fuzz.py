@@ -12,10 +12,10 @@ import torch
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
+from tests.decoders.support import decoder_settings
 from tests.runs.jobs_of_tests import soak
 
 CACHES = ["none", "prefix", "dual_strict", "dual_relaxed"]
@@ -66,10 +66,10 @@ def check(rng: np.random.Generator, backbone: Any, info: ModelInfo, *, count: in
     shared, requests = shared_settings(rng), random_requests(rng, count=count, words=words)
     is_lossy = shared["cache"] == "dual_relaxed"
     tree: Any = rng.choice(["chain", "mixed"])
-    settings = SelfSpeculativeSettings(kind="ssd", draft_length=int(rng.integers(1, 9)), tree=tree, **shared)
+    settings = decoder_settings("ssd", draft_length=int(rng.integers(1, 9)), tree=tree, **shared)
     sampling = Sampling(temperature=float(rng.choice([0.0, 1.0])))
     found = decode(backbone, info, settings, sampling, requests, rows=int(rng.integers(1, 6)))
-    base = settings if is_lossy else StepwiseSettings(kind="stepwise", **shared)
+    base = settings if is_lossy else decoder_settings("stepwise", **shared)
     expected = decode(backbone, info, base, sampling, requests, rows=1)
     if not is_lossy:
         same(found, expected)
@@ -110,12 +110,12 @@ def test_on_the_public_architectures_every_bit_is_that_of_stepwise(golden, famil
 )
 def test_drafts_may_cross_into_a_block_far_away(life):
     """The node behind the crossing sees the text before, between and behind two blocks, and each block where it was run."""
-    settings = SelfSpeculativeSettings(kind="ssd", draft_length=2, block_length=3, **life)
+    settings = decoder_settings("ssd", draft_length=2, block_length=3, **life)
     info = ModelInfo("table", WORDS + 1, WORDS, None, "masked", 0, (WORDS,))
     canvas = np.array([1, 2, -1, -1, 3, 1, 2, 0, -1, 3, -1, 0], dtype=np.int32)
     base: Any = settings
     if life["cache"] == "dual_strict":
-        base = StepwiseSettings(kind="stepwise", block_length=3, **life)
+        base = decoder_settings("stepwise", block_length=3, **life)
     for seed in range(3):
         requests = [Request(0, 0, canvas)]
         found = decode(Hashed(seed), info, settings, Sampling(), requests, rows=1)

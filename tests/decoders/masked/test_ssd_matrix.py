@@ -7,11 +7,10 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import pairwise
+from tests.decoders.support import decoder_settings, pairwise
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -69,9 +68,9 @@ def check(case, backbone, info, requests):
         "refresh": refresh,
     }
     sampling = SAMPLINGS[case["sampling"]]
-    base = StepwiseSettings(kind="stepwise", **shared)
+    base = decoder_settings("stepwise", **shared)
     expected = decode(backbone, info, base, sampling, requests, rows=2)
-    settings = SelfSpeculativeSettings(kind="ssd", draft_length=case["draft_length"], tree=case["tree"], **shared)
+    settings = decoder_settings("ssd", draft_length=case["draft_length"], tree=case["tree"], **shared)
     outcomes = decode(backbone, info, settings, sampling, requests, rows=case["rows"])
     same(outcomes, expected)
     return sum(expected[index].nfe - outcomes[index].nfe for index in expected)

@@ -8,10 +8,10 @@ import pytest
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
+from tests.decoders.support import decoder_settings
 
 GREEDY, MASK, LENGTH = Sampling(temperature=0.0), 3, 7
 LIVES: list[tuple[int | None, int | None]] = [(2, None), (3, None), (2, 3), (3, 2), (1, 4), (None, 2)]
@@ -22,7 +22,7 @@ def info(shift=0):
 
 
 def ssd(cache="dual_relaxed", **more: Any):
-    return SelfSpeculativeSettings(kind="ssd", cache=cache, **more)
+    return decoder_settings("ssd", cache=cache, **more)
 
 
 def requests_of(count, seed):
@@ -145,7 +145,7 @@ def test_it_is_lossy_and_its_texts_tell_how_often(golden):
     prompts = np.random.default_rng(0).integers(0, 80, (16, 4))
     requests = [Request(at, at, np.array([*prompt, *[-1] * 16], dtype=np.int32)) for at, prompt in enumerate(prompts)]
     sampled = Sampling(temperature=1.0)
-    base = StepwiseSettings(kind="stepwise", cache="dual_strict", block_length=4)
+    base = decoder_settings("stepwise", cache="dual_strict", block_length=4)
     expected = decode(backbone, known, base, sampled, requests, rows=8)
     settings = ssd(draft_length=4, block_length=4)
     outcomes = decode(backbone, known, settings, sampled, requests, rows=8)
@@ -158,7 +158,7 @@ def test_it_is_lossy_and_its_texts_tell_how_often(golden):
 def test_where_the_cache_is_made_once_there_is_nothing_to_relax():
     model = TokenTable(vocab_size=4, num_positions=LENGTH, seed=2, spread=1.0)
     requests = requests_of(30, seed=2)
-    base = StepwiseSettings(kind="stepwise", cache="dual_strict", block_length=None)
+    base = decoder_settings("stepwise", cache="dual_strict", block_length=None)
     expected = decode(model, info(), base, GREEDY, requests, rows=4)
     same(
         decode(model, info(), ssd(draft_length=3, block_length=None), GREEDY, requests, rows=4),

@@ -3,8 +3,6 @@
 Sources: see absorbing_rows.py. The shape letters are those of decoders/__init__.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ Sources: Sahoo et al., "Simple and Effective Masked Diffusion Language Models" (
 Legend: V vocabulary (the mask included).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

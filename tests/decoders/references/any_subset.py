@@ -6,8 +6,6 @@ of its conditionals is the law that every other decoder must have.
 Source: Guo and Ermon, ASSD, the sequential sampler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -7,8 +7,6 @@ lists the columns that it sees. The only router is the minimum span; there is no
 Sources: SDAR (Cheng et al., 2025); S2D2 (2026), Algorithm 3.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ give the same tokens and counts from the same noise, and the exact distribution 
 Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ One chooser reads the sample's noise, as the batched decoders do; another takes 
 so that the exact output distribution of the decoding code is summed up. Knows nothing of models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """A plain reference of S2D2's fused rounds (blocks/s2d2.py): one sample, no cache, no stops; uses blocks.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -6,8 +6,6 @@ Legend: N flat rows, H heads, W columns, P distances; of layers and experts: P r
 fixed products: K numbers in, M numbers out.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Final

@@ -3,8 +3,6 @@
 Sources: as in ancestral.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What rows see, from a mask."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """From the logits of rows to distributions by the settings of a job, as plainly as it can be written; draws by noise; warps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

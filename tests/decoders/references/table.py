@@ -7,7 +7,7 @@ logits themselves, so draft heads of the same width work on it.
 Legend: as in backbones/base.py; P positions.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import StreamRows
 
 
-class TableBackbone(Model):
-    """Random conditionals p(x_i | any set of other tokens), float64.
+class Table(Model):
+    """Random conditionals, float64, for a position and the visible tokens.
 
     The row of the table for a context is its code in base V + 1, a position without a visible token counting as digit V.
     """
@@ -39,10 +39,24 @@ class TableBackbone(Model):
         self.num_rows_computed, self.min_rows, self.exact = 0, 1, True
         table = spread * torch.randn(num_positions, num_contexts, vocab_size, generator=generator, dtype=torch.float64)
         self.table_PXV = table.to(self.device)
-        self.embedding_VD = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64).to(
-            self.device
-        )
+        embedding = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64)
+        self.embedding_VD = embedding.to(self.device)
         self.tokens_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Hidden states are logits; a copy, since ids are suppressed in place."""
+        return hidden_RD.clone()
+
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """Random embeddings, for draft heads."""
+        return self.embedding_VD[tokens_R]
+
+
+class TableBackbone(Table):
+    """p(x_i | any set of other tokens)."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
         self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
@@ -78,11 +92,3 @@ class TableBackbone(Model):
         seen_QW = torch.arange(digits_QW.shape[1], device=self.device) < limit_Q.unsqueeze(1)
         empty = (self.vocab_size + 1) ** self.num_positions - 1
         return empty + (digits_QW * weights_QW * seen_QW).sum(-1)
-
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Hidden states are logits; a copy, since ids are suppressed in place."""
-        return hidden_RD.clone()
-
-    def embed(self, tokens_R: Tensor) -> Tensor:
-        """Random embeddings, for draft heads."""
-        return self.embedding_VD[tokens_R]

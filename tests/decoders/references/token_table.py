@@ -6,41 +6,20 @@ decoder that reads a wrong context, a dead column or two candidates for one posi
 Legend: as in backbones/base.py; P positions, X contexts.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import TokenRows, seen_columns
+from tests.decoders.references.table import Table
 
 
-class TokenTable(Model):
-    """Random conditionals p(next | position of the row, set of visible (position, token)), float64.
+class TokenTable(Table):
+    """p(next | position of the row, set of visible (position, token))."""
 
-    The row of the table for a context is its code in base V + 1, a position that is not visible counting as digit V.
-    """
-
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 3,
-        num_positions: int = 6,
-        seed: int = 0,
-        spread: float = 1.5,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        num_contexts = (vocab_size + 1) ** num_positions
-        self.vocab_size, self.width = vocab_size, vocab_size
-        self.device, self.dtype = torch.device(device), torch.float64
-        self.num_positions = num_positions
-        self.num_rows_computed, self.min_rows, self.exact = 0, 1, True
-        table = spread * torch.randn(num_positions, num_contexts, vocab_size, generator=generator, dtype=torch.float64)
-        self.table_PXV = table.to(self.device)
-        embedding = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64)
-        self.embedding_VD = embedding.to(self.device)
-        self.tokens_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+    def __init__(self, *, vocab_size: int = 3, num_positions: int = 6, **more: Any) -> None:
+        super().__init__(vocab_size=vocab_size, num_positions=num_positions, **more)
         self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
@@ -83,11 +62,3 @@ class TokenTable(Model):
         weights_NW = (self.vocab_size + 1) ** positions_NW
         empty = (self.vocab_size + 1) ** self.num_positions - 1
         return empty + ((tokens_NW - self.vocab_size) * weights_NW * visible_NW).sum(-1)
-
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Hidden states are logits."""
-        return hidden_RD.clone()
-
-    def embed(self, tokens_R: Tensor) -> Tensor:
-        """Random embeddings, for draft heads."""
-        return self.embedding_VD[tokens_R]

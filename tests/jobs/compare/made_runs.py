@@ -144,7 +144,7 @@ def write_sweep(place: Path, cases: Mapping[str, Sequence[Row]], **changes: Mapp
     """A sweep's directory with a finished run for each case; `changes` are the sections of a case's spec."""
     for name, rows in cases.items():
         write_run(place / "cases" / name, rows, **changes.get(name, {}))
-    (place / "sweep.json").write_text(json.dumps({"cases": [{"name": name} for name in cases]}))
+    (place / "sweep.json").write_text(json.dumps({"cases": [{"name": name, "changes": {}} for name in cases]}))
     return place
 
 

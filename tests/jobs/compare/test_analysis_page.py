@@ -14,8 +14,6 @@ import pyarrow as pa
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.compare.report import at_least, read_statistics
-from draftmill.jobs.compare.runs import open_run
 from draftmill.storage.runs.commit import read_manifest
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.store import open_store

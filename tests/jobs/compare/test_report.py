@@ -254,7 +254,7 @@ def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
     rows = [*drafted(30, 3), failed(30), failed(31, "bad_json"), failed(32)]
     case = read_statistics(open_run(Place(str(write_run(tmp_path / "run", rows, units=3)))))
     good = rows[:30]
-    assert case.errors == {"too_long": 2, "bad_json": 1} and case.examples["too_long"][0] == "row 30"
+    assert case.sums.errors == {"too_long": 2, "bad_json": 1} and case.sums.examples["too_long"][0][1] == "row 30"
     assert case.accept_hist.tolist() == [sum(one["accept_hist"][j] for one in good) for j in range(4)]
     tokens, iterations = (sum(one[name] for one in good) for name in ("new_tokens", "iterations"))
     assert case.figures.tokens == tokens and case.figures.tokens_per_iteration == pytest.approx(tokens / iterations)
@@ -278,15 +278,6 @@ def test_histograms_of_lists_add_up_position_by_position() -> None:
     assert add_histograms(np.zeros(0, np.int64), pa.chunked_array([[None]], type=pa.list_(pa.int32()))).tolist() == []
     assert at_least(np.array([1, 2, 0, 1])).tolist() == [0.75, 0.25, 0.25]
     assert len(at_least(np.zeros(0, np.int64))) == 0
-
-
-@pytest.mark.slow
-def test_the_mean_acceptance_length_is_shown_where_it_means_something(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", drafted(30, 3))
-    words = Page(written(run, tmp_path / "a.html")).text
-    rows = drafted(30, 3)
-    tokens, iterations = (sum(one[name] for one in rows) for name in ("new_tokens", "iterations"))
-    assert f"mean acceptance length {tokens / iterations:.3f} (1 + accepted / iterations)" in words
 
 
 def test_tokens_over_time_are_those_of_the_time_and_do_not_wait_for_the_end_of_their_sample() -> None:
@@ -467,7 +458,6 @@ def test_a_report_on_a_real_run(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "run" / "_manifest.json").read_text())
     assert f"fingerprint {manifest['fingerprint']}" in words
     assert "NFE against length" in words and "1 on CPU, float32, torch" in words and "No sample failed." in words
-    assert "mean acceptance length" not in words, "assd commits no token after its drafts if all are accepted"
     assert "exact true: results are bit-identical in any batch" in words
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
 

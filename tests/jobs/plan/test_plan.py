@@ -120,7 +120,6 @@ def test_what_does_not_change_results_does_not_change_the_plan(rows: Path) -> No
             rows,
             workers__count=7,
             batching__max_rows=3,
-            batching__prompt_rows=100,
             model__device="cpu",
             errors__attempts=9,
             output__trace="steps",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,7 +38,7 @@ class FakeCluster(RayJobs):
         self.asked = 0
         self.deaf = 0
         self.unready = 0
-        self.tails = 0
+        self.reads = 0
         self.script: Any = lambda asked: None
         self.late: list[FakeJob] = []
         """Jobs that another submission starts after our look at the list."""
@@ -68,12 +68,8 @@ class FakeCluster(RayJobs):
         return self.known[name]
 
     def logs(self, name: str) -> str:
+        self.reads += 1
         return self.known[name].log
-
-    async def tail(self, name: str) -> AsyncIterator[str]:
-        """What is there now; then the connection breaks."""
-        self.tails += 1
-        yield self.known[name].log
 
     def stop(self, name: str) -> bool:
         self.known[name].end("STOPPED")

@@ -10,8 +10,7 @@ import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.remote.manifest import MAKERS
-from draftmill.jobs.remote.manifest_job import read_job
-from draftmill.jobs.remote.manifest_options import Options
+from draftmill.jobs.remote.manifest_job import Options, read_job
 
 KUBERAY = ("rayjob", "raycluster")
 
@@ -27,18 +26,13 @@ SPEC: dict[str, Any] = {
 
 RICH: dict[str, dict[str, Any]] = {
     "rayjob": {
-        "nodes": 2, "max_nodes": 5, "gpus_per_node": 4, "memory_per_node": "64Gi", "image": "registry.example:5000/a/b:1",
-        "namespace": "batch", "service_account": "draftmill", "volume": ("results:/data",), "retries": 0, "time_limit": "6h",
-        "auth": "disabled", "shared_path": ("/models",),
+        "nodes": 2, "image": "registry.example:5000/a/b:1", "service_account": "draftmill", "volume": ("results:/data",),
+        "shared_path": ("/models",),
     },
-    "raycluster": {"nodes": 3, "max_nodes": 9, "gpus_per_node": 1},
-    "cronjob": {"schedule": "@hourly", "time_zone": "Asia/Kolkata", "ray_cluster": "big", "shared_path": ("/data it's",)},
-    "slurm": {
-        "nodes": 2, "gpus_per_node": 4, "account": "lab", "partition": "gpu,big", "time_limit": "90m", "retries": 9,
-        "directory": "/shared/it's a 100% \"test\"", "program": "/shared/my env/bin/draftmill", "secret": "/shared/s3 keys.env",
-        "schedule": "30 2 * * *", "shared_path": ("/tmp",),
-    },
-    "cron": {"schedule": "5 4 * * SUN", "user": "batch", "secret": "/etc/a b.env", "head_address": "10.0.0.1:6379"},
+    "raycluster": {"nodes": 3, "secret": "keys"},
+    "cronjob": {"schedule": "@hourly", "ray_cluster": "big", "shared_path": ("/data it's",)},
+    "slurm": {"nodes": 2, "secret": "/shared/s3 keys.env", "schedule": "30 2 * * *", "shared_path": ("/tmp", "/")},
+    "cron": {"schedule": "5 4 * * SUN", "secret": "/etc/a b.env"},
 }  # fmt: skip
 """Many options at once, for each kind."""
 

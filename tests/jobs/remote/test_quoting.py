@@ -108,7 +108,7 @@ def test_a_comment_can_not_become_data() -> None:
 
 @pytest.mark.parametrize("name", NASTY)
 @pytest.mark.slow
-def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path) -> None:
+def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / name.replace("/", "_")
     folder.mkdir()
     file = f"{name.replace('/', '_')}.yaml"
@@ -121,13 +121,14 @@ def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path) ->
         sent = yaml.safe_load(templates(manifest)[0]["metadata"]["annotations"]["draftmill-spec.yaml"])
         assert sent["name"] == name
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", manifest["metadata"]["name"])
-    script = text_of(spec, "slurm", directory=str(folder), program=f"{folder}/draftmill")
+    monkeypatch.chdir(folder)
+    (folder / "draftmill").touch()
+    monkeypatch.setattr("sys.executable", f"{folder}/python")
+    script = text_of(spec, "slurm")
     driver = next(line for line in script.splitlines() if " run " in line and "--ray-address" in line)
     words = shlex.split(driver.strip().removesuffix("&"))
     assert words[:3] == [f"{folder}/draftmill", "run", spec]
-    entry = (
-        text_of(spec, "cron", directory=str(folder), program=f"{folder}/draftmill").splitlines()[-1].split(" ", 5)[5]
-    )
+    entry = text_of(spec, "cron").splitlines()[-1].split(" ", 5)[5]
     for backslashes in (False, True):
         assert spec in by_bash(by_cron(entry, backslashes=backslashes).partition("exec ")[2].partition(" >> ")[0])
 

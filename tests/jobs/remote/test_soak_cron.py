@@ -45,7 +45,9 @@ def installed(request: pytest.FixtureRequest) -> Iterator[Path]:
         daemon.wait(30)
 
 
-def test_cron_runs_the_job_and_the_next_minute_finds_it_done(installed: Path, tmp_path: Path) -> None:
+def test_cron_runs_the_job_and_the_next_minute_finds_it_done(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / 'it\'s 100% "odd" \\n $HOME'
     place.mkdir()
     program = place / "draftmill"
@@ -54,8 +56,11 @@ def test_cron_runs_the_job_and_the_next_minute_finds_it_done(installed: Path, tm
     secret = place / "keys of 50%.env"
     secret.write_text("OMP_NUM_THREADS=1\nDRAFTMILL_CACHE=from-the-file\n")
     spec = write_spec(place, workers={"count": 1, "cpus": 1}, output={"path": "runs/one", "unit_rows": 4})
-    options = {"directory": str(place), "program": str(program), "secret": str(secret), "schedule": "* * * * *"}
-    installed.write_text(text_of(spec, "cron", user="root", **options))
+    monkeypatch.chdir(place)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(place / "python"))
+        entry = text_of(spec, "cron", secret=str(secret), schedule="* * * * *")
+    installed.write_text(entry.replace("\n* * * * * ", "\n* * * * * root "))
     installed.chmod(0o644)
     run, log = place / "runs" / "one", place / "nightly.log"
     wait_for((run / "_SUCCESS").exists, 900, log)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
-from tests.jobs.remote.made import write_spec
+from tests.jobs.remote.made import text_of, write_spec
 from tests.jobs.remote.slurm_here import Slurm, missing, slurm_here, wait_until
 
 pytestmark = [
@@ -19,8 +20,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
 ]
 
-DRAFTMILL = str(Path(sys.executable).parent / "draftmill")
-
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
@@ -28,7 +27,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield running
 
 
-def batch_script(folder: Path, rows: int, **options: str) -> tuple[str, Path]:
+def batch_script(folder: Path, rows: int) -> tuple[str, Path]:
     """A job of one worker on each of two nodes, in a folder with an awkward name; returns the script and the run directory."""
     place = folder / 'a "100%" $HOME folder'
     place.mkdir()
@@ -40,16 +39,10 @@ def batch_script(folder: Path, rows: int, **options: str) -> tuple[str, Path]:
         workers={"count": 2, "gpus": 2.0, "cpus": 1},
         output={"path": "runs/one", "unit_rows": 8},
     )
-    given = {
-        "nodes": "2",
-        "shared-path": "/tmp",
-        "memory-per-node": "1Gi",
-        "directory": str(place),
-        "program": DRAFTMILL,
-    }
-    words = [word for name, value in (given | options).items() for word in (f"--{name}", value)]
     script = place / "job.sh"
-    assert main(["manifest", spec, "--for", "slurm", "--out", str(script), *words]) == 0
+    with chdir(place):
+        text = text_of(spec, "slurm", nodes=2, shared_path=("/tmp", sys.prefix))
+    script.write_text(text.replace("--mem=8G", "--mem=1G"))
     return str(script), place / "runs" / "one"
 
 

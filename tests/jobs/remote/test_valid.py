@@ -14,8 +14,8 @@ import yaml
 
 from draftmill.jobs.cli import parser
 from draftmill.jobs.config.spec import load_spec
-from draftmill.jobs.remote.manifest_options import KINDS
-from tests.jobs.remote.made import KUBERAY, RICH, SPEC, data_of, printed, templates, text_of, write_spec
+from draftmill.jobs.remote.manifest_job import KINDS
+from tests.jobs.remote.made import KUBERAY, RICH, SPEC, data_of, templates, text_of, write_spec
 from tests.jobs.remote.validators import (
     kuberay_problems,
     kubernetes_problems,
@@ -58,8 +58,6 @@ DATED = {"path": "s3://bucket/nightly/{date:%Y-%m-%d}"}
 def test_a_manifest_is_accepted_by_what_reads_it(kind: str, rich: bool, tmp_path: Path) -> None:
     options = RICH[kind] if rich else {}
     text = text_of(write_spec(tmp_path, output=DATED if rich else SPEC["output"]), kind, **options)
-    if kind == "cron" and rich:  # the sixth field of a crontab of the system is the user
-        text = text.replace(" batch cd ", " cd ")
     assert problems(kind, text) == []
 
 
@@ -91,9 +89,13 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     ("kind", "right", "wrong", "said"),
     [(kind, *mistake) for kind, mistakes in MISTAKES.items() for mistake in mistakes],
 )
-def test_a_planted_mistake_is_found(kind: str, right: str, wrong: str, said: str, tmp_path: Path) -> None:
-    text = text_of(write_spec(tmp_path), kind, directory="/a b" if kind == "slurm" else None)
-    text = text.replace("cd '/a b'", 'cd "/a b"')
+def test_a_planted_mistake_is_found(
+    kind: str, right: str, wrong: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    text = text_of(write_spec(tmp_path), kind)
+    text = text.replace(f"cd '{Path.cwd()}'", f'cd "{Path.cwd()}"', kind == "slurm")
     assert right in text
     assert said in "\n".join(problems(kind, text.replace(right, wrong, 1)))
 
@@ -133,10 +135,7 @@ def test_the_entry_point_has_no_word_that_needs_quotes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_authentication_is_explicit_everywhere(kind: str, tmp_path: Path) -> None:
-    assert "RAY_AUTH_MODE" in text_of(write_spec(tmp_path), kind)
-    disabled = text_of(write_spec(tmp_path), kind, auth="disabled")
-    assert "disabled" in disabled
-    assert not re.search(r"RAY_AUTH_MODE\W+(value: )?token", disabled)
+    assert re.search(r"RAY_AUTH_MODE\W+(value: )?token", text_of(write_spec(tmp_path), kind))
 
 
 @pytest.mark.parametrize("kind", ["rayjob", "raycluster", "cronjob"])
@@ -168,12 +167,10 @@ def test_secrets_are_references(tmp_path: Path) -> None:
     ("workers", "options", "nodes", "resources"),
     [
         ({"count": 3, "cpus": 2}, {}, 3, {"cpu": "2", "memory": "8Gi"}),
-        ({"count": 5, "gpus": 0.5}, {"gpus_per_node": 1}, 3, {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"}),
-        ({"count": 5, "gpus": 2.0}, {"gpus_per_node": 8}, 2, {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "8"}),
+        ({"count": 5, "gpus": 0.5}, {"nodes": 3}, 3, {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"}),
         ({"count": 6, "gpus": 1.0, "cpus": 3}, {"nodes": 2}, 2, {"cpu": "9", "memory": "8Gi", "nvidia.com/gpu": "3"}),
-        ({}, {"nodes": 4, "gpus_per_node": 2}, 4, {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "2"}),
+        ({"gpus": 2.0}, {"nodes": 4}, 4, {"cpu": "1", "memory": "8Gi", "nvidia.com/gpu": "2"}),
         ({}, {}, 1, {"cpu": "1", "memory": "8Gi"}),
-        ({"count": 9, "cpus": 2}, {"cpus_per_node": 5}, 5, {"cpu": "5", "memory": "8Gi"}),
     ],
 )
 def test_nodes_have_room_for_the_workers_of_the_spec(
@@ -183,13 +180,6 @@ def test_nodes_have_room_for_the_workers_of_the_spec(
     (group,) = data_of(spec, "raycluster", **options)["spec"]["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (nodes, nodes, nodes)
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == resources
-
-
-def test_an_autoscaled_group_has_both_limits(tmp_path: Path) -> None:
-    cluster = data_of(write_spec(tmp_path), "raycluster", max_nodes=8)["spec"]
-    (group,) = cluster["workerGroupSpecs"]
-    assert cluster["enableInTreeAutoscaling"]
-    assert (group["minReplicas"], group["maxReplicas"]) == (2, 8)
 
 
 MINUTE = int(datetime(2026, 7, 9, 3, tzinfo=UTC).timestamp()) // 60
@@ -213,13 +203,6 @@ def test_a_job_without_dates_has_no_script_and_no_logical_date(tmp_path: Path) -
     assert "run.sh" not in text and "--logical-date" not in text and "--if-running" in text
 
 
-def test_a_single_run_has_the_date_of_its_start_or_a_given_one(tmp_path: Path) -> None:
-    spec = write_spec(tmp_path, output=DATED)
-    entry = data_of(spec, "rayjob", logical_date="2026-07-09")["spec"]["entrypoint"]
-    assert entry.endswith("--if-running skip --logical-date 2026-07-09T00:00:00Z")
-    assert data_of(spec, "rayjob")["spec"]["entrypoint"].endswith("--if-running skip")
-
-
 def run_script(script: str, environment: dict[str, str], folder: Path) -> list[str]:
     """The command that a script ends with, as a program in the place of draftmill sees it."""
     fake = folder / "bin" / "draftmill"
@@ -231,19 +214,6 @@ def run_script(script: str, environment: dict[str, str], folder: Path) -> list[s
         ["bash"], input=script, env={"PATH": path} | environment, capture_output=True, text=True, check=True
     )
     return done.stdout.split("\0")[:-1]
-
-
-def test_a_manifest_is_written_to_a_file_and_replaced_only_if_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec, out = write_spec(tmp_path), str(tmp_path / "job.sbatch")
-    assert printed(capsys, spec, "--for", "slurm", "--out", out)[0] == 0
-    assert Path(out).read_text() == printed(capsys, spec, "--for", "slurm")[1]
-    code, _, said = printed(capsys, spec, "--for", "slurm", "--out", out)
-    assert code == 2 and "--out" in said and "--overwrite" in said
-    assert printed(capsys, spec, "--for", "slurm", "--out", out, "--overwrite")[0] == 0
-    assert printed(capsys, spec, "--for", "rayjob", "--out", f"{tmp_path}/new/")[0] == 0
-    assert (tmp_path / "new" / "nightly.yaml").exists()
 
 
 @pytest.mark.parametrize("output", [SPEC["output"], DATED], ids=["one directory", "dated"])

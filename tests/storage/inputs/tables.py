@@ -1,7 +1,5 @@
 """Result tables for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """BatchCache: what was read last of tables, and that it is read once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
@@ -33,7 +31,7 @@ def picked(stretches: BatchCache, table: Table, rows: Sequence[int]) -> list[int
     return [number for _, numbers in found for number in numbers]
 
 
-def test_units_of_a_window_read_it_once_and_no_further_than_they_need() -> None:
+def test_units_of_a_window_read_it_once_and_no_further_than_they_need():
     stretches, table = BatchCache(), Table(1000)
     for rows in ([3, 150, 299], [0, 11, 298], [7], [299], [12, 13, 200]):
         assert picked(stretches, table, rows) == rows
@@ -42,14 +40,14 @@ def test_units_of_a_window_read_it_once_and_no_further_than_they_need() -> None:
     assert (table.opened, table.read) == (1, 40)
 
 
-def test_rows_beyond_the_end_are_passed_over() -> None:
+def test_rows_beyond_the_end_are_passed_over():
     stretches, table = BatchCache(), Table(25)
     assert picked(stretches, table, [24, 25, 99]) == [24]
     assert picked(stretches, table, [30]) == [] and picked(stretches, table, []) == []
     assert picked(stretches, table, [0]) == [0] and table.read == 3
 
 
-def test_what_was_read_first_is_forgotten_and_read_again_from_the_front() -> None:
+def test_what_was_read_first_is_forgotten_and_read_again_from_the_front():
     stretches, table = BatchCache(kept_bytes=5 * 80), Table(1000)
     assert picked(stretches, table, [0, 999]) == [0, 999]
     assert stretches.num_bytes == 5 * 80
@@ -57,7 +55,7 @@ def test_what_was_read_first_is_forgotten_and_read_again_from_the_front() -> Non
     assert picked(stretches, table, [949]) == [949] and (table.opened, table.read) == (2, 195)
 
 
-def test_another_table_is_forgotten_before_the_front_of_this_one() -> None:
+def test_another_table_is_forgotten_before_the_front_of_this_one():
     stretches, first, second = BatchCache(kept_bytes=5 * 80), Table(40), Table(50)
     picked(stretches, first, [39])
     picked(stretches, second, [49])
@@ -68,7 +66,7 @@ def test_another_table_is_forgotten_before_the_front_of_this_one() -> None:
     assert first.opened == 2
 
 
-def test_a_table_that_breaks_off_is_read_anew() -> None:
+def test_a_table_that_breaks_off_is_read_anew():
     stretches = BatchCache()
     breaks = [True]
 

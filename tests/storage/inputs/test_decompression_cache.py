@@ -1,7 +1,5 @@
 """Random access to compressed files: the same bytes, unpacked once, with a bound on what is kept."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import io
@@ -49,7 +47,7 @@ def packed(folder: Path, data: bytes, name: str = "a.txt.gz") -> InputFile:
 
 
 @pytest.mark.parametrize("kept", [30_000, 10**9])
-def test_whatever_is_sought_is_what_stands_there(tmp_path: Path, unpackings: Unpackings, kept: int) -> None:
+def test_whatever_is_sought_is_what_stands_there(tmp_path, unpackings, kept):
     stream = DecompressionCache(kept).open(packed(tmp_path, WHOLE))
     rng = random.Random(1)
     for _ in range(300):
@@ -60,9 +58,7 @@ def test_whatever_is_sought_is_what_stands_there(tmp_path: Path, unpackings: Unp
     assert (unpackings.count == 1) == (kept == 10**9)
 
 
-def test_a_file_is_unpacked_once_by_windows_that_follow_each_other_however_large_it_is(
-    tmp_path: Path, unpackings: Unpackings
-) -> None:
+def test_a_file_is_unpacked_once_by_windows_that_follow_each_other_however_large_it_is(tmp_path, unpackings):
     files = DecompressionCache(60_000)
     file = packed(tmp_path, WHOLE)
     for window in range(0, len(WHOLE), 20_000):
@@ -80,7 +76,7 @@ def test_a_file_is_unpacked_once_by_windows_that_follow_each_other_however_large
     assert stream.read(5) == WHOLE[1000:1005] and unpackings.count == 2
 
 
-def test_files_that_were_not_read_for_long_are_let_go(tmp_path: Path, unpackings: Unpackings) -> None:
+def test_files_that_were_not_read_for_long_are_let_go(tmp_path, unpackings):
     files = DecompressionCache(50_000)
     places = [packed(tmp_path, WHOLE[:20_000], f"{number}.txt.gz") for number in range(3)]
     for _ in range(2):
@@ -93,9 +89,7 @@ def test_files_that_were_not_read_for_long_are_let_go(tmp_path: Path, unpackings
 
 
 @pytest.mark.parametrize("room", [0, 25_000])
-def test_a_full_disk_ends_nothing(
-    tmp_path: Path, unpackings: Unpackings, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
+def test_a_full_disk_ends_nothing(tmp_path, unpackings, monkeypatch, room):
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
             nonlocal room
@@ -111,7 +105,7 @@ def test_a_full_disk_ends_nothing(
         assert stream.read(100) == WHOLE[start : start + 100]
 
 
-def test_damage_is_told_each_time(tmp_path: Path, unpackings: Unpackings) -> None:
+def test_damage_is_told_each_time(tmp_path, unpackings):
     whole = gzip.compress(WHOLE, 1)
     (tmp_path / "a.txt.gz").write_bytes(whole[: len(whole) // 2])
     (file,) = list_inputs(str(tmp_path / "a.txt.gz"))
@@ -122,9 +116,7 @@ def test_damage_is_told_each_time(tmp_path: Path, unpackings: Unpackings) -> Non
             stream.read(1)
 
 
-def test_a_store_that_does_not_answer_for_a_while_is_asked_again(
-    tmp_path: Path, unpackings: Unpackings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_for_a_while_is_asked_again(tmp_path, unpackings, monkeypatch):
     files = DecompressionCache(30_000)
     stream = files.open(packed(tmp_path, WHOLE))
     stream.seek(150_000)
@@ -144,7 +136,7 @@ def refused(file: InputFile) -> io.BufferedReader:
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "txt"])
-def test_rows_of_a_compressed_file_are_the_same_singly(tmp_path: Path, unpackings: Unpackings, ending: str) -> None:
+def test_rows_of_a_compressed_file_are_the_same_singly(tmp_path, unpackings, ending):
     lines = {
         "csv": "a,b\n" + "".join(f'{n},"x{n}\ny"\n' for n in range(3000)),
         "jsonl": "".join(f'{{"n": {n}}}\n' for n in range(3000)),

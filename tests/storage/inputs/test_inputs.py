@@ -1,7 +1,5 @@
 """From `input.path` to a list of files: names, formats, and clear refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import json
@@ -18,7 +16,6 @@ from draftmill.storage.inputs.inputs import format_of, glob_pattern, list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, InputFiles, default_id
 from draftmill.storage.stores.interface import S3_DEFAULTS, Place, S3Options
-from draftmill.storage.stores.s3 import S3Store
 
 
 def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:
@@ -51,11 +48,11 @@ def names(path: str | Path, s3: S3Options = S3_DEFAULTS) -> list[str]:
         ("jsonl", ("", None)),
     ],
 )
-def test_endings_tell_format_and_compression(name: str, expected: tuple[str, str | None] | None) -> None:
+def test_endings_tell_format_and_compression(name, expected):
     assert format_of(name) == expected
 
 
-def test_names_are_relative_to_the_inputs_root(tmp_path: Path) -> None:
+def test_names_are_relative_to_the_inputs_root(tmp_path):
     write(tmp_path, "in/b.jsonl", "in/sub/a.jsonl", "in/a.jsonl")
     assert names(tmp_path / "in") == ["a.jsonl", "b.jsonl", "sub/a.jsonl"]
     assert names(tmp_path / "in" / "sub" / "a.jsonl") == ["a.jsonl"]
@@ -64,14 +61,14 @@ def test_names_are_relative_to_the_inputs_root(tmp_path: Path) -> None:
     assert names(f"{tmp_path}/*/sub/?.jsonl") == ["in/sub/a.jsonl"]
 
 
-def test_ids_stay_when_the_data_moves(tmp_path: Path) -> None:
+def test_ids_stay_when_the_data_moves(tmp_path):
     for place in ("here", "there"):
         write(tmp_path / place, "x/a.jsonl")
     ids = [default_id(list_inputs(str(tmp_path / place))[0], 3) for place in ("here", "there")]
     assert ids == ["x/a.jsonl:3", "x/a.jsonl:3"]
 
 
-def test_a_relative_path_is_found_by_workers_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_found_by_workers_elsewhere(tmp_path, monkeypatch):
     write(tmp_path, "a.jsonl")
     monkeypatch.chdir(tmp_path)
     (file,) = list_inputs("a.jsonl")
@@ -79,20 +76,20 @@ def test_a_relative_path_is_found_by_workers_elsewhere(tmp_path: Path, monkeypat
     assert len(list(iterate(file))) == 1
 
 
-def test_a_file_is_plain_json_and_knows_its_version(tmp_path: Path) -> None:
+def test_a_file_is_plain_json_and_knows_its_version(tmp_path):
     write(tmp_path, "a.jsonl")
     (file,) = list_inputs(str(tmp_path / "a.jsonl"))
     assert InputFile(**json.loads(json.dumps(file.facts()))) == file
     assert file.size == 14 and file.mtime_s is not None
 
 
-def test_a_folder_passes_over_what_is_no_data(tmp_path: Path) -> None:
+def test_a_folder_passes_over_what_is_no_data(tmp_path):
     write(tmp_path, "a.jsonl", ".hidden.jsonl", ".git/x.jsonl", "_SUCCESS", "_log/b.jsonl", "state.json", "x.png")
     write(tmp_path, "README.md", "LICENSE.txt")
     assert names(tmp_path) == ["a.jsonl"]
 
 
-def test_what_is_no_file_is_passed_over_and_odd_names_can_be_ids(tmp_path: Path) -> None:
+def test_what_is_no_file_is_passed_over_and_odd_names_can_be_ids(tmp_path):
     write(tmp_path, "a.jsonl")
     (tmp_path / "dangling.jsonl").symlink_to("absent")
     (tmp_path / "folder.jsonl").mkdir()
@@ -104,13 +101,13 @@ def test_what_is_no_file_is_passed_over_and_odd_names_can_be_ids(tmp_path: Path)
     assert InputFile(**json.loads(json.dumps(files[1].facts()))) == files[1]
 
 
-def test_a_folder_of_sources_keeps_its_private_modules(tmp_path: Path) -> None:
+def test_a_folder_of_sources_keeps_its_private_modules(tmp_path):
     write(tmp_path, "pkg/__init__.py", "pkg/_private.py", "_vendor/x.py", "README.md", "Makefile", "setup.json")
     write(tmp_path, "pkg/__pycache__/x.py")
     assert names(tmp_path) == ["README.md", "_vendor/x.py", "pkg/__init__.py", "pkg/_private.py"]
 
 
-def test_data_beside_sources_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_data_beside_sources_is_refused_with_a_way_out(tmp_path):
     write(tmp_path, "a.jsonl", "b.py")
     with pytest.raises(UserError, match=r"^input\.path: .*a\.jsonl.*b\.py.*glob"):
         list_inputs(str(tmp_path))
@@ -129,9 +126,7 @@ def test_data_beside_sources_is_refused_with_a_way_out(tmp_path: Path) -> None:
         ("hf://absent-dataset?color=red", "not an option"),
     ],
 )
-def test_what_cannot_be_an_input_is_refused(
-    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_an_input_is_refused(path, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     write(tmp_path, "x.png", "pictures/y.png")
@@ -141,7 +136,7 @@ def test_what_cannot_be_an_input_is_refused(
 
 
 @pytest.mark.slow
-def test_several_paths_are_read_in_turn_and_their_names_begin_where_they_part(tmp_path: Path) -> None:
+def test_several_paths_are_read_in_turn_and_their_names_begin_where_they_part(tmp_path):
     write(tmp_path, "data/en/b.jsonl", "data/en/a.jsonl", "data/de/a.jsonl")
     both = [f"{tmp_path}/data/en/*.jsonl", f"{tmp_path}/data/de", f"{tmp_path}/data/en/a.jsonl"]
     assert [file.name for file in list_inputs(*both)] == ["en/a.jsonl", "en/b.jsonl", "de/a.jsonl"], "each file once"
@@ -165,12 +160,12 @@ def test_several_paths_are_read_in_turn_and_their_names_begin_where_they_part(tm
         ("{one}.jsonl", ["{one}.jsonl"]),
     ],
 )
-def test_braces_stand_for_either(tmp_path: Path, pattern: str, expected: list[str]) -> None:
+def test_braces_stand_for_either(tmp_path, pattern, expected):
     write(tmp_path, "data/en/b.jsonl", "data/en/a.jsonl", "data/de/a.jsonl", "{odd,name}.jsonl", "{one}.jsonl")
     assert [file.name for file in list_inputs(f"{tmp_path}/{pattern}")] == expected
 
 
-def test_braces_that_name_what_is_not_there_are_refused(tmp_path: Path) -> None:
+def test_braces_that_name_what_is_not_there_are_refused(tmp_path):
     write(tmp_path, "train.jsonl")
     for pattern, message in (
         ("{train,tset}.jsonl", "nothing is at '.*tset.jsonl'"),
@@ -181,7 +176,7 @@ def test_braces_that_name_what_is_not_there_are_refused(tmp_path: Path) -> None:
             list_inputs(f"{tmp_path}/{pattern}")
 
 
-def test_a_delimiter_is_for_csv_files(tmp_path: Path) -> None:
+def test_a_delimiter_is_for_csv_files(tmp_path):
     write(tmp_path, "a.csv", "b.jsonl")
     found = list_inputs(f"{tmp_path}/a.csv", f"{tmp_path}/b.jsonl", delimiter=";")
     assert [file.delimiter for file in found] == [";", None]
@@ -190,7 +185,7 @@ def test_a_delimiter_is_for_csv_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_standard_library_is_an_input_everywhere() -> None:
+def test_the_standard_library_is_an_input_everywhere():
     files = list_inputs("builtin:python-stdlib")
     assert len(files) > 300 and files == sorted(files, key=lambda file: file.name)
     assert "json/decoder.py" in {file.name for file in files}
@@ -217,7 +212,7 @@ def found(path: str, s3: S3Options = S3_DEFAULTS) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_globs_match_the_same_names_as_on_disk(tmp_path: Path, path: str) -> None:
+def test_globs_match_the_same_names_as_on_disk(tmp_path, path):
     write(tmp_path, *ODD)
     on_disk = {os.path.relpath(name, tmp_path) for name in glob.glob(f"{tmp_path}/{path}", recursive=True)}
     files = {name for name in on_disk if (tmp_path / name).is_file()}
@@ -225,9 +220,7 @@ def test_globs_match_the_same_names_as_on_disk(tmp_path: Path, path: str) -> Non
 
 
 @pytest.mark.s3
-def test_odd_names_are_the_same_inputs_on_each_store(
-    tmp_path: Path, s3_store: S3Store, s3_url: str, s3_options: S3Options
-) -> None:
+def test_odd_names_are_the_same_inputs_on_each_store(tmp_path, s3_store, s3_url, s3_options):
     write(tmp_path, *ODD)
     for name in ODD:
         s3_store.put(f"odd/{name}", b'{"text": "a"}\n')
@@ -238,9 +231,7 @@ def test_odd_names_are_the_same_inputs_on_each_store(
 
 
 @pytest.mark.s3
-def test_empty_objects_that_stand_for_folders_are_ignored(
-    s3_store: S3Store, s3_url: str, s3_options: S3Options
-) -> None:
+def test_empty_objects_that_stand_for_folders_are_ignored(s3_store, s3_url, s3_options):
     for name in ("in", "in/sub", "in/sub_$folder$"):
         s3_store.put(f"marks/{name}", b"")
     s3_store.put("marks/in/sub/deep/a.jsonl", b'{"text": "a"}\n')
@@ -251,7 +242,7 @@ def test_empty_objects_that_stand_for_folders_are_ignored(
 
 
 @pytest.mark.s3
-def test_s3_inputs_are_files_folders_and_globs(s3_store: S3Store, s3_url: str, s3_options: S3Options) -> None:
+def test_s3_inputs_are_files_folders_and_globs(s3_store, s3_url, s3_options):
     for name in ("in/a.jsonl", "in/sub/b.jsonl", "in/.x.jsonl", "in2/c.jsonl", "in/_SUCCESS"):
         s3_store.put(name, b'{"text": "a"}\n')
     assert names(f"{s3_url}/in", s3_options) == names(f"{s3_url}/in/", s3_options) == ["a.jsonl", "sub/b.jsonl"]
@@ -272,7 +263,7 @@ def saved(folder: Path) -> datasets.Dataset:
     return dataset
 
 
-def test_a_dataset_saved_to_disk_is_its_arrow_files(tmp_path: Path) -> None:
+def test_a_dataset_saved_to_disk_is_its_arrow_files(tmp_path):
     saved(tmp_path / "ds")
     files = list_inputs(f"hf://{tmp_path}/ds")
     assert [file.format for file in files] == ["arrow", "arrow"]
@@ -280,7 +271,7 @@ def test_a_dataset_saved_to_disk_is_its_arrow_files(tmp_path: Path) -> None:
     assert rows == [{"text": f"row {index}"} for index in range(10)]
 
 
-def test_a_saved_dataset_with_splits_needs_one_named(tmp_path: Path) -> None:
+def test_a_saved_dataset_with_splits_needs_one_named(tmp_path):
     dataset = saved(tmp_path / "one")
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "ds")
     with pytest.raises(UserError, match="one of test, train"):
@@ -290,7 +281,7 @@ def test_a_saved_dataset_with_splits_needs_one_named(tmp_path: Path) -> None:
     assert len(list_inputs(f"hf://{tmp_path}/ds?split=test")) == 1
 
 
-def test_a_dataset_of_the_hub_is_one_input_read_by_row_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_of_the_hub_is_one_input_read_by_row_number(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     write(tmp_path, "ds/a.jsonl", text="".join(f'{{"text": "row {index}", "n": {index}}}\n' for index in range(20)))
     (file,) = list_inputs(f"hf://{tmp_path}/ds")
@@ -303,12 +294,12 @@ def test_a_dataset_of_the_hub_is_one_input_read_by_row_number(tmp_path: Path, mo
     ]
 
 
-def test_a_dataset_that_cannot_be_had_is_the_users_error() -> None:
+def test_a_dataset_that_cannot_be_had_is_the_users_error():
     with pytest.raises(UserError, match=r"^input\.path: hf://nobody/nothing can't be loaded"):
         list_inputs("hf://nobody/nothing")
 
 
-def test_many_inputs_take_little_memory_in_a_worker() -> None:
+def test_many_inputs_take_little_memory_in_a_worker():
     files = [
         InputFile(f"/in/part-{n}\udcff.txt", f"part-{n}\udcff.txt", n, None, n / 7, "text", sha256="0" * 64)
         for n in range(20_000)

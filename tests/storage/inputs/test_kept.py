@@ -1,7 +1,5 @@
 """Columns of the inputs in the results: their types, also where files and rows differ, and their values."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from decimal import Decimal
@@ -51,7 +49,7 @@ def round_trip(rows: list[dict[str, Any]], schema: pa.Schema) -> list[Any]:
         ([[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]], "json"),
     ],
 )
-def test_a_kept_column_has_the_type_of_its_values_or_is_json(values: list[Any], expected: str) -> None:
+def test_a_kept_column_has_the_type_of_its_values_or_is_json(values, expected):
     rows = [{"x": value} for value in values]
     schema = fields_of(rows, "x")
     found = "json" if is_json(schema.field("x")) else str(schema.field("x").type)
@@ -79,7 +77,7 @@ TYPES: dict[str, tuple[pa.DataType, Any]] = {
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_column_of_any_type_is_kept(name: str) -> None:
+def test_a_column_of_any_type_is_kept(name):
     kind, value = TYPES[name]
     types = KeptTypes(["x"])
     types.see_types({"x": kind})
@@ -91,7 +89,7 @@ def test_a_column_of_any_type_is_kept(name: str) -> None:
     assert is_json(schema.field("x")) == (name in {"a duration", "half", "a map"})
 
 
-def test_types_of_files_that_differ_are_joined_or_json() -> None:
+def test_types_of_files_that_differ_are_joined_or_json():
     for first, second, expected in (
         (pa.int32(), pa.int64(), "int64"),
         (pa.string(), pa.large_string(), "large_string"),
@@ -105,18 +103,18 @@ def test_types_of_files_that_differ_are_joined_or_json() -> None:
         assert ("json" if is_json(field) else str(field.type)) == expected
 
 
-def test_a_column_that_is_nowhere_is_named_and_a_null_one_is_not() -> None:
+def test_a_column_that_is_nowhere_is_named_and_a_null_one_is_not():
     types = KeptTypes(["a", "b", "c.d"])
     types.see({"a": None, "c": {"d": 1}})
     assert types.absent() == ["b"]
 
 
-def test_a_value_of_another_type_than_planned_fails_its_row() -> None:
+def test_a_value_of_another_type_than_planned_fails_its_row():
     with pytest.raises(RowError, match="the kept column 'x' is not of type int64"):
         kept_values({"x": "a"}, pa.schema([("x", pa.int64())]))
 
 
-def test_a_plan_has_the_fields_in_words_and_exactly() -> None:
+def test_a_plan_has_the_fields_in_words_and_exactly():
     schema = fields_of([{"a": 1, "b": 1, "m": {"x": "y"}}, {"b": "t"}], "a", "b", "m.x")
     content = json.loads(json.dumps(schema_to_json(schema)))
     assert content["columns"] == {"a": "int64", "b": "json", "m.x": "string"}

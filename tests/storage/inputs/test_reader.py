@@ -1,7 +1,5 @@
 """Rows out of every format: bad ones fail alone, all can be read again one by one, memory stays flat."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -23,8 +21,7 @@ from draftmill.storage.inputs.lines import MAX_LEVELS
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row
 from draftmill.storage.inputs.tables import BatchCache, group_batches
-from draftmill.storage.stores.interface import Place, S3Options
-from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.interface import Place
 
 
 def one_file(path: Path, data: bytes) -> InputFile:
@@ -57,7 +54,7 @@ def kinds(rows: list[Row]) -> list[Any]:
     return [row.error.kind if row.error else row.values for row in rows]
 
 
-def test_a_bad_jsonl_line_fails_alone(tmp_path: Path) -> None:
+def test_a_bad_jsonl_line_fails_alone(tmp_path):
     data = b'{"text": "a"}\n{"text": \n\n   \n[1, 2]\n"x"\n{"text": "\xff"}\n{"text": "b"}\n{"text": "to'
     rows = rows_of(tmp_path / "a.jsonl", data)
     expected = [{"text": "a"}, "bad_json", "bad_row", "bad_row", "bad_encoding", {"text": "b"}, "bad_json"]
@@ -67,7 +64,7 @@ def test_a_bad_jsonl_line_fails_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("levels", [MAX_LEVELS, MAX_LEVELS + 1])
-def test_how_deep_a_row_may_be_nested_does_not_depend_on_the_caller(levels: int, tmp_path: Path) -> None:
+def test_how_deep_a_row_may_be_nested_does_not_depend_on_the_caller(levels, tmp_path):
     (tmp_path / "rows.jsonl").write_text(
         '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}\n" + '{"a": ' * levels + "1" + "}" * levels
     )
@@ -79,7 +76,7 @@ def test_how_deep_a_row_may_be_nested_does_not_depend_on_the_caller(levels: int,
     assert read(0) == read(500) == [None if levels <= MAX_LEVELS else "bad_json"] * 2
 
 
-def test_jsonl_types_may_change_from_line_to_line(tmp_path: Path) -> None:
+def test_jsonl_types_may_change_from_line_to_line(tmp_path):
     values = [{"id": 1}, {"id": "x"}, {"id": None, "more": [None, {"a": [None]}]}, {}, {"id": 1e400}, {"id": 10**300}]
     data = "".join(json.dumps(value) + "\n" for value in values).encode()
     assert kinds(rows_of(tmp_path / "a.jsonl", data)) == values
@@ -98,12 +95,12 @@ def test_jsonl_types_may_change_from_line_to_line(tmp_path: Path) -> None:
         (b"null", "bad_row"),
     ],
 )
-def test_a_hostile_jsonl_line_is_a_failed_row_between_good_ones(line: bytes, kind: str, tmp_path: Path) -> None:
+def test_a_hostile_jsonl_line_is_a_failed_row_between_good_ones(line, kind, tmp_path):
     rows = rows_of(tmp_path / "a.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
     assert kinds(rows) == [{"a": 1}, kind, {"a": 2}]
 
 
-def test_marks_and_line_ends_of_other_systems_do_not_show(tmp_path: Path) -> None:
+def test_marks_and_line_ends_of_other_systems_do_not_show(tmp_path):
     assert kinds(rows_of(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\n')) == [{"a": 1}, {"a": 2}]
     assert kinds(rows_of(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\n\r\ntwo")) == [
         {"text": "one"},
@@ -114,18 +111,18 @@ def test_marks_and_line_ends_of_other_systems_do_not_show(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.jsonl.gz", "a.csv.zst"])
-def test_an_empty_file_has_no_rows(name: str, tmp_path: Path) -> None:
+def test_an_empty_file_has_no_rows(name, tmp_path):
     assert rows_of(tmp_path / name, b"") == []
 
 
-def test_a_json_array_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_a_json_array_is_refused_with_a_way_out(tmp_path):
     file = one_file(tmp_path / "a.json", b'\n [\n {"text": "a"}\n]\n')
     with pytest.raises(UserError, match="one object a line"):
         list(iterate(file))
     assert kinds(rows_of(tmp_path / "b.json", b'{"text": "a"}\n')) == [{"text": "a"}]
 
 
-def test_an_openai_batch_request_gives_its_prompt_or_messages(tmp_path: Path) -> None:
+def test_an_openai_batch_request_gives_its_prompt_or_messages(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     lines = [
         {"custom_id": "r1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p", "max_tokens": 5}},
@@ -147,7 +144,7 @@ def test_an_openai_batch_request_gives_its_prompt_or_messages(tmp_path: Path) ->
     assert seventh is not None and (seventh["id"], seventh["prompt"]) == (7, "p")
 
 
-def test_a_ten_megabyte_row_is_a_row(tmp_path: Path) -> None:
+def test_a_ten_megabyte_row_is_a_row(tmp_path):
     text = "x" * 10_000_000
     data = json.dumps({"text": text}).encode()
     assert kinds(rows_of(tmp_path / "a.jsonl", b'{"a": 1}\n' + data + b"\n")) == [{"a": 1}, {"text": text}]
@@ -155,7 +152,7 @@ def test_a_ten_megabyte_row_is_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.jsonl.gz"])
-def test_a_line_beyond_the_bound_fails_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_beyond_the_bound_fails_alone(name, tmp_path, monkeypatch):
     monkeypatch.setattr("draftmill.storage.inputs.lines.MAX_ROW_BYTES", 100)
     good = {"a.jsonl": b'{"a": 1}', "a.jsonl.gz": b'{"a": 1}'}.get(name, b"1")
     data = b"a\n" * (name == "a.csv") + b"\n".join([good, b"7" * 5000, good, b'"' + b"7" * 101, good])
@@ -165,13 +162,13 @@ def test_a_line_beyond_the_bound_fails_alone(name: str, tmp_path: Path, monkeypa
     assert {row.error.kind for row in rows if row.error} == {"bad_row"}
 
 
-def test_csv_quotes_hold_commas_quotes_and_lines(tmp_path: Path) -> None:
+def test_csv_quotes_hold_commas_quotes_and_lines(tmp_path):
     data = b'id,text\n1,"a, ""b""\nc"\n\n2,plain\n'
     assert kinds(rows_of(tmp_path / "a.csv", data)) == [{"id": "1", "text": 'a, "b"\nc'}, {"id": "2", "text": "plain"}]
     assert kinds(rows_of(tmp_path / "a.tsv", b"id\ttext\n1\ta,b\n")) == [{"id": "1", "text": "a,b"}]
 
 
-def test_a_csv_file_may_have_another_delimiter(tmp_path: Path) -> None:
+def test_a_csv_file_may_have_another_delimiter(tmp_path):
     (tmp_path / "a.csv").write_text('id;text\n1;"a, b; c"\n2;d\n')
     (file,) = list_inputs(str(tmp_path), delimiter=";")
     rows = list(iterate(file))
@@ -191,7 +188,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
-def test_a_field_of_a_struct_is_a_column(tmp_path: Path, name: str) -> None:
+def test_a_field_of_a_struct_is_a_column(tmp_path, name):
     table = pa.Table.from_pylist(FIELDS)
     if name == "a.jsonl":
         (tmp_path / name).write_text("\n".join(map(json.dumps, FIELDS)))
@@ -212,7 +209,7 @@ def test_a_field_of_a_struct_is_a_column(tmp_path: Path, name: str) -> None:
     assert list(read_rows(file, [(row.row, row.offset) for row in rows], columns=wanted)) == rows
 
 
-def test_of_a_struct_in_parquet_only_the_wanted_field_is_read(tmp_path: Path) -> None:
+def test_of_a_struct_in_parquet_only_the_wanted_field_is_read(tmp_path):
     rows = [{"meta": {"lang": "en", "page": "x" * 100, "at": {"n": 1, "m": 2}}, "text": "t"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     (file,) = list_inputs(str(tmp_path))
@@ -222,7 +219,7 @@ def test_of_a_struct_in_parquet_only_the_wanted_field_is_read(tmp_path: Path) ->
     assert batch.to_pylist() == [{"meta": {"at": {"n": 1, "m": 2}}}]
 
 
-def test_a_broken_csv_record_loses_no_neighbour(tmp_path: Path) -> None:
+def test_a_broken_csv_record_loses_no_neighbour(tmp_path):
     data = b'id,text\n1,ok\n2,"never ends\n3,ok\n4\n5,a,b\n6,\xff\n7,"x"y\n8,ok\n'
     rows = rows_of(tmp_path / "a.csv", data)
     assert [row.error.kind if row.error else (row.values or {})["id"] for row in rows] == [
@@ -237,20 +234,20 @@ def test_a_broken_csv_record_loses_no_neighbour(tmp_path: Path) -> None:
     ]
 
 
-def test_a_csv_header_that_cannot_be_used_is_the_users_error(tmp_path: Path) -> None:
+def test_a_csv_header_that_cannot_be_used_is_the_users_error(tmp_path):
     for data in (b"a,a\n1,2\n", b"\xff,b\n1,2\n", b'"a\n1\n'):
         with pytest.raises(UserError, match="header"):
             list(iterate(one_file(tmp_path / "a.csv", data)))
 
 
-def test_a_source_file_is_one_row_kept_to_the_byte(tmp_path: Path) -> None:
+def test_a_source_file_is_one_row_kept_to_the_byte(tmp_path):
     text = "def f():\r\n\treturn 'é'\n\n"
     assert kinds(rows_of(tmp_path / "a.py", text.encode())) == [{"text": text}]
     assert kinds(rows_of(tmp_path / "a.py", b"")) == [{"text": ""}]
     assert kinds(rows_of(tmp_path / "a.py", b"caf\xe9")) == ["bad_encoding"]
 
 
-def test_chunks_end_at_lines_and_join_to_the_text(tmp_path: Path) -> None:
+def test_chunks_end_at_lines_and_join_to_the_text(tmp_path):
     text = "one\ntwo\n" + "long " * 10 + "end\n\n\n\n      \n   é\u4e2d\U0001f600\nlast"
     rows = rows_of(tmp_path / "a.py", text.encode(), chunk_chars=12)
     pieces = [(row.values or {})["text"] for row in rows]
@@ -264,14 +261,14 @@ def test_chunks_end_at_lines_and_join_to_the_text(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.sampled_from("ab\n \u00e9\u4e2d\U0001f600"), max_size=200), chunk_chars=st.integers(1, 20))
-def test_chunks_of_any_text_are_whole(text: str, chunk_chars: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_chunks_of_any_text_are_whole(text, chunk_chars, tmp_path_factory):
     file = one_file(tmp_path_factory.mktemp("p") / "a.txt", text.encode())
     pieces = [(row.values or {})["text"] for row in iterate(file, chunk_chars=chunk_chars)]
     assert all(0 < len(piece) <= chunk_chars and piece.strip() for piece in pieces)
     assert "".join("".join(pieces).split()) == "".join(text.split())
 
 
-def test_a_bad_byte_fails_its_piece_alone(tmp_path: Path) -> None:
+def test_a_bad_byte_fails_its_piece_alone(tmp_path):
     rows = rows_of(tmp_path / "a.py", b"good line\n" * 5 + b"caf\xe9 line\n" + b"good line\n" * 5, chunk_chars=20)
     assert [row.error is not None for row in rows].count(True) == 1
     assert len(rows) == 6
@@ -279,7 +276,7 @@ def test_a_bad_byte_fails_its_piece_alone(tmp_path: Path) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=300), name=st.sampled_from(["a.jsonl", "a.txt", "a.csv", "a.py", "p.md"]))
-def test_any_bytes_are_rows_or_a_clear_error(data: bytes, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_bytes_are_rows_or_a_clear_error(data, name, tmp_path_factory):
     folder = tmp_path_factory.mktemp("any")
     options = {"chunk_chars": 9} if name == "p.md" else {}
     try:
@@ -297,7 +294,7 @@ LINES = b"".join(b'{"n": %d, "text": "row %d"}\n' % (index, index) for index in 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("ending", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
-def test_compressed_lines_are_the_same_rows(ending: str, codec: str, tmp_path: Path) -> None:
+def test_compressed_lines_are_the_same_rows(ending, codec, tmp_path):
     whole = packed(LINES, codec)
     assert kinds(rows_of(tmp_path / f"a.jsonl{ending}", whole)) == kinds(rows_of(tmp_path / "a.jsonl", LINES))
     twice = rows_of(tmp_path / f"two.jsonl{ending}", whole + whole)
@@ -305,7 +302,7 @@ def test_compressed_lines_are_the_same_rows(ending: str, codec: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("ending", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
-def test_compression_that_breaks_off_is_an_error_and_not_an_end(ending: str, codec: str, tmp_path: Path) -> None:
+def test_compression_that_breaks_off_is_an_error_and_not_an_end(ending, codec, tmp_path):
     whole = packed(LINES, codec)
     for broken in (whole[: len(whole) // 2], whole[:-3], whole + b"junk", b"not compressed"):
         with pytest.raises(UserError, match=r"^input\.path: .*damaged"):
@@ -342,9 +339,7 @@ WRITERS: dict[str, Callable[[Path], InputFile]] = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("cached", [True, False])
-def test_columnar_rows_are_read_all_or_singly(
-    writer: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columnar_rows_are_read_all_or_singly(writer, cached, tmp_path, monkeypatch):
     if not cached:
         monkeypatch.setattr("draftmill.storage.inputs.tables._BATCHES", BatchCache(kept_bytes=0))
     file = WRITERS[writer](tmp_path)
@@ -359,9 +354,7 @@ def test_columnar_rows_are_read_all_or_singly(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kept_bytes", [2**28, 20_000])
-def test_row_groups_that_are_read_in_turn_do_not_disturb_each_other(
-    kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_groups_that_are_read_in_turn_do_not_disturb_each_other(kept_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("draftmill.storage.inputs.tables._BATCHES", BatchCache(kept_bytes))
     monkeypatch.setattr("draftmill.storage.inputs.tables.BATCH_ROWS", 64)
     monkeypatch.setattr("draftmill.storage.inputs.tables.SHARED_BYTES", 1000)
@@ -377,7 +370,7 @@ def test_row_groups_that_are_read_in_turn_do_not_disturb_each_other(
             assert [row.values for row in found] == [{"text": texts[row]} for row in rows]
 
 
-def test_odd_parquet_types_and_nested_nulls_are_values(tmp_path: Path) -> None:
+def test_odd_parquet_types_and_nested_nulls_are_values(tmp_path):
     table = pa.table(
         {
             "tokens": pa.array([[1, None, 3], None, []], pa.list_(pa.int32())),
@@ -393,7 +386,7 @@ def test_odd_parquet_types_and_nested_nulls_are_values(tmp_path: Path) -> None:
     assert [row.values for row in iterate(file)] == table.to_pylist()
 
 
-def test_of_repeated_texts_that_unpack_to_much_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_repeated_texts_that_unpack_to_much_little_is_kept(tmp_path, monkeypatch):
     stretches = BatchCache(kept_bytes=3_000_000)
     monkeypatch.setattr("draftmill.storage.inputs.tables._BATCHES", stretches)
     monkeypatch.setattr("draftmill.storage.inputs.tables.SHARED_BYTES", 1_000_000)
@@ -406,7 +399,7 @@ def test_of_repeated_texts_that_unpack_to_much_little_is_kept(tmp_path: Path, mo
     assert 1_500_000 < stretches.num_bytes <= 3_000_000
 
 
-def test_a_value_without_a_python_form_fails_its_row_alone(tmp_path: Path) -> None:
+def test_a_value_without_a_python_form_fails_its_row_alone(tmp_path):
     offsets = pa.py_buffer(b"".join(index.to_bytes(4, "little") for index in range(4)))
     text = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"a\xffb"))
     when = pa.array([0, 2**62, 0], pa.int64()).cast(pa.timestamp("us"))
@@ -418,7 +411,7 @@ def test_a_value_without_a_python_form_fails_its_row_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_a_damaged_table_is_the_users_error(name: str, tmp_path: Path) -> None:
+def test_a_damaged_table_is_the_users_error(name, tmp_path):
     good = {"a.parquet": WRITERS["parquet"], "a.arrow": WRITERS["arrow stream"]}[name](tmp_path)
     whole = Path(good.uri).read_bytes()
     for broken in (
@@ -431,7 +424,7 @@ def test_a_damaged_table_is_the_users_error(name: str, tmp_path: Path) -> None:
             list(iterate(one_file(tmp_path / f"broken-{len(broken)}-{name}", broken)))
 
 
-def test_a_file_that_is_gone_is_the_users_error(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_the_users_error(tmp_path):
     for name in ("a.jsonl", "a.parquet", "a.arrow", "a.txt.gz"):
         file = one_file(tmp_path / name, b"x")
         (tmp_path / name).unlink()
@@ -441,7 +434,7 @@ def test_a_file_that_is_gone_is_the_users_error(tmp_path: Path) -> None:
             list(read_rows(file, [(0, 0)]))
 
 
-def test_a_row_that_is_not_there_any_more_is_a_failed_row(tmp_path: Path) -> None:
+def test_a_row_that_is_not_there_any_more_is_a_failed_row(tmp_path):
     file = one_file(tmp_path / "a.jsonl", b'{"a": 1}\n')
     found = list(read_rows(file, [(0, 0), (7, None), (7, 99)]))
     assert kinds(found) == [{"a": 1}, "bad_row", "bad_row"]
@@ -451,7 +444,7 @@ def test_a_row_that_is_not_there_any_more_is_a_failed_row(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.txt", "a.py"])
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_file(name, tmp_path):
     def peak(count: int) -> int:
         data = b"text\n" + b'{"text": "' + b"y" * 190 + b'"}\n'
         body = (data[5:] if name.startswith("a.jsonl") else b"text line of prose, quite long\n") * count
@@ -468,7 +461,7 @@ def test_memory_does_not_grow_with_the_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.s3
-def test_rows_come_from_s3_as_from_disk(s3_store: S3Store, s3_url: str, s3_options: S3Options, tmp_path: Path) -> None:
+def test_rows_come_from_s3_as_from_disk(s3_store, s3_url, s3_options, tmp_path):
     s3_store.put("in/a.jsonl", LINES)
     s3_store.put("in/b.jsonl.gz", gzip.compress(LINES))
     s3_store.put("in/c.parquet", Path(WRITERS["parquet in groups"](tmp_path).uri).read_bytes())
@@ -481,7 +474,7 @@ def test_rows_come_from_s3_as_from_disk(s3_store: S3Store, s3_url: str, s3_optio
         check_again(file, rows)
 
 
-def test_zeros_behind_a_gzip_file_are_padding(tmp_path: Path) -> None:
+def test_zeros_behind_a_gzip_file_are_padding(tmp_path):
     data = gzip.compress(b'{"a": 1}\n') + b"\0" * 512 + gzip.compress(b'{"a": 2}\n') + b"\0" * 100_000
     assert kinds(rows_of(tmp_path / "a.jsonl.gz", data)) == [{"a": 1}, {"a": 2}]
     for damaged in (data[:20], gzip.compress(b'{"a": 1}\n')[:-3], data + b"x"):
@@ -489,7 +482,7 @@ def test_zeros_behind_a_gzip_file_are_padding(tmp_path: Path) -> None:
             rows_of(tmp_path / "a.jsonl.gz", damaged)
 
 
-def test_marks_of_files_that_were_joined_are_dropped(tmp_path: Path) -> None:
+def test_marks_of_files_that_were_joined_are_dropped(tmp_path):
     mark = b"\xef\xbb\xbf"
     lines = mark + mark + b'{"a": 1}\n' + mark + b'{"a": 2}\n' + mark + b"\n" + mark
     assert kinds(rows_of(tmp_path / "a.jsonl", lines)) == [{"a": 1}, {"a": 2}]

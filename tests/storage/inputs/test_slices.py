@@ -1,10 +1,7 @@
 """Slices of a file: their rows, one slice after another, are the rows of the file, wherever it is cut."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,7 +38,7 @@ def cut(file: InputFile, step: int) -> Iterator[Slice]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_lines_are_cut_at_any_byte(tmp_path: Path, name: str) -> None:
+def test_lines_are_cut_at_any_byte(tmp_path, name):
     for seed in range(60):
         rng = random.Random(seed)
         (tmp_path / name).write_bytes(text_of(rng))
@@ -52,7 +49,7 @@ def test_lines_are_cut_at_any_byte(tmp_path: Path, name: str) -> None:
             assert found == seen(iterate(file)), (seed, step)
 
 
-def test_the_lines_of_a_range_are_counted_as_a_loop_counts_them(tmp_path: Path) -> None:
+def test_the_lines_of_a_range_are_counted_as_a_loop_counts_them(tmp_path):
     for seed in range(60):
         rng = random.Random(seed)
         data = text_of(rng)
@@ -67,7 +64,7 @@ def test_the_lines_of_a_range_are_counted_as_a_loop_counts_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2000, 10**9])
-def test_parquet_is_cut_at_row_groups(tmp_path: Path, slice_bytes: int) -> None:
+def test_parquet_is_cut_at_row_groups(tmp_path, slice_bytes):
     pq.write_table(pa.table({"a": [f"text {n}" for n in range(500)]}), tmp_path / "a.parquet", row_group_size=37)
     pq.write_table(pa.table({"a": pa.array([], pa.string())}), tmp_path / "b.parquet")
     for file in list_inputs(str(tmp_path)):
@@ -76,7 +73,7 @@ def test_parquet_is_cut_at_row_groups(tmp_path: Path, slice_bytes: int) -> None:
         assert len(slices) == 1 if slice_bytes == 10**9 or "b." in file.name else len(slices) > 3
 
 
-def test_files_whose_rows_are_not_lines_are_not_cut_by_lines(tmp_path: Path) -> None:
+def test_files_whose_rows_are_not_lines_are_not_cut_by_lines(tmp_path):
     for name in ("a.csv", "a.jsonl.gz", "a.py", "a.parquet"):
         (tmp_path / name).write_bytes(b"x")
         (file,) = list_inputs(str(tmp_path / name))

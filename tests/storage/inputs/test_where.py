@@ -1,7 +1,5 @@
 """`input.where` keeps the rows that it says, and runs nothing."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pytest
 
@@ -41,7 +39,7 @@ ROWS = pa.table(
         ("n <= score", []),
     ],
 )
-def test_a_filter_keeps_the_rows_that_it_says(where: str, rows: list[int]) -> None:
+def test_a_filter_keeps_the_rows_that_it_says(where, rows):
     kept = ROWS.append_column("row", pa.array(range(4))).filter(parse_where(where))
     assert kept["row"].to_pylist() == rows
 
@@ -54,6 +52,6 @@ def test_a_filter_keeps_the_rows_that_it_says(where: str, rows: list[int]) -> No
         "n\0", "x" * 5000, "keep[0] == 1", "n := 1", "b'a' == text", "f'{n}' == text",
     ],
 )  # fmt: skip
-def test_what_is_no_filter_is_refused(where: str) -> None:
+def test_what_is_no_filter_is_refused(where):
     with pytest.raises(ValueError, match=r"allowed|brackets"):
         parse_where(where)

@@ -1,7 +1,5 @@
 """One unit, one file, once; the manifest and `_SUCCESS` only when nothing is missing."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,10 +31,8 @@ from draftmill.storage.runs.lease import LeaseLost, acquire
 from draftmill.storage.runs.records import TRACE_SCHEMA, read_results, table_from_rows
 from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
 from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.storage.inputs.tables import unit_table
-from tests.storage.stores.s3_server import S3Server
 
 
 @dataclasses.dataclass
@@ -57,7 +52,7 @@ def commit(store: Store, unit: int = 17, **changes: Any) -> CommittedUnit:
     return commit_unit(store, **(arguments | changes))
 
 
-def test_a_commit_is_one_checked_file_with_its_facts(store: Store) -> None:
+def test_a_commit_is_one_checked_file_with_its_facts(store):
     committed = commit(store)
     assert committed.object == unit_name(17) == "data/unit-00000017.parquet"
     assert (committed.rows, committed.ok, committed.failed, committed.skipped) == (4, 3, 1, 0)
@@ -69,33 +64,33 @@ def test_a_commit_is_one_checked_file_with_its_facts(store: Store) -> None:
     assert set(done_units(store)) == {17}
 
 
-def test_a_second_attempt_finds_the_first_and_reports_its_facts(store: Store) -> None:
+def test_a_second_attempt_finds_the_first_and_reports_its_facts(store):
     first = commit(store)
     second = commit(store, table=unit_table(unit=17, attempt=2), attempt=2)
     assert second == first
     assert next(iter(read_results(store))).column("attempt").to_pylist() == [1, 1, 1, 1]
 
 
-def test_facts_are_read_again_from_the_store_alone(store: Store) -> None:
+def test_facts_are_read_again_from_the_store_alone(store):
     assert read_unit(store, commit(store).object) == commit(store)
 
 
 @pytest.mark.parametrize("changes", [{"fingerprint": "bad"}, {"pass_": 2}])
-def test_another_jobs_file_is_a_hard_error_and_stays(store: Store, changes: dict[str, Any]) -> None:
+def test_another_jobs_file_is_a_hard_error_and_stays(store, changes):
     first = commit(store)
     with pytest.raises(ForeignUnit, match="another job"):
         commit(store, **changes)
     assert read_unit(store, first.object) == first
 
 
-def test_a_file_that_is_not_ours_is_never_taken_for_done(tmp_path: Path) -> None:
+def test_a_file_that_is_not_ours_is_never_taken_for_done(tmp_path):
     store = open_store(str(tmp_path))
     store.create(unit_name(17), b"PAR1 not really")
     with pytest.raises(StoreError, match="damaged"):
         commit(store)
 
 
-def test_of_many_twins_one_commits_and_all_agree(store: Store) -> None:
+def test_of_many_twins_one_commits_and_all_agree(store):
     tables = [unit_table(unit=17, attempt=attempt) for attempt in range(6)]
     with ThreadPoolExecutor(6) as pool:
         receipts = list(pool.map(lambda table: commit(store, table=table), tables))
@@ -103,7 +98,7 @@ def test_of_many_twins_one_commits_and_all_agree(store: Store) -> None:
     assert len(list(store.list("data/"))) == 1
 
 
-def test_the_trace_is_there_before_the_data(store: Store, monkeypatch: pytest.MonkeyPatch, failpoints: None) -> None:
+def test_the_trace_is_there_before_the_data(store, monkeypatch, failpoints):
     row = {"id": "a", "unit": 17, "pass": 1, "iteration": 0, "nfe": 1, "committed": [1]}
     trace = table_from_rows([row], schema=TRACE_SCHEMA)
     monkeypatch.setenv(VARIABLE, "commit.before_data=raise")
@@ -114,9 +109,7 @@ def test_the_trace_is_there_before_the_data(store: Store, monkeypatch: pytest.Mo
     assert read_parquet(store.get(trace_name(17))).column("id").to_pylist() == ["a"]
 
 
-def test_a_units_trace_is_that_of_the_attempt_that_committed(
-    store: Store, monkeypatch: pytest.MonkeyPatch, failpoints: None
-) -> None:
+def test_a_units_trace_is_that_of_the_attempt_that_committed(store, monkeypatch, failpoints):
     def trace(token: int) -> Any:
         row = {"id": "a", "unit": 17, "pass": 1, "iteration": 0, "nfe": 1, "committed": [token]}
         return table_from_rows([row], schema=TRACE_SCHEMA)
@@ -132,7 +125,7 @@ def test_a_units_trace_is_that_of_the_attempt_that_committed(
     assert told["trace_sha256"] == hashlib.sha256(data).hexdigest()
 
 
-def test_a_manifest_has_the_sums_of_its_units(store: Store) -> None:
+def test_a_manifest_has_the_sums_of_its_units(store):
     committed = [commit(store, unit=unit) for unit in range(3)]
     again = [read_unit(store, unit.object) for unit in committed]
     assert [unit.sums for unit in again] == [unit.sums for unit in committed]
@@ -146,7 +139,7 @@ def test_a_manifest_has_the_sums_of_its_units(store: Store) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("point", ["commit.before_data", "local.before_link", "local.after_link", "commit.after_data"])
-def test_a_writer_killed_anywhere_leaves_a_unit_done_or_absent(point: str, tmp_path: Path) -> None:
+def test_a_writer_killed_anywhere_leaves_a_unit_done_or_absent(point, tmp_path):
     code = "import sys\nfrom draftmill.storage.stores.store import open_store\n"
     code += "from tests.storage.runs.test_commit import commit\n"
     code += "commit(open_store(sys.argv[1]))"
@@ -160,21 +153,21 @@ def test_a_writer_killed_anywhere_leaves_a_unit_done_or_absent(point: str, tmp_p
 
 
 @pytest.mark.s3
-def test_a_lost_answer_is_a_commit(s3_store: S3Store, s3_server: S3Server) -> None:
+def test_a_lost_answer_is_a_commit(s3_store, s3_server):
     s3_server.fail("lost", part="/data/")
     committed = commit(s3_store)
     assert read_unit(s3_store, committed.object) == committed
 
 
 @pytest.mark.s3
-def test_on_s3_the_facts_come_without_reading_the_file(s3_store: S3Store, s3_server: S3Server) -> None:
+def test_on_s3_the_facts_come_without_reading_the_file(s3_store, s3_server):
     committed = commit(s3_store)
     s3_server.calm()
     assert read_unit(s3_store, committed.object) == committed
     assert [method for method, _ in s3_server.app.requests] == ["HEAD"]
 
 
-def test_the_manifest_and_success_come_when_nothing_is_missing(store: Store) -> None:
+def test_the_manifest_and_success_come_when_nothing_is_missing(store):
     committed = [commit(store, unit) for unit in (1, 0, 2)]
     manifest = write_manifest(store, committed, fingerprint="f00", units=3, rows=12)
     assert [unit.unit for unit in manifest.units] == [0, 1, 2]
@@ -185,7 +178,7 @@ def test_the_manifest_and_success_come_when_nothing_is_missing(store: Store) -> 
     assert write_manifest(store, committed, fingerprint="f00", units=3, rows=12) == manifest
 
 
-def test_without_a_unit_or_a_row_nothing_is_written(store: Store) -> None:
+def test_without_a_unit_or_a_row_nothing_is_written(store):
     committed = [commit(store, unit) for unit in (0, 1)]
     for units, rows in ((3, 8), (2, 9)):
         with pytest.raises(StoreError, match="not complete"):
@@ -193,9 +186,7 @@ def test_without_a_unit_or_a_row_nothing_is_written(store: Store) -> None:
     assert read_manifest(store) is None and not store.exists(SUCCESS)
 
 
-def test_success_never_comes_before_the_manifest(
-    store: Store, monkeypatch: pytest.MonkeyPatch, failpoints: None
-) -> None:
+def test_success_never_comes_before_the_manifest(store, monkeypatch, failpoints):
     committed = [commit(store, 0)]
     monkeypatch.setenv(VARIABLE, "commit.before_success=raise")
     with pytest.raises(RuntimeError):
@@ -205,7 +196,7 @@ def test_success_never_comes_before_the_manifest(
     assert store.exists(SUCCESS)
 
 
-def test_a_driver_that_lost_its_lease_writes_no_manifest(store: Store) -> None:
+def test_a_driver_that_lost_its_lease_writes_no_manifest(store):
     now = [1000.0]
     committed = [commit(store, 0)]
     lease = acquire(store, "first", 10, lambda: now[0])
@@ -217,9 +208,7 @@ def test_a_driver_that_lost_its_lease_writes_no_manifest(store: Store) -> None:
 
 
 @pytest.mark.parametrize("present", [False, True])
-def test_a_driver_that_stands_still_behind_its_last_look_writes_over_no_later_manifest(
-    store: Store, present: bool
-) -> None:
+def test_a_driver_that_stands_still_behind_its_last_look_writes_over_no_later_manifest(store, present):
     facts: dict[str, Any] = {"fingerprint": "f00", "units": 1, "rows": 4}
     if present:  # of an earlier try
         store.put(MANIFEST, b"{}")
@@ -239,18 +228,18 @@ def test_a_driver_that_stands_still_behind_its_last_look_writes_over_no_later_ma
     assert manifest is not None and manifest.units[0].etag == "new"
 
 
-def test_a_damaged_manifest_is_named(store: Store) -> None:
+def test_a_damaged_manifest_is_named(store):
     store.put(MANIFEST, b'{"fingerprint": "f00"}')
     with pytest.raises(StoreError, match=r"_manifest\.json"):
         read_manifest(store)
 
 
-def test_facts_are_plain(store: Store) -> None:
+def test_facts_are_plain(store):
     committed = commit(store)
     assert CommittedUnit(**json.loads(json.dumps(dataclasses.asdict(committed)))) == committed
 
 
-def test_a_unit_and_the_manifest_say_whether_results_are_exact(store: Store) -> None:
+def test_a_unit_and_the_manifest_say_whether_results_are_exact(store):
     units = [commit(store, unit=unit, exact=exact) for unit, exact in enumerate((True, True, False))]
     assert [unit.exact for unit in units] == [True, True, False]
     assert [read_unit(store, unit.object).exact for unit in units] == [True, True, False]
@@ -260,7 +249,7 @@ def test_a_unit_and_the_manifest_say_whether_results_are_exact(store: Store) -> 
     assert json.loads(store.get(MANIFEST))["exact"] is False
 
 
-def test_a_manifest_of_an_earlier_version_does_not_know_whether_it_is_exact(store: Store) -> None:
+def test_a_manifest_of_an_earlier_version_does_not_know_whether_it_is_exact(store):
     units = [commit(store, unit=unit) for unit in range(2)]
     write_manifest(store, units, fingerprint="f00", units=2, rows=sum(unit.rows for unit in units))
     old = store.get(MANIFEST).replace(b', "exact": null', b"")

@@ -1,7 +1,5 @@
 """One driver at a time, on a clock that the test moves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +18,6 @@ from draftmill.storage.runs.lease import (
     process_is_dead,
     this_process,
 )
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.s3 import S3Store
-from tests.storage.stores.s3_server import S3Server
 
 
 @dataclass
@@ -33,7 +28,7 @@ class Clock:
         return self.now
 
 
-def test_a_held_lease_is_refused_with_who_holds_it(store: Store) -> None:
+def test_a_held_lease_is_refused_with_who_holds_it(store):
     clock = Clock()
     acquire(store, "first", 30, clock)
     with pytest.raises(LeaseHeld, match="first") as refused:
@@ -41,7 +36,7 @@ def test_a_held_lease_is_refused_with_who_holds_it(store: Store) -> None:
     assert (refused.value.owner, refused.value.expires_at_s) == ("first", 1030.0)
 
 
-def test_renewing_keeps_it_and_expiry_gives_it_away_with_a_higher_epoch(store: Store) -> None:
+def test_renewing_keeps_it_and_expiry_gives_it_away_with_a_higher_epoch(store):
     clock = Clock()
     first = acquire(store, "first", 30, clock)
     clock.now += 29
@@ -58,13 +53,13 @@ def test_renewing_keeps_it_and_expiry_gives_it_away_with_a_higher_epoch(store: S
     second.check()
 
 
-def test_a_released_lease_is_free_at_once(store: Store) -> None:
+def test_a_released_lease_is_free_at_once(store):
     clock = Clock()
     acquire(store, "first", 30, clock).release()
     assert acquire(store, "second", 30, clock).epoch == 2
 
 
-def test_a_renewal_that_comes_after_the_release_is_refused(store: Store) -> None:
+def test_a_renewal_that_comes_after_the_release_is_refused(store):
     lease = acquire(store, "first", 30, Clock())
     lease.release()
     with pytest.raises(LeaseLost):
@@ -72,7 +67,7 @@ def test_a_renewal_that_comes_after_the_release_is_refused(store: Store) -> None
     assert holder(store, Clock()) is None
 
 
-def test_releasing_a_lost_lease_harms_nobody(store: Store) -> None:
+def test_releasing_a_lost_lease_harms_nobody(store):
     clock = Clock()
     first = acquire(store, "first", 30, clock)
     clock.now += 31
@@ -81,7 +76,7 @@ def test_releasing_a_lost_lease_harms_nobody(store: Store) -> None:
     second.check()
 
 
-def test_a_paused_driver_renews_a_lease_that_is_still_its_own(store: Store) -> None:
+def test_a_paused_driver_renews_a_lease_that_is_still_its_own(store):
     clock = Clock()
     lease = acquire(store, "first", 30, clock)
     clock.now += 3600
@@ -91,7 +86,7 @@ def test_a_paused_driver_renews_a_lease_that_is_still_its_own(store: Store) -> N
         acquire(store, "second", 30, clock)
 
 
-def test_a_renewal_that_raised_and_was_written_is_one(store: Store) -> None:
+def test_a_renewal_that_raised_and_was_written_is_one(store):
     lease = acquire(store, "first", 30)
     stat = store.stat(LEASE)
     assert stat is not None
@@ -100,7 +95,7 @@ def test_a_renewal_that_raised_and_was_written_is_one(store: Store) -> None:
     lease.check()
 
 
-def test_of_many_drivers_one_gets_the_expired_lease(store: Store) -> None:
+def test_of_many_drivers_one_gets_the_expired_lease(store):
     clock = Clock()
     acquire(store, "old", 30, clock)
     clock.now += 31
@@ -116,7 +111,7 @@ def test_of_many_drivers_one_gets_the_expired_lease(store: Store) -> None:
     assert [lease.epoch for lease in held] == [2]
 
 
-def test_the_lease_of_a_dead_process_of_this_machine_is_free(store: Store) -> None:
+def test_the_lease_of_a_dead_process_of_this_machine_is_free(store):
     code = "from draftmill.storage.runs.lease import this_process; print(this_process())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     owner = ended.stdout.strip()
@@ -127,7 +122,7 @@ def test_the_lease_of_a_dead_process_of_this_machine_is_free(store: Store) -> No
 
 
 @pytest.mark.parametrize("owner", ["somebody", "other-host:1234-5:99999999", "", "a:b:c", "::"])
-def test_an_owner_elsewhere_is_never_taken_for_dead(owner: str) -> None:
+def test_an_owner_elsewhere_is_never_taken_for_dead(owner):
     assert not process_is_dead(owner)
 
 
@@ -145,7 +140,7 @@ LEASE_TEXT = '{"owner": "a:b:1", "epoch": 3, "expires_at_s": 5.0}'
     ],
     ids=lambda text: text[:60],
 )
-def test_a_damaged_lease_is_named_with_a_remedy(store: Store, text: str) -> None:
+def test_a_damaged_lease_is_named_with_a_remedy(store, text):
     store.put(LEASE, text.encode("latin-1"))
     for use in (lambda: acquire(store, "first", 30), lambda: holder(store)):
         with pytest.raises(DamagedRun, match=r"_lease\.json is damaged: .*; if no job runs here, delete it"):
@@ -153,7 +148,7 @@ def test_a_damaged_lease_is_named_with_a_remedy(store: Store, text: str) -> None
 
 
 @pytest.mark.s3
-def test_a_renewal_whose_answer_was_lost_is_a_renewal(s3_store: S3Store, s3_server: S3Server) -> None:
+def test_a_renewal_whose_answer_was_lost_is_a_renewal(s3_store, s3_server):
     lease = acquire(s3_store, "first", 30)
     s3_server.fail("lost", part=LEASE)
     lease.renew()

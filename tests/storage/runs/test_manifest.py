@@ -1,7 +1,5 @@
 """The manifest in a stream: the same bytes and facts as from one piece, in every store, and damage is found in any line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -12,7 +10,7 @@ from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs import commit
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, read_manifest, write_manifest
 from draftmill.storage.runs.unit_facts import BLOCK, CommittedUnit, CommittedUnits, UnitFacts, unit_name
-from draftmill.storage.stores.interface import MOST_ETAG, Store
+from draftmill.storage.stores.interface import MOST_ETAG
 
 
 def drawn(count: int, seed: int = 0) -> list[CommittedUnit]:
@@ -37,7 +35,7 @@ def listed(unit: CommittedUnit) -> dict[str, object]:
     return {name: fact for name, fact in dataclasses.asdict(unit).items() if name != "sums"}
 
 
-def test_facts_come_back_as_they_were_added() -> None:
+def test_facts_come_back_as_they_were_added():
     units = drawn(BLOCK + 300)
     facts = UnitFacts(units)
     assert len(facts) == len(units) and list(facts) == units and facts[3] == units[3]
@@ -57,12 +55,12 @@ def test_facts_come_back_as_they_were_added() -> None:
     + [{"sha256": sha256} for sha256 in ("", "zz", "00")],
     ids=str,
 )
-def test_facts_of_another_form_are_refused(odd: dict[str, str]) -> None:
+def test_facts_of_another_form_are_refused(odd):
     with pytest.raises(ValueError):
-        UnitFacts([dataclasses.replace(drawn(2)[0], **odd)])  # type: ignore[arg-type]
+        UnitFacts([dataclasses.replace(drawn(2)[0], **odd)])
 
 
-def test_committed_units_are_a_mapping() -> None:
+def test_committed_units_are_a_mapping():
     units = [
         dataclasses.replace(unit, unit=unit.unit * 1000, object=unit_name(unit.unit * 1000)) for unit in drawn(200)
     ]
@@ -75,7 +73,7 @@ def test_committed_units_are_a_mapping() -> None:
         found[1]
 
 
-def test_a_manifest_written_by_way_of_a_file_has_the_same_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_written_by_way_of_a_file_has_the_same_bytes(store, monkeypatch):
     units = drawn(300)
     facts = {"fingerprint": "f00", "units": 300, "rows": 1500}
     made = write_manifest(store, units, **facts)  # type: ignore[arg-type]
@@ -95,7 +93,7 @@ def test_a_manifest_written_by_way_of_a_file_has_the_same_bytes(store: Store, mo
     assert read_manifest(store) == made
 
 
-def test_a_manifest_with_other_line_ends_is_read(store: Store) -> None:
+def test_a_manifest_with_other_line_ends_is_read(store):
     units = drawn(20)
     made = write_manifest(store, units, fingerprint="f00", units=20, rows=100)
     for text in (json.dumps(json.loads(store.get(MANIFEST))), json.dumps(json.loads(store.get(MANIFEST)), indent=2)):
@@ -104,7 +102,7 @@ def test_a_manifest_with_other_line_ends_is_read(store: Store) -> None:
         assert found is not None and found == made and found.said == json.loads(text)["totals"]
 
 
-def test_damage_in_any_line_is_named(store: Store) -> None:
+def test_damage_in_any_line_is_named(store):
     write_manifest(store, drawn(9), fingerprint="f00", units=9, rows=45)
     lines = store.get(MANIFEST).split(b"\n")
     rng = random.Random(1)

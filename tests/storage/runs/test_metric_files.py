@@ -1,7 +1,5 @@
 """Files of metrics: written once, merged by sample over sets and passes, and estimates over all samples of a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow as pa
@@ -43,7 +41,7 @@ def commit(store: Store, metric_set: MetricSet, table: pa.Table, **changes: Any)
     return commit_metrics(store, metric_set=metric_set, table=table, **arguments)
 
 
-def test_metrics_of_a_unit_are_one_file_with_its_identity(store: Store) -> None:
+def test_metrics_of_a_unit_are_one_file_with_its_identity(store):
     length = one_set("words")
     name = commit(store, length, rows([("a", 0), ("b", 0)], words=[3.0, None]))
     assert name == metrics_name(1, 3, length.name) == f"metrics/unit-00000003.{length.name}.parquet"
@@ -55,7 +53,7 @@ def test_metrics_of_a_unit_are_one_file_with_its_identity(store: Store) -> None:
     assert metric_sets(store)[length.name].columns == ("words",)
 
 
-def test_a_second_write_changes_no_byte(store: Store) -> None:
+def test_a_second_write_changes_no_byte(store):
     length = one_set("words")
     name = commit(store, length, rows([("a", 0)], words=[3.0]))
     before = store.get(name)
@@ -63,18 +61,18 @@ def test_a_second_write_changes_no_byte(store: Store) -> None:
     assert store.get(name) == before
 
 
-def test_the_file_of_another_job_is_not_taken_for_ours(store: Store) -> None:
+def test_the_file_of_another_job_is_not_taken_for_ours(store):
     length = one_set("words")
     commit(store, length, rows([("a", 0)], words=[3.0]))
     with pytest.raises(ForeignUnit, match="fingerprint is 'f00', not 'b4d'"):
         commit(store, length, rows([("a", 0)], words=[3.0]), fingerprint="b4d")
 
 
-def test_nothing_measured_is_none(store: Store) -> None:
+def test_nothing_measured_is_none(store):
     assert read_metrics(store) is None
 
 
-def test_sets_of_one_unit_join_and_units_without_a_set_are_null() -> None:
+def test_sets_of_one_unit_join_and_units_without_a_set_are_null():
     store = open_store("memory://metrics-join")
     first, second = one_set("words"), one_set("bleu")
     commit(store, first, rows([("a", 0)], words=[1.0]), unit=0)
@@ -85,7 +83,7 @@ def test_sets_of_one_unit_join_and_units_without_a_set_are_null() -> None:
     assert found.to_pydict() == {"id": ["a", "b"], "sample": [0, 0], "bleu": [None, 50.0], "words": [1.0, 2.0]}
 
 
-def test_the_last_pass_of_a_sample_counts_in_its_first_place() -> None:
+def test_the_last_pass_of_a_sample_counts_in_its_first_place():
     store = open_store("memory://metrics-passes")
     words = one_set("words")
     store.create("passes/0002/_plan.json", b"{}")
@@ -99,14 +97,14 @@ def test_the_last_pass_of_a_sample_counts_in_its_first_place() -> None:
     assert found.to_pydict() == {"id": ["a", "a", "b"], "sample": [0, 1, 0], "words": [1.0, 2.0, 3.0]}
 
 
-def test_pass_at_k_is_the_unbiased_estimate() -> None:
+def test_pass_at_k_is_the_unbiased_estimate():
     assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
     assert pass_at_k(10, 3, 5) == pytest.approx(0.91667, abs=1e-5)
     assert pass_at_k(5, 0, 5) == 0.0
     assert pass_at_k(5, 5, 1) == pass_at_k(5, 1, 5) == 1.0
 
 
-def test_estimates_count_all_samples_of_a_row_in_whatever_unit_and_pass() -> None:
+def test_estimates_count_all_samples_of_a_row_in_whatever_unit_and_pass():
     store = open_store("memory://metrics-estimates")
     passed = one_set("passed", **{"pass@1": {"of": "passed", "k": 1}, "pass@2": {"of": "passed", "k": 2}})
     store.create("passes/0002/_plan.json", b"{}")
@@ -125,7 +123,7 @@ def _passed(keys: list[tuple[str, int]], values: list[float | None]) -> pa.Table
     return rows(keys, passed=values, **{"pass@1": empty, "pass@2": empty})
 
 
-def test_errors_of_rows_are_in_the_file_and_no_column() -> None:
+def test_errors_of_rows_are_in_the_file_and_no_column():
     store = open_store("memory://metrics-errors")
     own = one_set("own")
     errors = [MetricError("a", 0, "own", "ValueError: no digits"), MetricError("b", 0, "own", "x" * 5000)]
@@ -135,7 +133,7 @@ def test_errors_of_rows_are_in_the_file_and_no_column() -> None:
     assert count == 2 and found[0] == errors[0] and len(found[1].message) == 300
 
 
-def test_a_damaged_file_is_named_with_a_remedy() -> None:
+def test_a_damaged_file_is_named_with_a_remedy():
     store = open_store("memory://metrics-damaged")
     name = commit(store, one_set("words"), rows([("a", 0)], words=[1.0]))
     store.put(name, store.get(name)[:-30])

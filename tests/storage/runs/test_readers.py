@@ -1,7 +1,5 @@
 """Results as other programs read them: Hugging Face's datasets, pandas, DuckDB and polars."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Any
@@ -75,7 +73,7 @@ def check(read: list[dict[str, Any]]) -> None:
     assert read[0]["started_at"] == STARTED
 
 
-def test_datasets_reads_results(files: Path, tmp_path: Path) -> None:
+def test_datasets_reads_results(files, tmp_path):
     import datasets
 
     found = datasets.load_dataset(
@@ -84,7 +82,7 @@ def test_datasets_reads_results(files: Path, tmp_path: Path) -> None:
     check(list(found))
 
 
-def test_pandas_reads_results(files: Path) -> None:
+def test_pandas_reads_results(files):
     import pandas as pd
 
     found = pd.read_parquet(files)
@@ -93,7 +91,7 @@ def test_pandas_reads_results(files: Path) -> None:
     check(read)
 
 
-def test_duckdb_reads_results(files: Path) -> None:
+def test_duckdb_reads_results(files):
     import duckdb
 
     found: Any = duckdb.sql(f"SELECT * FROM read_parquet('{files}/*.parquet') ORDER BY id")
@@ -103,7 +101,7 @@ def test_duckdb_reads_results(files: Path) -> None:
     assert shown.fetchall()[:2] == [(1.25, None, "dotted"), (None, 3, None)]
 
 
-def test_polars_reads_results(files: Path) -> None:
+def test_polars_reads_results(files):
     import polars as pl
 
     found = pl.read_parquet(f"{files}/*.parquet").sort("id")

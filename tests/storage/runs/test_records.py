@@ -1,23 +1,14 @@
 """The result schema and its Parquet form."""
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
-from draftmill.storage.runs.records import (
-    SCHEMA,
-    TIMING_COLUMNS,
-    TRACE_SCHEMA,
-    read_results,
-    table_from_rows,
-)
+from draftmill.storage.runs.records import SCHEMA, TIMING_COLUMNS, TRACE_SCHEMA, read_results, table_from_rows
 from draftmill.storage.stores.store import open_store
 from tests.storage.inputs.tables import failed_row, result_row, unit_table
 
@@ -30,13 +21,13 @@ CONTRACT_ORDER = re.findall(
 )
 
 
-def test_the_schema_is_the_contracts_in_its_order() -> None:
+def test_the_schema_is_the_contracts_in_its_order():
     assert SCHEMA.names == CONTRACT_ORDER
     assert TIMING_COLUMNS.issubset(SCHEMA.names)
     assert {field.name for field in SCHEMA if not field.nullable} == {"id", "unit", "pass", "attempt", "status"}
 
 
-def test_rows_come_back_as_they_were() -> None:
+def test_rows_come_back_as_they_were():
     started = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
     rows = [result_row(0, started_at=started), failed_row(1)]
     again = read_parquet(write_parquet(table_from_rows(rows), {})).to_pylist()
@@ -48,12 +39,12 @@ def test_rows_come_back_as_they_were() -> None:
     assert again[1]["text"] is None and again[1]["error_kind"] == "bad_json"
 
 
-def test_an_empty_unit_is_a_file_too() -> None:
+def test_an_empty_unit_is_a_file_too():
     again = read_parquet(write_parquet(table_from_rows([]), {"unit": "1"}))
     assert again.num_rows == 0 and again.schema.equals(SCHEMA)
 
 
-def test_our_own_mistakes_are_caught() -> None:
+def test_our_own_mistakes_are_caught():
     with pytest.raises(AssertionError, match="nfee"):
         table_from_rows([{**result_row(0), "nfee": 1}])
     with pytest.raises(AssertionError, match="metrics"):
@@ -62,12 +53,12 @@ def test_our_own_mistakes_are_caught() -> None:
         table_from_rows([{**result_row(0), "status": None}])
 
 
-def test_text_without_a_utf8_form_does_not_lose_the_row() -> None:
+def test_text_without_a_utf8_form_does_not_lose_the_row():
     table = table_from_rows([failed_row(0) | {"id": "bad\udce9name:0", "error": "x \ud800"}])
     assert read_parquet(write_parquet(table, {})).column("id").to_pylist() == ["bad?name:0"]
 
 
-def test_the_file_says_what_it_is() -> None:
+def test_the_file_says_what_it_is():
     data = write_parquet(unit_table(), {"unit": "17", "fingerprint": "f00"})
     assert parquet_metadata(read_parquet(data, columns=["id"]).schema) == {"unit": "17", "fingerprint": "f00"}
     footer = pq.ParquetFile(pa.BufferReader(data)).metadata
@@ -80,11 +71,11 @@ def test_the_file_says_what_it_is() -> None:
     assert "RLE_DICTIONARY" not in by_name["text"].encodings
 
 
-def test_equal_tables_give_equal_bytes() -> None:
+def test_equal_tables_give_equal_bytes():
     assert write_parquet(unit_table(), {"unit": "1"}) == write_parquet(unit_table(), {"unit": "1"})
 
 
-def test_every_flipped_bit_in_the_pages_is_noticed() -> None:
+def test_every_flipped_bit_in_the_pages_is_noticed():
     data = write_parquet(unit_table(rows=50), {})
     end = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(0).column(0).total_compressed_size
     for position in range(40, end, 17):
@@ -94,7 +85,7 @@ def test_every_flipped_bit_in_the_pages_is_noticed() -> None:
             read_parquet(bytes(broken))
 
 
-def test_results_are_read_unit_by_unit(tmp_path: Path) -> None:
+def test_results_are_read_unit_by_unit(tmp_path):
     store = open_store(str(tmp_path))
     for unit in (2, 0, 1):
         store.create(f"data/unit-{unit:08d}.parquet", write_parquet(unit_table(unit=unit), {}))
@@ -104,7 +95,7 @@ def test_results_are_read_unit_by_unit(tmp_path: Path) -> None:
     assert len(list(read_results(store, objects=["data/unit-00000001.parquet"]))) == 1
 
 
-def test_a_trace_has_one_row_per_iteration() -> None:
+def test_a_trace_has_one_row_per_iteration():
     row = {
         "id": "a",
         "unit": 0,
@@ -119,7 +110,7 @@ def test_a_trace_has_one_row_per_iteration() -> None:
     assert table_from_rows([row], schema=TRACE_SCHEMA).to_pylist() == [row]
 
 
-def test_every_column_of_the_contract_is_typed_as_it_says() -> None:
+def test_every_column_of_the_contract_is_typed_as_it_says():
     types = {field.name: re.sub(r"\s", "", str(field.type)) for field in SCHEMA}
     assert types["key"] == "uint64" and types["started_at"] == "timestamp[us,tz=UTC]"
     assert types["batch_rows"] == types["pad_fraction"] == "float"

@@ -5,8 +5,6 @@
 runs the S3 tests against that server, which must know the key `test` with the secret `test-secret`.
 """
 
-from __future__ import annotations
-
 import http.client
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

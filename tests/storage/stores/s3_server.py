@@ -1,7 +1,5 @@
 """An S3 server in this process (moto over HTTP on loopback, or another one behind us) whose answers can be made to fail."""
 
-from __future__ import annotations
-
 import os
 import random
 import secrets

@@ -1,10 +1,7 @@
 """Parts of S3 objects: fetched once, ahead of use and in parallel, with a bound on what is kept."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from threading import Barrier, Thread
 
 import pytest
@@ -22,10 +19,9 @@ from draftmill.storage.stores.block_cache import (
     RangeFile,
     ahead,
 )
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import MemoryStore
-from tests.storage.stores.s3_server import S3Server
 
 PATIENCE_S = 60.0
 
@@ -55,7 +51,7 @@ def filled(store: Counting, count: int, size: int = 10) -> list[Block]:
     return [Block(store, f"{number}", None, size, 0) for number in range(count)]
 
 
-def test_many_who_ask_for_one_block_cause_one_request() -> None:
+def test_many_who_ask_for_one_block_cause_one_request():
     store, blocks = Counting("one"), BlockCache()
     (block,) = filled(store, 1)
     found: list[bytes] = []
@@ -67,7 +63,7 @@ def test_many_who_ask_for_one_block_cause_one_request() -> None:
     assert found == [b"\0" * 10] * 20 and store.reads == {"0": 1}
 
 
-def test_what_the_next_items_need_is_fetched_side_by_side() -> None:
+def test_what_the_next_items_need_is_fetched_side_by_side():
     store, blocks = Counting("side", Barrier(4)), BlockCache(threads=4)
     wanted = filled(store, 8)
     # Each request waits for three others: one after the other none would ever be answered.
@@ -75,7 +71,7 @@ def test_what_the_next_items_need_is_fetched_side_by_side() -> None:
     assert set(store.reads.values()) == {1}
 
 
-def test_no_more_is_kept_than_allowed_and_what_was_used_last_stays() -> None:
+def test_no_more_is_kept_than_allowed_and_what_was_used_last_stays():
     store, blocks = Counting("kept"), BlockCache(kept_bytes=3 * (10 + ENTRY_BYTES))
     wanted = filled(store, 5)
     for number in (0, 1, 2, 0, 3, 0, 4, 0):
@@ -88,7 +84,7 @@ def test_no_more_is_kept_than_allowed_and_what_was_used_last_stays() -> None:
     assert len(blocks._futures) == 3
 
 
-def test_a_block_that_could_not_be_read_is_tried_again_by_the_next_one() -> None:
+def test_a_block_that_could_not_be_read_is_tried_again_by_the_next_one():
     store, blocks = Counting("broken"), BlockCache()
     (block,) = filled(store, 1)
     store.broken = 1
@@ -97,7 +93,7 @@ def test_a_block_that_could_not_be_read_is_tried_again_by_the_next_one() -> None
     assert blocks.get(block) == b"\0" * 10
 
 
-def test_items_come_in_order_and_no_more_is_under_way_than_allowed() -> None:
+def test_items_come_in_order_and_no_more_is_under_way_than_allowed():
     class Watched(BlockCache):
         def fetch(self, block: Block) -> None:
             under_way.append(block)
@@ -125,9 +121,7 @@ def test_items_come_in_order_and_no_more_is_under_way_than_allowed() -> None:
     assert found == items, "what is too large to be fetched ahead comes all the same"
 
 
-def test_many_small_files_on_s3_are_fetched_once_each(
-    s3_server: S3Server, s3_options: S3Options, tmp_path: Path
-) -> None:
+def test_many_small_files_on_s3_are_fetched_once_each(s3_server, s3_options, tmp_path):
     store = S3Store(f"s3://{s3_server.new_bucket()}", s3_options)
     for number in range(30):
         store.put(f"in/{number:02d}.txt", f"text {number}\n".encode())
@@ -154,9 +148,7 @@ def object_of_blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[Counting, BlockCa
     return store, blocks, data
 
 
-def test_who_reads_one_block_after_the_other_has_the_next_ones_fetched_side_by_side(
-    object_of_blocks: tuple[Counting, BlockCache, bytes],
-) -> None:
+def test_who_reads_one_block_after_the_other_has_the_next_ones_fetched_side_by_side(object_of_blocks):
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))
     assert file.read(100) == data[:100] and store.reads["object"] == 1
@@ -167,9 +159,7 @@ def test_who_reads_one_block_after_the_other_has_the_next_ones_fetched_side_by_s
     assert store.reads["object"] == 10, "each block once, and none behind the end"
 
 
-def test_a_file_that_is_read_at_two_places_at_once_is_fetched_ahead_at_both(
-    object_of_blocks: tuple[Counting, BlockCache, bytes],
-) -> None:
+def test_a_file_that_is_read_at_two_places_at_once_is_fetched_ahead_at_both(object_of_blocks):
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))
     for start in (0, 500):
@@ -181,9 +171,7 @@ def test_a_file_that_is_read_at_two_places_at_once_is_fetched_ahead_at_both(
         assert file.read(100) == data[start : start + 100]
 
 
-def test_of_a_file_that_is_read_here_and_there_nothing_is_fetched_that_was_not_asked_for(
-    object_of_blocks: tuple[Counting, BlockCache, bytes],
-) -> None:
+def test_of_a_file_that_is_read_here_and_there_nothing_is_fetched_that_was_not_asked_for(object_of_blocks):
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))
     for start in (810, 430, 10, 655, 220):

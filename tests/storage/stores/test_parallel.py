@@ -1,8 +1,5 @@
 """Promises: in order, side by side where the store is far away, and each error in its place."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from threading import Barrier, Event, Lock
 
 import pytest
@@ -24,7 +21,7 @@ def far(name: str) -> MemoryStore:
 
 @pytest.mark.parametrize("store", [MemoryStore("near"), far("far")])
 @pytest.mark.parametrize("count", [0, 1, AHEAD, 5 * AHEAD + 3])
-def test_answers_come_in_order_and_each_error_in_its_place(store: MemoryStore, count: int) -> None:
+def test_answers_come_in_order_and_each_error_in_its_place(store, count):
     def ask(item: int) -> int:
         if item % 3 == 1:
             raise StoreError(f"no {item}")
@@ -39,7 +36,7 @@ def test_answers_come_in_order_and_each_error_in_its_place(store: MemoryStore, c
     assert found == [(item, f"no {item}" if item % 3 == 1 else item * item) for item in range(count)]
 
 
-def test_a_far_store_is_asked_side_by_side_and_never_for_more_than_a_few_answers_ahead() -> None:
+def test_a_far_store_is_asked_side_by_side_and_never_for_more_than_a_few_answers_ahead():
     barrier, lock = Barrier(AHEAD), Lock()
     asked: list[int] = []
 
@@ -59,19 +56,19 @@ def test_a_far_store_is_asked_side_by_side_and_never_for_more_than_a_few_answers
     assert taken == len(asked) == 10 * AHEAD
 
 
-def test_what_reads_whole_files_is_side_by_side_on_a_disk_too(tmp_path: Path) -> None:
+def test_what_reads_whole_files_is_side_by_side_on_a_disk_too(tmp_path):
     barrier = Barrier(AHEAD)
     answers = parallel_map(LocalStore(tmp_path), range(AHEAD), lambda item: barrier.wait(PATIENCE_S) >= 0, reads=True)
     assert [promise.result() for _, promise in answers] == [True] * AHEAD
 
 
-def test_a_store_that_is_near_is_asked_when_its_turn_has_come() -> None:
+def test_a_store_that_is_near_is_asked_when_its_turn_has_come():
     asked: list[int] = []
     for item, promise in parallel_map(MemoryStore("near"), range(5), asked.append):
         assert promise.done() and asked == list(range(item + 1))
 
 
-def test_who_takes_no_more_has_nothing_more_asked_for() -> None:
+def test_who_takes_no_more_has_nothing_more_asked_for():
     asked: list[int] = []
     answers = parallel_map(far("left"), range(1000), asked.append)
     next(answers)
@@ -79,7 +76,7 @@ def test_who_takes_no_more_has_nothing_more_asked_for() -> None:
     assert len(asked) <= AHEAD
 
 
-def test_after_a_signal_nobody_waits_for_an_answer_that_does_not_come() -> None:
+def test_after_a_signal_nobody_waits_for_an_answer_that_does_not_come():
     comes, begun, answered = Event(), Event(), list[int]()
 
     def ask(item: int) -> None:

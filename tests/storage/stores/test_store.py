@@ -1,7 +1,5 @@
 """The verbs, the same over local disk, memory and S3."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -17,11 +15,11 @@ from draftmill.storage.errors import StoreError, StoreFull, StoreRefused, UserEr
 from draftmill.storage.failpoints import FailpointError
 from draftmill.storage.stores import local
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, open_object
-from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
+from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat
 from draftmill.storage.stores.store import MemoryStore, delete_strays, open_store, probe
 
 
-def test_what_is_created_is_read_back(store: Store) -> None:
+def test_what_is_created_is_read_back(store):
     stat = store.create("data/a.bin", b"0123456789", metadata={"unit": "3"})
     assert (stat.name, stat.size) == ("data/a.bin", 10)
     assert store.get("data/a.bin") == b"0123456789"
@@ -33,7 +31,7 @@ def test_what_is_created_is_read_back(store: Store) -> None:
     assert again is not None and (again.size, again.etag) == (10, stat.etag)
 
 
-def test_the_second_creation_is_refused_and_changes_nothing(store: Store) -> None:
+def test_the_second_creation_is_refused_and_changes_nothing(store):
     first = store.create("data/a", b"first")
     with pytest.raises(AlreadyExists) as refused:
         store.create("data/a", b"second")
@@ -41,7 +39,7 @@ def test_the_second_creation_is_refused_and_changes_nothing(store: Store) -> Non
     assert store.get("data/a") == b"first"
 
 
-def test_of_many_creators_exactly_one_wins(store: Store) -> None:
+def test_of_many_creators_exactly_one_wins(store):
     def create(index: int) -> bool:
         try:
             store.create("data/raced", b"%d" % index)
@@ -55,14 +53,14 @@ def test_of_many_creators_exactly_one_wins(store: Store) -> None:
     assert store.get("data/raced") == b"%d" % winners[0]
 
 
-def test_put_overwrites_and_an_empty_object_is_one(store: Store) -> None:
+def test_put_overwrites_and_an_empty_object_is_one(store):
     store.put("a", b"old")
     store.put("a", b"")
     assert store.get("a") == b""
     assert store.exists("a")
 
 
-def test_replace_needs_the_version_that_was_read(store: Store) -> None:
+def test_replace_needs_the_version_that_was_read(store):
     first = store.create("lease", b"1")
     second = store.replace("lease", b"2", etag=first.etag)
     assert second.etag != first.etag
@@ -74,7 +72,7 @@ def test_replace_needs_the_version_that_was_read(store: Store) -> None:
     assert not store.exists("absent")
 
 
-def test_of_many_replacers_of_one_version_exactly_one_wins(store: Store) -> None:
+def test_of_many_replacers_of_one_version_exactly_one_wins(store):
     version = store.create("lease", b"0")
     for turn in range(3):
         found = version
@@ -103,7 +101,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_a_disk_without_locks_replaces_too(tmp_path: Path) -> None:
+def test_a_disk_without_locks_replaces_too(tmp_path):
     store = open_store(str(tmp_path))
     probe(store)
     test_replace_needs_the_version_that_was_read(store)
@@ -112,7 +110,7 @@ def test_a_disk_without_locks_replaces_too(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lease"]
 
 
-def test_a_replacer_killed_before_it_renamed_leaves_a_version_to_replace(tmp_path: Path) -> None:
+def test_a_replacer_killed_before_it_renamed_leaves_a_version_to_replace(tmp_path):
     store = open_store(str(tmp_path))
     first = store.create("lease", b"1")
     code = "import sys\nfrom draftmill.storage.stores.store import open_store\n"
@@ -128,7 +126,7 @@ def test_a_replacer_killed_before_it_renamed_leaves_a_version_to_replace(tmp_pat
     assert store.get("lease") == b"3"
 
 
-def test_a_replacer_whose_link_another_renames_has_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacer_whose_link_another_renames_has_won(tmp_path, monkeypatch):
     """Between the link and the rename of one writer another comes, which loses; the first one has an etag of its own version."""
     store, plain, found = open_store(str(tmp_path)), local.link_new, list[str]()
     first = store.create("lease", b"1")
@@ -147,7 +145,7 @@ def test_a_replacer_whose_link_another_renames_has_won(tmp_path: Path, monkeypat
     assert store.replace("lease", b"next", etag=won.etag).size == 4 and found
 
 
-def test_list_gives_finished_objects_in_order_of_names(store: Store) -> None:
+def test_list_gives_finished_objects_in_order_of_names(store):
     for name in ("data/b", "data/a", "data/c/d", "data-x", "other"):
         store.create(name, b"x" * len(name))
     assert [(stat.name, stat.size) for stat in store.list("data/")] == [("data/a", 6), ("data/b", 6), ("data/c/d", 8)]
@@ -155,7 +153,7 @@ def test_list_gives_finished_objects_in_order_of_names(store: Store) -> None:
     assert list(store.list("nothing/")) == []
 
 
-def test_what_is_absent_is_absent(store: Store) -> None:
+def test_what_is_absent_is_absent(store):
     assert not store.exists("a")
     assert store.stat("a") is None
     with pytest.raises(NotFound):
@@ -163,20 +161,20 @@ def test_what_is_absent_is_absent(store: Store) -> None:
     store.delete("a")
 
 
-def test_deleting_frees_the_name(store: Store) -> None:
+def test_deleting_frees_the_name(store):
     store.create("a", b"1")
     store.delete("a")
     store.create("a", b"2")
     assert store.get("a") == b"2"
 
 
-def test_the_probe_trusts_these_stores_and_leaves_nothing(store: Store) -> None:
+def test_the_probe_trusts_these_stores_and_leaves_nothing(store):
     probe(store)
     assert list(store.list()) == []
 
 
 @pytest.mark.parametrize("verb", ["create", "replace"])
-def test_the_probe_refuses_a_store_that_ignores_either_condition(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_refuses_a_store_that_ignores_either_condition(verb, monkeypatch):
     store = MemoryStore(f"ignores-{verb}")
     monkeypatch.setattr(store, verb, lambda name, data, **_: store.put(name, data))
     with pytest.raises(StoreRefused, match=r"^output\.path: memory://.* ignores conditional writes .*; use a store"):
@@ -184,7 +182,7 @@ def test_the_probe_refuses_a_store_that_ignores_either_condition(verb: str, monk
     assert list(store.list()) == []
 
 
-def test_an_object_is_a_seekable_file(store: Store) -> None:
+def test_an_object_is_a_seekable_file(store):
     data = hashlib.shake_128(b"seed").digest(BLOCK_BYTES + 1000)
     store.create("large", data)
     with open_object(store, "large") as file:
@@ -199,25 +197,23 @@ def test_an_object_is_a_seekable_file(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../up", "a/../../up", "a//b", "a\\b", "a\0b", "."])
-def test_a_name_never_leaves_its_store(name: str, tmp_path: Path) -> None:
+def test_a_name_never_leaves_its_store(name, tmp_path):
     with pytest.raises(ValueError):
         open_store(str(tmp_path)).create(name, b"x")
 
 
-def test_an_unknown_url_is_the_users_error() -> None:
+def test_an_unknown_url_is_the_users_error():
     with pytest.raises(UserError, match="gs://bucket"):
         open_store("gs://bucket")
 
 
-def test_an_unwritable_folder_is_the_users_error(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_the_users_error(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreRefused, match="file"):
         probe(open_store(str(tmp_path / "file" / "run")))
 
 
-def test_an_interrupted_creation_shows_nothing_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failpoints: None
-) -> None:
+def test_an_interrupted_creation_shows_nothing_and_leaves_nothing(tmp_path, monkeypatch, failpoints):
     store = open_store(str(tmp_path))
     monkeypatch.setenv("DRAFTMILL_FAILPOINTS", "local.before_link=raise")
     with pytest.raises(FailpointError):
@@ -227,7 +223,7 @@ def test_an_interrupted_creation_shows_nothing_and_leaves_nothing(
     store.create("data/a", b"x")
 
 
-def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path, monkeypatch):
     store = open_store(str(tmp_path))
     store.create("data/a", b"kept")
 
@@ -242,7 +238,7 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, monkeypa
         probe(store)
 
 
-def test_a_link_whose_answer_was_lost_is_a_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_answer_was_lost_is_a_success(tmp_path, monkeypatch):
     link = os.link
 
     def lost(source: Path, target: Path) -> None:
@@ -253,7 +249,7 @@ def test_a_link_whose_answer_was_lost_is_a_success(tmp_path: Path, monkeypatch: 
     assert open_store(str(tmp_path)).create("data/a", b"x").size == 1
 
 
-def test_a_file_system_without_links_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links_is_the_users_error(tmp_path, monkeypatch):
     def refuse(source: Path, target: Path) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -262,14 +258,14 @@ def test_a_file_system_without_links_is_the_users_error(tmp_path: Path, monkeypa
         probe(open_store(str(tmp_path)))
 
 
-def test_a_temporary_file_that_a_killed_writer_left_is_not_listed(tmp_path: Path) -> None:
+def test_a_temporary_file_that_a_killed_writer_left_is_not_listed(tmp_path):
     store = open_store(str(tmp_path))
     store.create("data/a", b"x")
     (tmp_path / "data" / ".tmp-123-abc").write_bytes(b"half")
     assert [stat.name for stat in store.list("data/")] == ["data/a"]
 
 
-def test_what_killed_writers_left_is_swept_when_nobody_can_still_write_it(tmp_path: Path) -> None:
+def test_what_killed_writers_left_is_swept_when_nobody_can_still_write_it(tmp_path):
     store = open_store(str(tmp_path))
     store.create("data/a", b"x")
     old, new = tmp_path / "data" / ".tmp-123-abc", tmp_path / "data" / ".tmp-124-def"

@@ -1,7 +1,5 @@
 """Reading starts no thread of Arrow's: one that still lets go of Python's bytes while the interpreter ends aborts it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -74,7 +72,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("what", READS)
 @pytest.mark.slow
-def test_reading_starts_no_thread(what: str, files: Path) -> None:
+def test_reading_starts_no_thread(what, files):
     command = [sys.executable, "-c", START + READS[what] + END, str(files)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

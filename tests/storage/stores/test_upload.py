@@ -1,7 +1,5 @@
 """Uploads in parts: whole or not at all, whatever the network does, and nothing is left of those that came to nothing."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator
@@ -68,7 +66,7 @@ def asked(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, di
 
 
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 17])
-def test_what_is_written_in_any_bites_is_the_object(s3_store: S3Store, s3_server: S3Server, size: int) -> None:
+def test_what_is_written_in_any_bites_is_the_object(s3_store, s3_server, size):
     rng, rest = random.Random(size), memoryview(DATA)[:size]
     s3_server.app.requests.clear()
     with Upload(s3_store, NAME, part_bytes=PART) as file:
@@ -84,9 +82,7 @@ def test_what_is_written_in_any_bites_is_the_object(s3_store: S3Store, s3_server
 
 
 @pytest.mark.parametrize("checksums", ["auto", "when_required", "when_supported"])
-def test_parts_are_of_one_size_and_carry_the_checksums_that_are_wanted(
-    s3_url: str, s3_options: S3Options, monkeypatch: pytest.MonkeyPatch, checksums: str
-) -> None:
+def test_parts_are_of_one_size_and_carry_the_checksums_that_are_wanted(s3_url, s3_options, monkeypatch, checksums):
     store = S3Store(s3_url, S3Options(s3_options.endpoint, s3_options.region, checksums=checksums))
     calls = asked(store, monkeypatch)
     upload(store)
@@ -99,14 +95,14 @@ def test_parts_are_of_one_size_and_carry_the_checksums_that_are_wanted(
     assert ("ChecksumAlgorithm" in dict(calls)["create_multipart_upload"]) == (checksums != "when_required")
 
 
-def test_ten_thousand_parts_hold_the_largest_object_and_none_is_beyond_what_s3_takes() -> None:
+def test_ten_thousand_parts_hold_the_largest_object_and_none_is_beyond_what_s3_takes():
     sizes = [part_size(number, PART_BYTES) for number in range(1, MAX_PARTS + 1)]
     assert sum(sizes) >= 5 * 2**40 > sum(sizes[:-400])
     assert sizes[0] == PART_BYTES and sizes == sorted(sizes)
     assert min(sizes) >= 5 * 2**20 and max(sizes) < 1.1 * 2**30
 
 
-def test_parts_grow(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_grow(s3_store, monkeypatch):
     monkeypatch.setattr(upload_module, "PARTS_OF_A_SIZE", 2)
     calls = asked(s3_store, monkeypatch)
     with Upload(s3_store, NAME, part_bytes=PART) as file:
@@ -119,7 +115,7 @@ def test_parts_grow(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     assert s3_store.get(NAME) == DATA + DATA
 
 
-def test_more_parts_than_s3_takes_are_refused(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_parts_than_s3_takes_are_refused(s3_store, monkeypatch):
     monkeypatch.setattr(upload_module, "MAX_PARTS", 2)
     with pytest.raises(StoreError, match="no more than 2 parts"):
         upload(s3_store)
@@ -134,9 +130,7 @@ PASSING = [(kind, request) for kind in ("503", "500", "409", "reset", "lost") fo
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "request_of"), [*PASSING, ("hidden", END)])
-def test_a_passing_fault_is_tried_again(
-    s3_store: S3Store, s3_server: S3Server, kind: str, request_of: tuple[str, str]
-) -> None:
+def test_a_passing_fault_is_tried_again(s3_store, s3_server, kind, request_of):
     method, part = request_of
     s3_server.fail(kind, method, part, times=2)
     upload(s3_store)
@@ -148,9 +142,7 @@ def test_a_passing_fault_is_tried_again(
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("second", ["404", "412"])
-def test_a_completion_whose_answer_was_lost_is_a_success(
-    s3_store: S3Store, s3_server: S3Server, second: str, overwrite: bool
-) -> None:
+def test_a_completion_whose_answer_was_lost_is_a_success(s3_store, s3_server, second, overwrite):
     s3_server.fail("lost", *END)
     s3_server.fail(second, *END)
     upload(s3_store, overwrite=overwrite)
@@ -158,16 +150,14 @@ def test_a_completion_whose_answer_was_lost_is_a_success(
     assert s3_store.get(NAME) == DATA and pending(s3_store) == []
 
 
-def test_a_small_file_whose_answer_was_lost_is_a_success(s3_store: S3Store, s3_server: S3Server) -> None:
+def test_a_small_file_whose_answer_was_lost_is_a_success(s3_store, s3_server):
     s3_server.fail("lost")
     upload(s3_store, b"small")
     assert s3_store.get(NAME) == b"small"
 
 
 @pytest.mark.parametrize("request_of", [("PUT", "partNumber=3"), END], ids=["part", "end"])
-def test_an_upload_that_somebody_else_ended_is_a_failure(
-    s3_store: S3Store, s3_server: S3Server, request_of: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_upload_that_somebody_else_ended_is_a_failure(s3_store, s3_server, request_of, caplog):
     s3_store.put(NAME, b"old")
     s3_server.fail("404", *request_of)
     file = Upload(s3_store, NAME, part_bytes=PART, overwrite=True)
@@ -179,14 +169,14 @@ def test_an_upload_that_somebody_else_ended_is_a_failure(
     assert s3_store.get(NAME) == b"old" and pending(s3_store) == [] and "are left" not in caplog.text
 
 
-def test_a_completion_that_is_refused_by_nothing_is_a_failure(s3_store: S3Store, s3_server: S3Server) -> None:
+def test_a_completion_that_is_refused_by_nothing_is_a_failure(s3_store, s3_server):
     s3_server.fail("412", *END)
     with pytest.raises(StoreError, match="refused as existing, but does not exist"):
         upload(s3_store)
     assert pending(s3_store) == [] and not s3_store.exists(NAME)
 
 
-def test_a_part_that_can_not_be_sent_ends_the_upload(s3_store: S3Store, s3_server: S3Server) -> None:
+def test_a_part_that_can_not_be_sent_ends_the_upload(s3_store, s3_server):
     s3_server.fail("503", *SECOND, times=1000)
     file = Upload(s3_store, NAME, part_bytes=PART)
     with pytest.raises(StoreError, match="SlowDown"):
@@ -200,7 +190,7 @@ def test_a_part_that_can_not_be_sent_ends_the_upload(s3_store: S3Store, s3_serve
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("written", [1, len(DATA)])
-def test_an_exception_leaves_nothing(s3_store: S3Store, error: type[BaseException], written: int) -> None:
+def test_an_exception_leaves_nothing(s3_store, error, written):
     def broken_off() -> None:
         with Upload(s3_store, NAME, part_bytes=PART) as file:
             file.write(DATA[:written])
@@ -213,9 +203,7 @@ def test_an_exception_leaves_nothing(s3_store: S3Store, error: type[BaseExceptio
 
 
 @pytest.mark.parametrize("operation", ["upload_part", "complete_multipart_upload"])
-def test_an_interrupt_in_the_middle_of_a_request_leaves_nothing(
-    s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, operation: str
-) -> None:
+def test_an_interrupt_in_the_middle_of_a_request_leaves_nothing(s3_store, monkeypatch, operation):
     ask = s3_store.ask
 
     def interrupted(asked_for: str, name: str, **arguments: Any) -> Any:
@@ -229,9 +217,7 @@ def test_an_interrupt_in_the_middle_of_a_request_leaves_nothing(
     assert pending(s3_store) == [] and list(s3_store.list()) == []
 
 
-def test_where_aborting_fails_too_the_first_reason_is_told_and_the_rest_is_logged(
-    s3_store: S3Store, s3_server: S3Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_aborting_fails_too_the_first_reason_is_told_and_the_rest_is_logged(s3_store, s3_server, caplog):
     s3_server.fail("500", "DELETE", times=ATTEMPTS)
     s3_server.fail("403", *SECOND, times=REFUSED_ATTEMPTS)
     with pytest.raises(StoreRefused, match="AccessDenied"):
@@ -243,7 +229,7 @@ def test_where_aborting_fails_too_the_first_reason_is_told_and_the_rest_is_logge
 
 
 @pytest.mark.parametrize("size", [5, len(DATA)])
-def test_an_object_is_replaced_with_permission_only(s3_store: S3Store, size: int) -> None:
+def test_an_object_is_replaced_with_permission_only(s3_store, size):
     s3_store.put(NAME, b"precious")
     with pytest.raises(AlreadyExists):
         upload(s3_store, DATA[:size])
@@ -253,7 +239,7 @@ def test_an_object_is_replaced_with_permission_only(s3_store: S3Store, size: int
 
 
 @pytest.mark.parametrize("size", [5, len(DATA)])
-def test_an_object_that_appeared_meanwhile_stays(s3_store: S3Store, size: int) -> None:
+def test_an_object_that_appeared_meanwhile_stays(s3_store, size):
     def late() -> None:
         with Upload(s3_store, NAME, part_bytes=PART) as file:
             file.write(DATA[:size])
@@ -264,7 +250,7 @@ def test_an_object_that_appeared_meanwhile_stays(s3_store: S3Store, size: int) -
     assert s3_store.get(NAME) == b"somebody's" and pending(s3_store) == []
 
 
-def test_it_stays_where_conditions_are_ignored_too(s3_store: S3Store, s3_server: S3Server) -> None:
+def test_it_stays_where_conditions_are_ignored_too(s3_store, s3_server):
     s3_server.fail("ignore_conditions", *END)
     file = Upload(s3_store, NAME, part_bytes=PART)
     file.write(DATA)
@@ -274,7 +260,7 @@ def test_it_stays_where_conditions_are_ignored_too(s3_store: S3Store, s3_server:
     assert s3_store.get(NAME) == b"somebody's" and pending(s3_store) == []
 
 
-def test_an_object_that_appears_at_the_last_moment_stays(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_appears_at_the_last_moment_stays(s3_store, monkeypatch):
     if os.environ.get(VARIABLE):
         pytest.skip("Ceph's gateway 16 ignores the condition of a completion")
     ask = s3_store.ask
@@ -298,9 +284,7 @@ def killed(store: S3Store, name: str) -> None:
     Upload(store, name, part_bytes=PART).write(DATA)
 
 
-def test_what_a_killed_exporter_left_is_aborted_and_nobody_elses(
-    s3_store: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_exporter_left_is_aborted_and_nobody_elses(s3_store, monkeypatch):
     for name in (NAME, NAME, f"{NAME}.gz", "out/answers"):
         killed(s3_store, name)
     monkeypatch.setattr(upload_module, "ORPHAN_S", 10.0**10)
@@ -311,7 +295,7 @@ def test_what_a_killed_exporter_left_is_aborted_and_nobody_elses(
     assert abort_orphans(s3_store, NAME) == 0
 
 
-def test_uploads_of_the_last_hour_may_be_at_work_by_the_stores_own_clock() -> None:
+def test_uploads_of_the_last_hour_may_be_at_work_by_the_stores_own_clock():
     stores_now = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
     aborted: list[str] = []
 
@@ -338,8 +322,8 @@ def test_uploads_of_the_last_hour_may_be_at_work_by_the_stores_own_clock() -> No
 
 
 def test_a_store_that_lists_no_uploads_is_written_all_the_same_and_a_missing_bucket_is_told(
-    s3_store: S3Store, s3_server: S3Server, s3_options: S3Options, caplog: pytest.LogCaptureFixture
-) -> None:
+    s3_store, s3_server, s3_options, caplog
+):
     s3_server.fail("403", "GET", "uploads")
     assert abort_orphans(s3_store, NAME) == 0 and "can't look for parts that killed exporters left" in caplog.text
     with pytest.raises(StoreRefused, match="no-such-bucket-here"):
