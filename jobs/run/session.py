@@ -101,6 +101,7 @@ def decode(run: Run) -> Finish:
 def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
     resolved, plan, display, backend, loads = run.resolved, run.plan, run.display, run.backend, run.loads
     spec, log, files = resolved.spec, display.log, FilesHere(plan.store)
+    is_hopeless = _hopelessness(run)
     totals = Totals(units=plan.units, rows=plan.rows, units_before=plan.units - len(left))
     totals.counts_open = getattr(getattr(resolved.recipe.task, "mask", None), "kind", None) != "marker"
     totals.rows_before = plan.rows - left.rows
@@ -114,7 +115,7 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
         if loads:
             size = size_text(weight_bytes(resolved.folder))
             display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
-        pool, demand, limits = backend.pool(make_job(resolved, plan), allocation), backend.demand(spec), limits_of(spec)
+        limits, pool, demand = limits_of(spec), backend.pool(make_job(resolved, plan), allocation), backend.demand(spec)
         if demand is not None:
             limits = replace(limits, idle_s=IDLE_S)
         driver = Driver(
@@ -125,7 +126,7 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             stop=run.stop,
             grace_s=run.options.grace_s,
             look=files.look,
-            hopeless=_hopelessness(run),
+            hopeless=is_hopeless,
             room=lambda: _room_for(pool, backend, resolved, len(left)),
             need=demand.need if demand else lambda units: None,
             watchers=Watchers([*run.watchers, *_metrics_of(run)], note=display.note),

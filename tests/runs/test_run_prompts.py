@@ -77,8 +77,10 @@ def test_examples_count_by_content_and_a_seed_draws_them_once(world):
     drawn = []
     for seed in (1, 1, 2):
         spec = spec_of(world, "none", examples=shots | {"seed": seed})
-        examples = resolve(spec, open_store(spec.output.path)).recipe.prompt.examples
+        resolved = resolve(spec, open_store(spec.output.path))
+        examples = resolved.recipe.prompt.examples
         assert examples is not None and examples.rows is not None and len(examples.rows) == 2
+        assert resolved.spec is spec and resolved.recorded.prompt.examples == examples != spec.prompt.examples
         drawn.append(examples.rows)
     assert drawn[0] == drawn[1] != drawn[2] and all(row in SHOTS for rows in drawn for row in rows)
 

@@ -10,6 +10,9 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.session import RunOptions
 from draftmill.jobs.run.validate import validate
 from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import TOKENIZER, job_spec, results_of, run_here, save_model
@@ -199,7 +202,6 @@ def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_wr
     assert resolve(shown, open_store(shown.output.path)).plan is None
 
 
-@pytest.mark.slow
 def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so(folder, tmp_path, capsys):
     shutil.copytree(folder / "model", tmp_path / "model")
     recommended = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "eos_token_id": 2}
@@ -211,10 +213,10 @@ def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so
         return spec.model_copy(update={"output": spec.output.model_copy(update={"path": str(tmp_path / out)})})
 
     asked = {"from_checkpoint": True, "temperature": 0.9}
-    used = run_here(job("used", asked))
-    said = run_here(job("said", {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3}))
-    plain = run_here(job("plain", {"temperature": 0.9}))
-    texts = [{name: row["text"] for name, row in found.items()} for found in (used, said, plain)]
+    same, texts = {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3}, []
+    for spec in (job("used", asked), job("said", same), job("plain", {"temperature": 0.9})):
+        assert run_job(spec, RunOptions(local=True)) == OK
+        texts.append({name: row["text"] for name, row in results_of(spec).items()})
     assert texts[0] == texts[1] != texts[2]
     assert validate(job("used", asked)) == 0, "the same job again"
     assert "top_k 5, repetition_penalty 1.3 (where the spec leaves them out)" in capsys.readouterr().out
@@ -226,19 +228,3 @@ def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended | {"num_beams": 4}))
     with pytest.raises(UserError, match="num_beams = '4', which is not supported"):
         validate(job("other", asked))
-
-
-def test_a_runs_workers_draw_as_the_checkpoint_recommends(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray(monkeypatch)
-    shutil.copytree(folder / "model", tmp_path / "model")
-    recommended = {"do_sample": False, "eos_token_id": 2}
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
-    spec = job_spec(tmp_path, [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(PROMPTS)])
-    texts = []
-    for out, sampling in (("said", {"temperature": 0.0}), ("used", {"from_checkpoint": True}), ("plain", {})):
-        job = spec.model_dump(mode="json") | {"sampling": sampling, "output": {"path": str(tmp_path / out)}}
-        assert run(job, tmp_path / "job.yaml") == 0
-        texts.append({name: row["text"] for name, row in results_of(check_spec(job)).items()})
-    assert texts[0] == texts[1] != texts[2]
