@@ -40,8 +40,8 @@ MESSAGES = {
 class RunOutcome:
     """Reports how a run ends, to its log and the receivers of `notify`: the block in it finishes the run, or raises.
 
-    Receivers are not notified of a run that wrote nothing, unless it failed, nor of
-    one that another driver has. Raises UserError before the block if a receiver of notices can't be used.
+    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises UserError
+    before the block if a receiver of notices can't be used.
     """
 
     spec: JobSpec
