@@ -48,8 +48,8 @@ from draftmill.actors.messages import (
 )
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.drive.driver import Driver, StopFlag
-from draftmill.jobs.drive.progress import Silence
-from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
+from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.run_log import RunLog
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.plan.packing import auto_unit_rows, cut, longest_first, window_rows
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -361,7 +361,7 @@ def simulate(workers: int, samples: int, unit_rows: int | None, seed: int) -> di
     driver = Driver(
         scheduler=Scheduler(units, workers=world.room(), limits=Limits(lease_s=STALL_S)),
         pool=world,
-        display=LoggedDisplay(Silence(), log),
+        display=Display(log),
         totals=totals,
         stop=StopFlag(),
         clock=world.clock,

@@ -26,7 +26,7 @@ os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_wor
 
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.drive.backend import cluster_survey
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.planning import Survey, make_plan, survey
 from draftmill.jobs.plan.resolve import resolve
 from draftmill.storage.stores.store import open_store
@@ -71,7 +71,7 @@ def time_plan(path: Path, out: Path, survey_of: Callable[..., Survey]) -> tuple[
     store = open_store(spec.output.path)
     resolved = resolve(spec, store)
     began_s, spent_s = time.perf_counter(), time.process_time()
-    make_plan(resolved, store, Silence(), survey=survey_of(resolved))
+    make_plan(resolved, store, Display(), survey=survey_of(resolved))
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - spent_s
     return {file.name: file.read_bytes() for file in sorted(out.glob("plan/*"))}, wall_s, cpu_s
 

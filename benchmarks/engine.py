@@ -50,7 +50,7 @@ class JobRun:
 
 def run(spec: JobSpec) -> JobRun:
     """Run a job to its end and read its figures from its run directory."""
-    if run_job(spec, RunOptions(quiet=True)) != OK:
+    if run_job(spec, RunOptions()) != OK:
         raise SystemExit("the job did not end well")
     sessions = read_sessions(open_store(spec.place(spec.output.path)))
     return JobRun(sessions.committed.new_tokens / sessions.wall_s, efficiency(sessions.effort))

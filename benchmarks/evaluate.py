@@ -84,7 +84,7 @@ class Bench:
             options = EvalOptions((TASK,), include_path=str(self.tasks), bootstrap_iters=0)
             started = time.perf_counter()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                code = evaluate(str(path), [], options, RunOptions(local=True, quiet=True))
+                code = evaluate(str(path), [], options, RunOptions(local=True))
             seconds = time.perf_counter() - started
             assert code == 0, f"eval ended with {code}"
             samples = newest(out, TASK)

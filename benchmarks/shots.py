@@ -118,7 +118,7 @@ def run(tasks: Path, task: str, slots: int) -> Measured:
         options = EvalOptions((task,), include_path=str(tasks), num_fewshot=SHOTS, bootstrap_iters=0)
         started, output = time.perf_counter(), io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            code = evaluate(str(path), [], options, RunOptions(local=True, quiet=True))
+            code = evaluate(str(path), [], options, RunOptions(local=True))
         seconds = time.perf_counter() - started
         if code:
             raise SystemExit(f"eval ended with {code}: {output.getvalue()}")

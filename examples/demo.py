@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftmill.jobs.config.spec import JobSpec, load_spec
+from draftmill.jobs.drive.log import shown
 from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.run.job import run_job
@@ -69,7 +70,8 @@ def run(variant: Variant, limit: int | None) -> Results:
     """Run (or find finished) one variant and read its rows; exits with the job's code where that is not 0."""
     spec = spec_of(variant, limit)
     print(f"\n== {variant.name} ==", flush=True)
-    code = run_job(spec, RunOptions())
+    with shown():
+        code = run_job(spec, RunOptions())
     if code != OK:
         raise SystemExit(code)
     tables = read_results(open_store(spec.place(spec.output.path)), columns=COLUMNS)

@@ -34,8 +34,7 @@ from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import hold_lease
-from draftmill.jobs.drive.progress import FiguresOnly, make_display
-from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.exit_codes import Ended
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import Loaders, remembering, resolve
@@ -213,7 +212,6 @@ def run(
     local: bool = False,
     ray_address: str | None = None,
     changes: Mapping[str, Any] | None = None,
-    quiet: bool = False,
 ) -> RunResults:
     """Run a job, or resume it, until it is finished; then open it. It is what `draftmill run` does.
 
@@ -231,7 +229,7 @@ def run(
         data = {"name": Path(spec).stem} | read_mapping(Path(spec))
     job = check_changed(data, changes or {})
     with _as_a_guest():
-        place = complete_job(job, RunOptions(ray_address, local, quiet, prints=False))
+        place = complete_job(job, RunOptions(ray_address, local))
     return RunResults(find_run(job.place(place)))
 
 
@@ -310,7 +308,6 @@ def generate(
     prompts: Sequence[str | Mapping[str, Any]],
     *,
     ids: Sequence[str | int] | None = None,
-    quiet: bool = False,
     **sections: Any,
 ) -> list[Row]:
     """Decode a few prompts in this process, without Ray; returns their result rows in order, one for each sample.
@@ -321,7 +318,6 @@ def generate(
         model: the path of a model, as in `model.path`, or the whole section `model`.
         prompts: texts, or rows: dicts with the columns that the task reads.
         ids: the rows' ids; by default "0", "1" and so on, or a row's own `id`.
-        quiet: show no progress.
         sections: sections of a spec: seed, task, decoder, sampling, batching, input and s3. The task is `complete`, and the
             decoder the baseline of the model's family, unless they say otherwise.
 
@@ -337,7 +333,7 @@ def generate(
         job = _spec_of(model, sections, Path(folder))
         column = "text" if job.task.kind == "infill" else "prompt"
         (Path(folder) / ROWS).write_text("".join(_lines(column, prompts, ids)))
-        return _decode(job, quiet=quiet)
+        return _decode(job)
 
 
 def _lines(column: str, prompts: Sequence[str | Mapping[str, Any]], ids: Sequence[str | int] | None) -> Iterator[str]:
@@ -380,15 +376,14 @@ def _model_kind(job: JobSpec) -> ModelKind:
         raise user_error(error, FIELD) from None
 
 
-def _decode(job: JobSpec, *, quiet: bool) -> list[Row]:
+def _decode(job: JobSpec) -> list[Row]:
     store, stop = open_store(job.output.path), StopFlag()
     _KEPT.refresh(job)
     _KEPT.backend.check(job)
-    with hold_lease(store, stop.set) as lease, FiguresOnly(make_display(quiet=quiet)) as display:
+    with hold_lease(store, stop.set) as lease, Display() as display:
         resolved = resolve(job, store, display, loaders=_KEPT.loaders)
         plan = make_plan(resolved, store, display, epoch=lease.epoch)
-        options, logged = RunOptions(local=True, prints=False), LoggedDisplay(display, RunLog())
-        finish = decode(Run(resolved, plan, options, lease, stop, logged, _KEPT.backend))
+        finish = decode(Run(resolved, plan, RunOptions(local=True), lease, stop, display, _KEPT.backend))
     if finish.how != "done":
         raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
     tables = tables_of(passes_of(store), plan.schema.names, order="input")

@@ -216,7 +216,7 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options in DRIVER; UserError if two of them exclude each other."""
     from draftmill.jobs.run.session import RunOptions
 
-    options = RunOptions(arguments.ray_address, arguments.local, arguments.quiet, arguments.grace_seconds)
+    options = RunOptions(arguments.ray_address, arguments.local, arguments.grace_seconds)
     return replace(options, if_running=getattr(arguments, "if_running", options.if_running))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import logging
 import os
 import re
 import sys
@@ -17,10 +18,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from draftmill.jobs.arguments import COMMANDS
-from draftmill.jobs.drive.events import json_streams, silence, unfailing_streams
+from draftmill.jobs.drive.log import shown, silence
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED, Ended, code_of
 from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.secrets import presentable
+
+_log = logging.getLogger("draftmill.jobs.cli")  # as a program, this module is __main__
 
 _LONG_WORD = re.compile(r"\S{1000,}")
 """A value that a message quotes, and that would fill the screen."""
@@ -40,11 +43,9 @@ def main(argv: Sequence[str] | None = None, *, is_program: bool = False) -> int:
         top.error(f"unrecognized arguments: {' '.join(unknown)}{arguments.hint}")
     arguments.is_program = is_program
     gc.set_threshold(COLLECT_AFTER)
-    with unfailing_streams(out=_works(arguments)):
-        if getattr(arguments, "log", "text") == "text":
-            return _run(arguments)
-        with json_streams():
-            return _run(arguments)
+    as_json = getattr(arguments, "log", "text") == "json"
+    with shown(as_json=as_json, quiet=getattr(arguments, "quiet", False)):
+        return _run(arguments)
 
 
 def _works(arguments: argparse.Namespace) -> bool:
@@ -59,13 +60,13 @@ def _run(arguments: argparse.Namespace) -> int:
             sys.stdout.flush()  # here an error still counts
         return code
     except (AnotherDriver, Ended) as error:
-        print(f"draftmill: {error}", file=sys.stderr)
+        _log.error(presentable(str(error)))
         return code_of(error)
     except (UserError, StoreError) as error:
         return _complain(arguments, error, code_of(error))
     except KeyboardInterrupt:
         resume = "; run it again to resume" if arguments.resumes else ""  # the other commands leave nothing to resume
-        print(f"draftmill: interrupted{resume}", file=sys.stderr)
+        _log.warning(f"interrupted{resume}")
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the user gets one line for any error
         if isinstance(error, BrokenPipeError) and not _works(arguments):
@@ -80,8 +81,8 @@ def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int
     hint = "" if isinstance(error, (*UNUSABLE_ERRORS, StoreFull)) else " (--debug shows where)"
     if isinstance(error, StoreError) and _asks_amazon(arguments):
         hint = f"; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL{hint}"
-    text = presentable(f"draftmill: {kind}{error}{hint}")
-    print(_LONG_WORD.sub(lambda word: f"{word[0][:200]}... ({len(word[0]):,} characters)", text), file=sys.stderr)
+    text = presentable(f"{kind}{error}{hint}")
+    _log.error(_LONG_WORD.sub(lambda word: f"{word[0][:200]}... ({len(word[0]):,} characters)", text))
     return code
 
 

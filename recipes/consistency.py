@@ -27,6 +27,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.log import shown
 from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.run.job import run_job
@@ -119,7 +120,8 @@ def decode(model: Path, prompts: Prompts, decoder: dict[str, Any], run: Path, *,
             "output": {"path": str(run), "trace": "steps" if trace else "none"},
         }
     )
-    code = run_job(spec, RunOptions())
+    with shown():
+        code = run_job(spec, RunOptions())
     if code != OK:
         raise RuntimeError(f"the job of {run} ended with exit code {code}")
     return open_store(spec.output.path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -74,11 +75,11 @@ def _hold_lock(path: Path) -> Iterator[None]:
 
 
 def run_maker(module: str, arguments: Sequence[str], *, field: str, what: str) -> None:
-    """Run `python -m MODULE ARGUMENTS...`; UserError with the module's message if it refuses, RuntimeError if it fails.
+    """Run `python -m MODULE ARGUMENTS...`, which takes minutes for a large model, and log `what` it does.
 
-    Prints `what` it does on standard error, since a large model takes minutes.
+    UserError with the module's message if it refuses, RuntimeError if it fails.
     """
-    print(f"{what}, once; the result is kept in {cache_folder()}", file=sys.stderr, flush=True)
+    logging.getLogger(__name__).info(f"{what}, once; the result is kept in {cache_folder()}")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],

@@ -230,7 +230,7 @@ def automaton_of(wanted: str | Node | None, vocabulary: Vocabulary) -> Automaton
     node = Text(machine) if isinstance(wanted, str) and (machine := machine_of(wanted)) else wanted
     machine = None if isinstance(node, str) else dfa_of(node, in_bytes=True)
     if machine is not None:
-        _log.info("compiling a constraint (%s states)", f"{len(machine.edges):,}")
+        _log.debug("compiling a constraint (%s states)", f"{len(machine.edges):,}")
     automaton = None if machine is None else _over_tokens(machine, vocabulary)
     if automaton is None or automaton.least_S[0] == FAR:
         raise ValueError(f"no text of this vocabulary matches{f' {wanted!r}' if isinstance(wanted, str) else ''}")

@@ -62,11 +62,13 @@ def command_of(preset: str, settings: Sequence[str]) -> str:
 
 def run_preset(preset: str, settings: Sequence[str], *, local: bool) -> None:
     """Run or resume one preset; SystemExit with the sweep's code where it is not 0."""
+    from draftmill.jobs.drive.log import shown
     from draftmill.jobs.run.session import RunOptions
     from draftmill.jobs.sweep.sweep import sweep
 
     print(f"\n== {command_of(preset, settings)}", flush=True)
-    code = sweep(str(file_of(preset)), settings, RunOptions(local=local))
+    with shown():
+        code = sweep(str(file_of(preset)), settings, RunOptions(local=local))
     if code != OK:
         raise SystemExit(code)
 

@@ -6,7 +6,7 @@ but without the weights. Where the inputs or the tokenizer are gone, only the te
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -37,6 +37,8 @@ from draftmill.storage.runs.commit import trace_name
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.interface import NotFound, Place
 from draftmill.storage.stores.store import open_store
+
+_log = logging.getLogger(__name__)
 
 ON_TERMINAL: Final = 10
 ON_PAGE: Final = 1000
@@ -106,7 +108,7 @@ def show(
     if lacking and len(rows) < most:
         raise UserError(f"no {'failed ' if failed else ''}sample has the id {lacking[0]!r}", field="--id")
     if remaking.problem is not None:
-        print(f"draftmill: without prompts and marks: {remaking.problem}", file=sys.stderr)
+        _log.warning(f"without prompts and marks: {remaking.problem}")
     spec = passes[0].plan.spec
     scope = f"{len(rows):,} of {counted(passes[0].plan.rows, 'sample')}"
     if html is None:

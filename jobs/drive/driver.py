@@ -7,10 +7,10 @@ interrupt Ray.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +58,8 @@ from draftmill.jobs.schedule.events import (
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
+
+_log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 
@@ -180,7 +182,7 @@ def _end_by_force(signals: socket.socket, most_s: float) -> None:
         if now_s >= told_s:
             told_s = float("inf")
             line = f"{name}: ends within {end_s - now_s:.0f} s; a second signal ends it at once. No committed result is lost"
-            print(f"draftmill: {line}", file=sys.stderr, flush=True)
+            _log.warning(line)
         until_s = min(end_s, told_s)
         signals.settimeout(until_s - now_s if until_s < float("inf") else None)
         try:
@@ -194,7 +196,7 @@ def _end_by_force(signals: socket.socket, most_s: float) -> None:
             told_s = now_s + HEARD_S if not name else told_s
             end_s = now_s + most_s if not name else min(end_s, now_s + HEARD_S)
             name = signal.Signals(number[0]).name
-    print(f"draftmill: ended by force after {name}; run it again to resume", file=sys.stderr, flush=True)
+    _log.error(f"ended by force after {name}; run it again to resume")
     os._exit(INTERRUPTED)
 
 
@@ -362,7 +364,7 @@ class Driver:
             self.totals.worker_ended(died=True)
             self.watchers.each(lambda watcher: watcher.died(died.worker))
             message = f"worker {died.worker} died: {died.reason}"
-            self.display.event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
+            self.display.event("worker_died", message, level=logging.WARNING, worker=died.worker, reason=died.reason)
         self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
 
     def _answer(self, item: Receipt | Failure) -> None:
@@ -370,7 +372,7 @@ class Driver:
             self.watchers.each(lambda watcher: watcher.failed(item))
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
             self.display.event(
-                "failed", self._trouble(item), level="warning", unit=item.unit, worker=item.worker, **facts
+                "failed", self._trouble(item), level=logging.WARNING, unit=item.unit, worker=item.worker, **facts
             )
             self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
         elif item.committed is None:
@@ -425,7 +427,7 @@ class Driver:
                 self.watchers.each(lambda watcher: watcher.died(worker))
                 self.totals.devices.end_worker(worker, lost=True)
                 message = f"worker {worker} killed: {reason}"
-                self.display.event("worker_killed", message, level="warning", worker=worker, reason=reason)
+                self.display.event("worker_killed", message, level=logging.WARNING, worker=worker, reason=reason)
             case LetGo(worker, lost):
                 self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
@@ -441,6 +443,6 @@ class Driver:
             case Quarantine(unit, start, stop, kind, message):
                 message_text = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
                 facts = {"start": start, "stop": stop, "kind": kind, "error": message}
-                self.display.event("quarantined", message_text, level="warning", unit=unit, **facts)
+                self.display.event("quarantined", message_text, level=logging.WARNING, unit=unit, **facts)
             case Finish():
                 pass

@@ -9,18 +9,21 @@ planning or a store's answer takes.
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Literal
 
+from draftmill.jobs.drive.log import print_result
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire, holder, pid_here, take_away, this_process
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import tidy
+
+_log = logging.getLogger(__name__)
 
 IfRunning = Literal["skip", "wait", "fail"]
 
@@ -135,13 +138,13 @@ def gives_way(held: LeaseHeld, if_running: IfRunning, waited_for: str | None) ->
     is_proven = pid_here(held.owner) is not None and not is_odd
     if waited_for != held.owner and not (if_running == "skip" and is_proven):
         what = "waiting" if if_running == "wait" else "waiting for a sign of life"
-        print(f"draftmill: {what}: {held}", file=sys.stderr)
+        _log.warning(f"{what}: {held}")
     if if_running == "wait":
         while _is_renewed(now, store):
             now = holder(store) or now
             now.what = held.what
     elif is_proven or _is_renewed(held, store):
-        print(f"draftmill: skipped: {held}")
+        print_result(f"draftmill: skipped: {held}")
         return True
     return False
 
@@ -154,7 +157,7 @@ def _is_renewed(held: LeaseHeld, store: Store) -> bool:
             return True
         if watched_s > TTL_S:
             take_away(store, held)
-            print(f"draftmill: taken over: {held}; it was not renewed for {TTL_S:.0f} s", file=sys.stderr)
+            _log.warning(f"taken over: {held}; it was not renewed for {TTL_S:.0f} s")
         time.sleep(POLL_S)
         watched_s += POLL_S
     return False

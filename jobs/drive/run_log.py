@@ -2,7 +2,7 @@
 
 An object store can't append, so a log is a series of files, the last of which is rewritten until it is full:
 
-    attempts/epoch-0003-part-0000.jsonl     one event a line (jobs/drive/events.py)
+    attempts/epoch-0003-part-0000.jsonl     one event a line (jobs/drive/log.py)
     attempts/epoch-0003-session.jsonl       one line: the sums of this driver's session so far
 
 Nothing is written before the log is attached: a run that is refused leaves no trace. No job stops or waits because of its log:
@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.drive.cost import DeviceSums
-from draftmill.jobs.drive.events import Level, event_line, lost_streams
-from draftmill.jobs.drive.progress import Display, progress_facts
-from draftmill.jobs.drive.totals import Totals, add_effort
+from draftmill.jobs.drive.log import LOST, JsonLines, event_record
+from draftmill.jobs.drive.totals import Totals, add_effort, progress_facts
 from draftmill.storage.errors import StoreError
 from draftmill.storage.json_text import parse_json, shaped
 from draftmill.storage.runs.commit import all_exact
@@ -44,13 +44,15 @@ PATIENCE_S = 60.0
 INTERRUPTED_S = 3.0
 
 
-class RunLog:
-    """Collects events, from any thread; once attached to a run, threads write them every FLUSH_EVERY_S and at the end."""
+class RunLog(logging.Handler):
+    """Takes records, from any thread; once attached to a run, threads write them every FLUSH_EVERY_S and at the end."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self._clock = clock
+        self._facts: dict[str, Any] = {}
+        self.setFormatter(JsonLines("note", self._facts))
         self._store: Store | None = None
-        self._run: str | None = None
         self._prefix = ""
         self._part = 0
         self._lines: list[str] = []
@@ -67,19 +69,22 @@ class RunLog:
 
     def attach(self, store: Store, epoch: int, run: str) -> None:
         """Write from now on into this run directory, as the driver with this epoch; earlier events go there too."""
-        self._store, self._run, self._prefix = store, run, f"attempts/epoch-{epoch:04d}"
+        self._store, self._facts["run"], self._prefix = store, run, f"attempts/epoch-{epoch:04d}"
 
     @property
     def is_attached(self) -> bool:
         """Whether it belongs to a run: from then on the run directory is not what it was before."""
         return self._store is not None
 
-    def add(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        """Add an event."""
+    def emit(self, record: logging.LogRecord) -> None:
         if len(self._lines) - self._written >= MOST_LINES:
             self._dropped += 1
-            return
-        self._lines.append(event_line(event, message, level=level, run=self._run, **facts))
+        else:
+            self._lines.append(self.format(record))
+
+    def add(self, event: str, message: str | None = None, *, level: int = logging.INFO, **facts: Any) -> None:
+        """Add an event that is for this log alone."""
+        self.handle(event_record(event, message, level=level, **facts))
 
     def show(self, totals: Totals) -> None:
         """Note the progress every PROGRESS_EVERY_S; flush every FLUSH_EVERY_S, and once the first worker has come up."""
@@ -90,7 +95,7 @@ class RunLog:
         if is_first or self._clock() - self._flushed_s >= FLUSH_EVERY_S:
             self._start_writing(totals)
 
-    def flush(self, totals: Totals | None = None) -> None:
+    def write_out(self, totals: Totals | None = None) -> None:
         """Write new events and the session's sums, if the log is attached; waits for the store while there is patience."""
         for _ in range(2):  # what is being written may lack the last events
             began_s = self._clock()
@@ -102,9 +107,9 @@ class RunLog:
     def _start_writing(self, totals: Totals | None) -> None:
         """Start to write what is new, unless that is being done."""
         self._flushed_s = self._clock()
-        for message in sorted(set(lost_streams()) - self._lost):
-            self._lost.add(message)
-            self.add("note", message, level="warning")
+        for name in sorted(LOST.keys() - self._lost):
+            self._lost.add(name)
+            self.add("note", f"{name} can't be written any more, the run goes on: {LOST[name]}", level=logging.WARNING)
         if totals is not None and totals.started_s is not None:
             self._session = json.dumps(session_record(totals)) + "\n"
         if self._store is not None and not (self._writer is not None and self._writer.is_alive()):
@@ -122,9 +127,8 @@ class RunLog:
     def _write_lines(self, store: Store) -> None:
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
-            self._lines.append(
-                event_line("note", f"{dropped:,} events are not here: the store took too long", level="warning")
-            )
+            message = f"{dropped:,} events are not here: the store took too long"
+            self._lines.append(self.format(event_record("note", message, level=logging.WARNING)))
         lines = self._lines[:]
         if len(lines) == self._written:
             return
@@ -134,46 +138,6 @@ class RunLog:
             self._part += 1
             del self._lines[: self._written]
             self._written = 0
-
-
-class LoggedDisplay(Display):
-    """A display whose notes, events and progress are in the run's log too."""
-
-    def __init__(self, display: Display, log: RunLog) -> None:
-        self._display, self.log = display, log
-
-    def step(self, what: str, done: int, total: int) -> None:
-        self._display.step(what, done, total)
-
-    def line(self, share: float, text: str) -> None:
-        self._display.line(share, text)
-
-    @property
-    def heading(self) -> str:
-        return self._display.heading
-
-    @heading.setter
-    def heading(self, text: str) -> None:
-        self._display.heading = text
-
-    def __enter__(self) -> Self:
-        self._display.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._display.__exit__(*error)
-
-    def note(self, message: str) -> None:
-        self.log.add("note", message)
-        self._display.note(message)
-
-    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
-        self.log.add(event, message, level=level, **facts)
-        self._display.event(event, message, level=level, **facts)
-
-    def show(self, totals: Totals) -> None:
-        self.log.show(totals)
-        self._display.show(totals)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Totals: sums of what a run has done so far, and the figures computed from them. Independent of any display."""
+"""Totals: sums of what a run has done so far, and the figures computed from them, as data and as a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.drive.cost import DeviceTime
-from draftmill.jobs.formatting import device_text
+from draftmill.jobs.formatting import counted, device_text, duration, rate_text
 from draftmill.storage.runs.commit import all_exact
 
 
@@ -157,3 +157,40 @@ def efficiency(effort: Effort) -> dict[str, float]:
         "prompts_shared": (engine.prompt_rows_shared, engine.prompt_rows),
     }
     return {name: above / below for name, (above, below) in pairs.items() if below}
+
+
+def progress_line(totals: Totals) -> str:
+    """Samples, tokens per second, NFE per token, errors, workers and the remaining time, in one line."""
+    decoded = totals.decoded
+    parts = [
+        f"{totals.rows_done:,}/{totals.rows:,} samples ({ratio(totals.rows_done, totals.rows):.0%})",
+        f"{rate_text(totals.tokens_per_s)} tokens/s",
+        f"{ratio(decoded.nfe, decoded.new_tokens):.3f} NFE/token" if decoded.new_tokens else "- NFE/token",
+        f"{max(decoded.failed, totals.committed.failed):,} errors",
+        workers_text(totals),
+        f"ETA {duration(totals.eta_s)}" if totals.eta_s is not None else "ETA -",
+    ]
+    return "  ".join(parts)
+
+
+def progress_facts(totals: Totals) -> dict[str, Any]:
+    """The figures of the progress display, as data."""
+    decoded = totals.decoded
+    return {
+        "samples_done": totals.rows_done,
+        "samples": totals.rows,
+        "tokens": totals.tokens,
+        "tokens_per_s": round(totals.tokens_per_s, 3),
+        "nfe_per_token": round(ratio(decoded.nfe, decoded.new_tokens), 4) if decoded.new_tokens else None,
+        "errors": max(decoded.failed, totals.committed.failed),
+        "workers": totals.workers,
+        "loading": totals.loading,
+        "eta_s": None if totals.eta_s is None else round(totals.eta_s, 1),
+    }
+
+
+def workers_text(totals: Totals) -> str:
+    """The number of workers; before the first one is up, the number that load the model."""
+    if not totals.workers and totals.loading:
+        return f"{counted(totals.loading, 'worker')} {'loads' if totals.loading == 1 else 'load'} the model"
+    return counted(totals.workers, "worker")

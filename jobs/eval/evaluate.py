@@ -13,13 +13,13 @@ lm_eval's own code writes both files.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, Final
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.log import print_result, shows_progress
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.eval.options import EvalOptions
 from draftmill.jobs.eval.runs import Runs, Unfinished, document
@@ -46,6 +48,8 @@ if TYPE_CHECKING:  # these import lm_eval (extra `lm-eval`), which takes some se
 
     from draftmill.jobs.eval.model import ChosenTasks, Draftmill, Model
 
+_log = logging.getLogger(__name__)
+
 KEY: Final = "draftmill"
 """The key of a sample, and of the results, that holds what lm_eval does not know."""
 
@@ -57,12 +61,12 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
     spec = read_eval_spec(path, overrides)
     if find_spec("lm_eval") is None:
         raise UserError("draftmill eval needs lm-evaluation-harness: pip install 'draftmill[lm-eval]'")
-    if run_options.quiet:
+    if not shows_progress():
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     model = _load_model(spec, options)
     from draftmill.jobs.eval.model import Finder, check_tasks
 
-    tasks = Finder(options, _note(run_options)).load()
+    tasks = Finder(options, Display().note).load()
     check_tasks(tasks.tasks, spec, model.info, options)
     with ExitStack() as stack:
         try:
@@ -92,16 +96,12 @@ def _runner(options: RunOptions, stack: ExitStack) -> Callable[[JobSpec], int]:
     def run(job: JobSpec) -> int:
         nonlocal is_up
         if not is_up and not is_closed(open_store(job.place(job.output.path))):
-            stack.enter_context(ray_session(options.ray_address, note=_note(options)))
+            stack.enter_context(ray_session(options.ray_address, note=Display().note))
             is_up = True
         with redirect_stdout(sys.stderr):  # standard output is for lm_eval's table
             return run_job(job, options)
 
     return run
-
-
-def _note(options: RunOptions) -> Callable[[str], None]:
-    return (lambda message: None) if options.quiet else partial(print, file=sys.stderr)
 
 
 def _evaluate(spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenTasks, runs: Runs) -> int:
@@ -126,7 +126,7 @@ def _evaluate(spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenT
     store = open_store(spec.any_job().place(spec.any_job().output.path))
     names = _save(tracker, results, samples, store)
     _print_results(spec, options, model, results, answers)
-    print(f"{store.url}/{next(name for name in names if '/results_' in name)}")
+    print_result(f"{store.url}/{next(name for name in names if '/results_' in name)}")
     tidy(store)
     return OK
 
@@ -184,18 +184,18 @@ def _print_results(
     """Print lm_eval's tables of tasks and of groups, what each task cost, and the first few failed answers."""
     from lm_eval.utils import make_table
 
-    print(
+    print_result(
         f"draftmill ({model.name}, {spec.decoder}), gen_kwargs: ({options.gen_kwargs or None}), limit: {options.limit}, "
         f"num_fewshot: {options.num_fewshot}"
     )
-    print(make_table(results))
+    print_result(make_table(results))
     if "groups" in results:
-        print(make_table(results, "groups"))
+        print_result(make_table(results, "groups"))
     for name, sums in results[KEY].items():
-        print(_line_of(name, sums))
+        print_result(_line_of(name, sums))
     failed = [answer for of_task in answers.values() for answer in of_task if answer["status"] != "ok"]
     for answer in failed[:3]:
-        print(f"draftmill: failed: {answer['id']}: {answer.get('error')}", file=sys.stderr)
+        _log.warning(f"failed: {answer['id']}: {answer.get('error')}")
 
 
 def facts_of(

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import re
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -269,11 +268,6 @@ def _token() -> str:
 RUN = "draftmill.run"
 SPEC = "draftmill.spec"
 """Keys of a job's metadata: its run directory, and a hash of what was asked."""
-
-
-def say(message: str) -> None:
-    """Tell the user, on standard error."""
-    print(f"draftmill: {message}", file=sys.stderr, flush=True)
 
 
 def run_of(spec: JobSpec) -> str:

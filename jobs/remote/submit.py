@@ -6,9 +6,9 @@ The same command again follows the job while it runs; when it has ended, it star
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,6 +26,7 @@ from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden, load_
 from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.driver import interruptible
 from draftmill.jobs.drive.leases import TTL_S
+from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
 from draftmill.jobs.remote.cluster import (
     FIELD,
@@ -40,7 +41,6 @@ from draftmill.jobs.remote.cluster import (
     is_over,
     next_name,
     run_of,
-    say,
     stem_of,
     submissions,
 )
@@ -50,6 +50,8 @@ from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
 from draftmill.storage.stores.interface import Place, Store, is_local
 from draftmill.storage.stores.store import open_store
 from draftmill.version import __version__
+
+_log = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 POLL_S = 1.0
@@ -162,7 +164,7 @@ def submit(
     client = RayJobs(address)
     name = start(client, spec, request)
     if not wait:
-        print(name)
+        print_result(name)
         return OK
     return follow(client, name)
 
@@ -180,7 +182,7 @@ def start(client: RayJobs, spec: JobSpec, request: Request) -> str:
         if running:
             other = (running[-1].metadata or {}).get(SPEC) != digest
             changed = "; it was submitted with other settings, which stay in force until it has ended" if other else ""
-            say(f"{running[-1].submission_id} runs already for this run directory{changed}")
+            _log.info(f"{running[-1].submission_id} runs already for this run directory{changed}")
             return str(running[-1].submission_id)
         name = next_name(stem, jobs)
         with suppress(Exists):  # another submission of the same run was faster
@@ -198,16 +200,16 @@ def _send(client: RayJobs, name: str, request: Request, metadata: dict[str, str]
             if time.monotonic() > until_s:
                 raise
             time.sleep(POLL_S)
-    say(f"submitted {name} to {client.cluster.url} (Ray {client.cluster.ray})")
+    _log.info(f"submitted {name} to {client.cluster.url} (Ray {client.cluster.ray})")
 
 
 def follow(client: RayJobs, name: str) -> int:
     """Show the job's log until it has ended; returns its exit code. An interrupt ends the following, not the job."""
     try:
         with interruptible():
-            end = Follower(client, name, _show).follow()
+            end = Follower(client, name, partial(print_result, end="")).follow()
     except KeyboardInterrupt:
-        say(
+        _log.info(
             f"not following any more; {name} goes on. Follow it again: the same command. "
             f"Stop it: draftmill stop {name} --address {client.cluster.url}"
         )
@@ -217,13 +219,8 @@ def follow(client: RayJobs, name: str) -> int:
             f"{error}; what became of {name} is unknown: submit it again to follow or resume it"
         ) from None
     if end.message:
-        say(end.message)
+        _log.info(end.message)
     return end.code
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 # ---- stop
@@ -275,10 +272,10 @@ def stop_jobs(client: RayJobs, jobs: Sequence[Any], *, wait: bool) -> bool:
     """Ask the jobs that are not over to end; returns whether all are over (True at once without `wait`)."""
     running = {str(job.submission_id): _patience_s(job) for job in jobs if not is_over(job)}
     if not running:
-        say(f"nothing to stop: {jobs[-1].submission_id} has ended ({jobs[-1].status})")
+        _log.info(f"nothing to stop: {jobs[-1].submission_id} has ended ({jobs[-1].status})")
     for name, patience_s in running.items():
         client.stop(name)
-        say(f"stopping {name}: running units may finish, within {patience_s:.0f} s")
+        _log.info(f"stopping {name}: running units may finish, within {patience_s:.0f} s")
 
     def end(name: str) -> str | None:
         try:
@@ -307,10 +304,10 @@ def _wait_for(end: Callable[[], str | None], name: str, limit_s: float) -> bool:
     while time.monotonic() < until_s:
         if (message := end()) is not None:
             if message:
-                say(message)
+                _log.info(message)
             return True
         time.sleep(POLL_S)
-    say(f"{name} has not ended within {limit_s:.0f} s")
+    _log.info(f"{name} has not ended within {limit_s:.0f} s")
     return False
 
 
@@ -321,7 +318,7 @@ def stop_driver(store: Store, *, limit_s: float) -> bool:
     """
     lease = holder(store)
     if lease is None:
-        say(f"nothing to stop: no driver holds {store.url}")
+        _log.info(f"nothing to stop: no driver holds {store.url}")
         return True
     owner, pid = lease.owner, pid_here(lease.owner)
     if pid is None:
@@ -331,7 +328,7 @@ def stop_driver(store: Store, *, limit_s: float) -> bool:
             field="TARGET",
         )
     _signal(lease, pid)
-    say(f"stopping the driver, process {pid}: running units may finish")
+    _log.info(f"stopping the driver, process {pid}: running units may finish")
 
     def end() -> str | None:
         left = holder(store)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from draftmill.jobs.config.rules import metric_problem, reference_of
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.backend import Backend
 from draftmill.jobs.drive.driver import Driver, StopFlag
-from draftmill.jobs.drive.events import Level
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.totals import Totals, ratio
 from draftmill.jobs.formatting import counted, duration
@@ -177,16 +177,15 @@ class MeasureDisplay(Display):
     """Shows samples where a run shows tokens; of the events it shows the messages, as notes."""
 
     def __init__(self, display: Display) -> None:
+        super().__init__()
         self._display = display
 
-    def note(self, message: str) -> None:
-        self._display.note(message)
-
-    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+    def event(self, event: str, message: str | None = None, *, level: int = logging.INFO, **facts: Any) -> None:
         if event == "quarantined":  # the rows of a unit are here the values to measure, see actors/measuring/measure.py
             count = counted(facts["stop"] - facts["start"], "value")
             message = f"unit {facts['unit']}: {count} can't be measured: {facts['error']}"
-        super().event(event, message, level=level, **facts)
+        if message is not None:
+            self._display.note(message)
 
     def show(self, totals: Totals) -> None:
         done, rows = totals.rows_done, totals.rows

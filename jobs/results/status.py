@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import json
-import sys
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -38,6 +38,8 @@ from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Place, Stat, Store, level_of
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
+
+_log = logging.getLogger(__name__)
 
 
 def status(place: Place) -> int:
@@ -196,7 +198,7 @@ def _has_plan(store: Store, *, follow: bool) -> bool:
         except NoPlanYet as state:
             is_over = state.driver is None or not follow
             if is_over or not said:
-                print(f"draftmill: {state}", file=sys.stderr)
+                _log.warning(str(state))
             if is_over:
                 return False
             said = True

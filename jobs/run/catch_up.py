@@ -5,14 +5,15 @@ Missed dates are run, and unfinished runs that can be continued are continued.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from functools import partial
 
 from draftmill.jobs.config.dates import floor_date, following, format_date, has_date, period_of
 from draftmill.jobs.config.spec import JobSpec, at_date, with_logical_date
+from draftmill.jobs.drive.log import print_result
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, code_of, severest
 from draftmill.jobs.formatting import counted
@@ -25,6 +26,8 @@ from draftmill.storage.errors import Error, UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.stores.store import open_store
+
+_log = logging.getLogger(__name__)
 
 MOST_DATES = 10_000
 
@@ -90,13 +93,12 @@ def _is_superseded(spec: JobSpec, run: FoundRun) -> bool:
 def catch_up(spec: JobSpec, options: RunOptions, first: datetime | None = None) -> int:
     """Run the due dates; returns the exit code."""
     due = due_dates(spec, datetime.now(UTC), first)
-    print(f"{spec.output.path}: {counted(len(due), 'date')} to run", flush=True)
+    print_result(f"{spec.output.path}: {counted(len(due), 'date')} to run")
     if not due:
         return OK
     with ExitStack() as stack:
         if not options.local:  # one Ray for all of the runs
-            note = (lambda message: None) if options.quiet else partial(print, file=sys.stderr)
-            stack.enter_context(ray_session(options.ray_address, note=note))
+            stack.enter_context(ray_session(options.ray_address, note=Display().note))
         return _run_all(spec, options, due)
 
 
@@ -104,7 +106,7 @@ def _run_all(spec: JobSpec, options: RunOptions, due: Sequence[datetime]) -> int
     """Run the dates one after another; returns the severest code. An interruption ends it, an error of one date does not."""
     codes = []
     for number, date in enumerate(map(format_date, due), start=1):
-        print(f"date {number} of {len(due)}: {date}", flush=True)
+        print_result(f"date {number} of {len(due)}: {date}")
         codes.append(_run(with_logical_date(spec, date), options))
         if codes[-1] == INTERRUPTED:
             break
@@ -115,5 +117,5 @@ def _run(spec: JobSpec, options: RunOptions) -> int:
     try:
         return run_job(spec, options)
     except Error as error:
-        print(f"draftmill: {error}", file=sys.stderr)
+        _log.error(str(error))
         return code_of(error)

@@ -12,7 +12,7 @@ measure` measures metrics on the results of a finished run.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -28,9 +28,9 @@ from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden
 from draftmill.jobs.drive.backend import Backend, backend_of
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import base_lease, gives_way, hold_lease
-from draftmill.jobs.drive.progress import Display, make_display
+from draftmill.jobs.drive.log import print_result
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import RayDidNotStart
-from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, Ended
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
@@ -68,6 +68,8 @@ from draftmill.storage.runs.lease import LeaseHeld
 from draftmill.storage.stores.interface import Place, Store
 from draftmill.storage.stores.store import delete_strays, open_store, probe
 
+_log = logging.getLogger(__name__)
+
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
     """Run or resume a job, print how it ends, and return the exit code; raises what `complete_job` raises of other errors.
@@ -82,9 +84,11 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
             if gives_way(held, options.if_running, waited_for):
                 return OK
             waited_for = held.owner
-        except NothingLeft:
+        except NothingLeft as nothing:
+            print_result(str(nothing))
             return OK
         except Ended as end:
+            _log.error(str(end))
             return end.code
         else:
             return OK
@@ -103,29 +107,28 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
             check_places(job)
             stack.enter_context(base_lease(runs_store(spec, path), stop.set))
         store = open_store(job.place(job.output.path))
-        outcome = stack.enter_context(RunOutcome(job, store, options.prints))
+        outcome = stack.enter_context(RunOutcome(job, store))
         new_inputs = new_files(job, store, path)
         if new_inputs is not None:
-            options.say(f"input.since: {new_inputs.text}")
+            print_result(f"input.since: {new_inputs.text}")
             if not new_inputs.files:
                 raise NothingLeft(f"nothing is new in {job.input.shown}; no run is started")
-        with make_display(quiet=options.quiet) as shown:
-            resolved = resolve(job, store, shown, loaders=None if new_inputs is None else new_inputs.loaders())
+        with Display() as display:
+            resolved = resolve(job, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
         ready = ready_for(job, resolved.plan)
         if resolved.plan is not None and is_closed(store):
             if store.exists(PRUNED):
-                options.say(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
+                print_result(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
                 return job.output.path
-            options.say(f"{store.url} is already finished")
+            print_result(f"{store.url} is already finished")
             measure_run(store, job, ready, options)
-            close(job, store, prints=options.prints)
+            close(job, store)
             return job.output.path
         backend = backend_of(address=options.ray_address, local=options.local)
         backend.check(job)
         probe(store)
         try:
-            with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown, ExitStack() as ray:
-                display = LoggedDisplay(shown, outcome.log)
+            with hold_lease(store, stop.set) as lease, Display(outcome.log) as display, ExitStack() as ray:
                 delete_strays(store)
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
                 if resolved.plan is None and job.input.dedupe is None:
@@ -141,7 +144,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
             raise StoreError(f"{error}; {hint}") from error
         if finish.how != "done":
             raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
-        close(job, store, prints=options.prints)
+        close(job, store)
     return job.output.path
 
 
@@ -174,7 +177,7 @@ def measure_run(store: Store, spec: JobSpec, ready: Ready | None, options: RunOp
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
-        with hold_lease(store, stop.set), make_display(quiet=options.quiet) as display:
+        with hold_lease(store, stop.set), Display() as display:
             delete_strays(store)
             _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
     except RayDidNotStart as error:
@@ -229,9 +232,9 @@ def measure(
     try:
         measure_run(store, spec, ready, options)
     except KeyboardInterrupt:  # a signal before or after the units are measured; while they are, it only sets a flag
-        print("draftmill: interrupted; run it again to resume", file=sys.stderr)
+        _log.warning("interrupted; run it again to resume")
         return INTERRUPTED
-    print("\n".join([f"draftmill: metrics of {plan.spec.name}", *metric_lines(store, plan.rows)]))
+    print_result("\n".join([f"draftmill: metrics of {plan.spec.name}", *metric_lines(store, plan.rows)]))
     return OK
 
 
@@ -284,22 +287,21 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     store = open_store(place)
     spec = spec_of(require_plan(store), place, overrides)
     finished_passes(passes_of(store))
-    with make_display(quiet=options.quiet) as display:
+    with Display() as display:
         resolved = resolve(spec, store, display)
     backend = backend_of(address=options.ray_address, local=options.local)
     backend.check(spec)
     probe(store)
     stop = StopFlag()
-    with hold_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+    with hold_lease(store, stop.set) as lease, Display() as display:
         passes = passes_of(store)  # read again: under the lease, no other driver can start a pass
         is_interrupted = passes[-1].manifest is None
         plan = passes[-1].plan if is_interrupted else plan_pass(passes, display, epoch=lease.epoch)
         if plan is None:
-            print(f"{store.url}: no failed samples")
+            print_result(f"{store.url}: no failed samples")
             judge(spec, passes)
             return OK
-        logged = LoggedDisplay(display, RunLog())
-        finish = decode(Run(resolved, plan, options, lease, stop, logged, backend))
+        finish = decode(Run(resolved, plan, options, lease, stop, display, backend))
     if finish.how != "done":
         raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
     measure_run(store, spec, ready_for(spec, plan), options)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.cost import HOUR_S, purposes_of
-from draftmill.jobs.drive.events import JsonStream, Level, now_text, say_in_events
+from draftmill.jobs.drive.log import FACTS, is_command, now_text, print_result
 from draftmill.jobs.drive.notify import TIMEOUT_S, StallWatcher, check_receivers, send
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, most_failed, too_many_failed
@@ -23,6 +23,8 @@ from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserE
 from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.interface import Store
+
+_log = logging.getLogger(__name__)
 
 INTERRUPTED_S = 3.0
 """Most seconds that notices of an interruption may take: the machine may be about to go."""
@@ -38,41 +40,36 @@ MESSAGES = {
 class RunOutcome:
     """Reports how a run ends, to its log and the receivers of `notify`: the block in it finishes the run, or raises.
 
-    `prints`: Ended and NothingLeft are printed. Receivers are not notified of a run that wrote nothing, unless it failed, nor of
-    one that another driver has. Raises UserError before the block if a receiver of notices can't be used.
+    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises UserError
+    before the block if a receiver of notices can't be used.
     """
 
     spec: JobSpec
     store: Store
-    prints: bool = True
     log: RunLog = field(default_factory=RunLog)
 
     def __enter__(self) -> Self:
         check_receivers(self.spec.notify)
-        say_in_events(run=self.spec.name)
+        FACTS["run"] = self.spec.name
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, AnotherDriver):
-            self.log.add("ended", str(error), level="warning")
-            self.log.flush()
+            self.log.add("ended", str(error), level=logging.WARNING)
+            self.log.write_out()
         elif isinstance(error, KeyboardInterrupt):
             self.report(INTERRUPTED, MESSAGES[INTERRUPTED])
         elif error is None or isinstance(error, NothingLeft):
-            if error is not None and self.prints:
-                print(error)
             self.report(OK, MESSAGES[OK])
         elif isinstance(error, Ended):
-            if self.prints:
-                print(f"draftmill: {error}", file=sys.stderr)
             self.report(error.code, MESSAGES[error.code])
         elif isinstance(error, Exception):
             self.report(code_of(error), str(error), is_error=True)
 
     def warn(self, message: str) -> None:
         """Note on stderr and in the log that a notice was not taken."""
-        self.log.add("note", message, level="warning")
-        print(presentable(f"draftmill: {message}"), file=sys.stderr)
+        self.log.add("note", message, level=logging.WARNING)
+        _log.warning(presentable(message))
 
     def watchers(self) -> list[StallWatcher]:
         """The watcher that sends notices when the run makes no progress, if anybody receives notices."""
@@ -106,22 +103,20 @@ class RunOutcome:
         try:
             self._report(code, message, is_error=is_error)
         except Exception as error:  # noqa: BLE001 - reporting an end must not change it
-            with suppress(Exception):  # stderr itself may be closed
-                self.warn(f"the end of the run was not reported to all: {type(error).__name__}: {error}")
+            self.warn(f"the end of the run was not reported to all: {type(error).__name__}: {error}")
 
     def _report(self, code: int, message: str, *, is_error: bool) -> None:
         facts = payload(self.store) if self.log.is_attached else {}
         event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
-        level: Level = "info" if code == OK else "warning" if code == INTERRUPTED else "error"
-        self.log.add("ended", message, level=level, exit_code=code, summary=facts)
-        if isinstance(sys.stderr, JsonStream):
-            sys.stderr.emit("ended", message, level=level, exit_code=code, path=self.store.url, summary=facts)
-        self.log.flush()
+        level = {OK: logging.INFO, INTERRUPTED: logging.WARNING}.get(code, logging.ERROR)
+        ended = {"exit_code": code, "path": self.store.url, "summary": facts}
+        Display(self.log).event("ended", message, level=level, **ended)
+        self.log.write_out()
         if self.log.is_attached or is_error:
             timeout_s = INTERRUPTED_S if event == "interrupt" else TIMEOUT_S
             notice = {**self._head(_with_figures(message, facts), code), **facts}
             send(self.spec.notify, event, notice, self.warn, timeout_s=timeout_s)
-        self.log.flush()
+        self.log.write_out()
 
 
 def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
@@ -164,19 +159,18 @@ def payload(store: Store) -> dict[str, Any]:
     }
 
 
-def close(spec: JobSpec, store: Store, *, prints: bool = True) -> None:
-    """Print the table of a finished run, if it `prints`; raises Ended if too many samples are still failed."""
+def close(spec: JobSpec, store: Store) -> None:
+    """Print the table of a finished run; raises Ended if too many samples are still failed."""
     passes = passes_of(store)
-    if prints:
-        print_table(spec, passes[0])
-        print_metrics(store, passes)
-    judge(spec, passes, prints=prints)
+    print_table(spec, passes[0])
+    print_metrics(store, passes)
+    judge(spec, passes)
 
 
 def print_metrics(store: Store, passes: Sequence[Pass]) -> None:
     """Print the means of a run's metrics, if any are measured."""
     if lines := metric_lines(store, passes[0].plan.rows):
-        print("\n".join(["  metrics", *(f"  {line}" for line in lines)]))
+        print_result("\n".join(["  metrics", *(f"  {line}" for line in lines)]))
 
 
 def print_table(spec: JobSpec, part: Pass) -> None:
@@ -185,16 +179,16 @@ def print_table(spec: JobSpec, part: Pass) -> None:
     if manifest is None:
         raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
     results, sessions = read_summary(store, manifest), read_sessions(store)
-    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
+    print_result("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
 
 
-def judge(spec: JobSpec, passes: Sequence[Pass], *, prints: bool = True) -> None:
-    """Print how many samples are still failed after several passes, if it `prints`; raises Ended if they are too many."""
+def judge(spec: JobSpec, passes: Sequence[Pass]) -> None:
+    """Print how many samples are still failed after several passes; raises Ended if they are too many."""
     rows, failed, count = passes[0].plan.rows, count_failed(passes), len(finished_passes(passes))
-    if count > 1 and prints:
-        print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
+    if count > 1:
+        print_result(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
     if too_many_failed(failed, rows, spec.errors):
-        reasons = "; see the table above" if prints else "".join(f"\n  {line}" for line in _reasons(passes))
+        reasons = "; see the table above" if is_command() else "".join(f"\n  {line}" for line in _reasons(passes))
         most = most_failed(rows, spec.errors)
         raise Ended(
             f"{failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}){reasons}", TOO_MANY_FAILED

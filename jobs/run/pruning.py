@@ -10,7 +10,7 @@ written before anything is deleted, so that no run without results is taken for 
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +31,8 @@ from draftmill.storage.runs.lease import LEASE, LeaseHeld
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import AlreadyExists, Place, Stat, Store
 from draftmill.storage.stores.store import open_store, remove_empty_folders
+
+_log = logging.getLogger(__name__)
 
 FOLDERS = ("data/", "traces/", "metrics/", "passes/", "plan/", "input/", "attempts/", "log/")
 """What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""
@@ -179,12 +181,12 @@ def delete(runs: Sequence[Candidate], stop: StopFlag) -> int:
         if candidate.stays is not None:
             continue
         if stop.reason is not None:
-            print(f"draftmill: {stop.reason}; run it again to continue", file=sys.stderr)
+            _log.warning(f"{stop.reason}; run it again to continue")
             return INTERRUPTED
         try:
             prune_run(candidate, stop.set)
         except LeaseHeld as error:
-            print(f"draftmill: {candidate.facts.name} stays: {error}", file=sys.stderr)
+            _log.warning(f"{candidate.facts.name} stays: {error}")
     return OK
 
 

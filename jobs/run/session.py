@@ -16,8 +16,9 @@ from draftmill.jobs.drive.allocation import fitting_threads
 from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
 from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.drive.leases import IfRunning
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import is_connected
-from draftmill.jobs.drive.run_log import INTERRUPTED_S, LoggedDisplay, logged_units, read_sessions
+from draftmill.jobs.drive.run_log import INTERRUPTED_S, logged_units, read_sessions
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
@@ -43,20 +44,12 @@ class RunOptions:
 
     ray_address: str | None = None
     local: bool = False
-    quiet: bool = False
     grace_s: float = 30.0
     if_running: IfRunning = "fail"
-    prints: bool = True
-    """Print the table and how the run ends, as a command does; else all of it is in exceptions and in the results."""
 
     def __post_init__(self) -> None:
         if self.local and self.ray_address is not None:
             raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
-
-    def say(self, text: str) -> None:
-        """Print a text, if this run prints."""
-        if self.prints:
-            print(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +64,7 @@ class Run:
     options: RunOptions
     lease: Lease
     stop: StopFlag
-    display: LoggedDisplay
+    display: Display
     backend: Backend
     loads: bool = True
     watchers: Sequence[Watcher] = ()
@@ -102,7 +95,7 @@ def decode(run: Run) -> Finish:
             _write_manifest(run, committed, done)
         return finish
     finally:
-        display.log.flush()
+        display.log.write_out()
 
 
 def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
@@ -150,7 +143,7 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             totals.stop()
             if run.stop.reason is not None:
                 log.patience_s = min(log.patience_s, INTERRUPTED_S)
-            log.flush(totals)
+            log.write_out(totals)
             driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
             if is_over:
                 backend.retire(pool)

@@ -9,8 +9,8 @@ lease; the sweep as a whole has a lease too. Workers stay from case to case, wit
 from __future__ import annotations
 
 import json
+import logging
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +19,10 @@ from draftmill.jobs.config.sweep_spec import CASES, RECORD, Sweep, changes_text,
 from draftmill.jobs.drive.backend import Backend, backend_of
 from draftmill.jobs.drive.driver import TOO_MANY, StopFlag
 from draftmill.jobs.drive.leases import hold_lease
-from draftmill.jobs.drive.progress import Display, make_display
+from draftmill.jobs.drive.log import print_result
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import RayDidNotStart
-from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog, read_sessions
+from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import ratio
 from draftmill.jobs.exit_codes import (
     INTERRUPTED,
@@ -46,6 +47,8 @@ from draftmill.storage.runs.commit import done_units, read_manifest
 from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.store import delete_strays, open_store, probe
 
+_log = logging.getLogger(__name__)
+
 FORMAT = 1
 
 
@@ -69,21 +72,21 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     """
     spec = load_sweep(path, overrides)
     backend = backend_of(address=options.ray_address, local=options.local, keep=True)
-    with make_display(quiet=options.quiet) as display:
+    with Display() as display:
         cases, problems = check_cases(spec.cases, backend, display)
     say_problems(problems, len(spec.cases))
     if any(case.spec.notify for case in cases):
-        print("draftmill: a sweep sends no notices: `notify` is not used", file=sys.stderr)
+        _log.warning("a sweep sends no notices: `notify` is not used")
     if dry_run:
         for line in dry_run_lines(spec, cases):
-            print(line, flush=True)
+            print_result(line)
         return UNUSABLE if problems else OK
     store = open_store(cases[0].spec.place(spec.path))
     ready = [case for case in cases if case.is_ready]
     if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, spec, cases):
         run_cases(spec, cases, store, backend, options)
     else:
-        print(f"{store.url} is already finished")
+        print_result(f"{store.url} is already finished")
     return report_end(spec, cases, problems)
 
 
@@ -94,7 +97,7 @@ def say_problems(problems: dict[str, str], count: int) -> None:
     lines = "\n".join(problem_lines(problems))
     if len(problems) == count:
         raise UserError(f"no case of the sweep can run\n{lines}")
-    print(f"draftmill: {counted(len(problems), 'case')} of {count} can't run; the others do\n{lines}", file=sys.stderr)
+    _log.warning(f"{counted(len(problems), 'case')} of {count} can't run; the others do\n{lines}")
 
 
 def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
@@ -102,7 +105,7 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
     stops = Stops()
     probe(store)
     ready = in_order([case for case in cases if case.is_ready])
-    with hold_lease(store, stops.lost), make_display(quiet=options.quiet) as display:
+    with hold_lease(store, stops.lost), Display() as display:
         delete_strays(store)
         with backend.opening_for(display, [case.resolved for case in ready]) as refusals:
             for case, error in zip(ready, refusals, strict=True):
@@ -136,8 +139,8 @@ def decode_case(
     assert case.plan is not None
     with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
         failpoint("sweep.before_case")
-        logged = LoggedDisplay(display, RunLog())
-        finish = decode(Run(case.resolved, case.plan, options, lease, stop, logged, backend, loads=loads))
+        display.log = RunLog()
+        finish = decode(Run(case.resolved, case.plan, options, lease, stop, display, backend, loads=loads))
         match finish.how:
             case "done":
                 case.code = judge_case(case)
@@ -222,15 +225,12 @@ def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]
     code = severest(codes)
     finished = [case for case in cases if case.problem is None and case.code in {OK, TOO_MANY_FAILED}]
     for line in sweep_lines(spec, cases, problems):
-        print(line)
+        print_result(line)
     for case in cases:
         if case.problem is not None:
-            print(f"draftmill: {case.name}: {case.problem}", file=sys.stderr)
+            _log.error(f"{case.name}: {case.problem}")
     if code == INTERRUPTED:
-        print(
-            f"draftmill: interrupted with {len(finished)} of {len(spec.cases)} cases finished; run it again to resume",
-            file=sys.stderr,
-        )
+        _log.warning(f"interrupted with {len(finished)} of {len(spec.cases)} cases finished; run it again to resume")
     return code
 
 

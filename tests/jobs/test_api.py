@@ -23,8 +23,10 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.drive import driver, ray_session
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
+from draftmill.jobs.results.status import events_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.runs.test_rerun import sicken
 
@@ -54,7 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[draftmill.RunRes
     rows = [{"id": str(number), "prompt": prompt, "level": number} for number, prompt in enumerate(PROMPTS)]
     rows[3]["prompt"] = "x = 1\n" * 2000
     spec = job_of(folder, rows, errors={"max_rate": 0.5})
-    return draftmill.run(spec, local=True, quiet=True), folder
+    return draftmill.run(spec, local=True), folder
 
 
 def exported(run: Path, *options: str) -> list[dict[str, Any]]:
@@ -116,7 +118,7 @@ def test_rows_have_one_shape_and_few_columns(finished: tuple[draftmill.RunResult
 def test_texts_of_a_schema_are_parsed_in_rows(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     task = TASK | {"max_new_tokens": 24, "constraint": {"json_schema": schema}}
-    run = draftmill.run(job_of(tmp_path, task=task), local=True, quiet=True)
+    run = draftmill.run(job_of(tmp_path, task=task), local=True)
     rows = list(run.rows())
     assert [row["json"] for row in rows] == [json.loads(row["text"]) for row in rows]
     assert all(isinstance(row["json"]["n"], int) for row in rows)
@@ -152,7 +154,7 @@ def test_the_summary_counts_what_the_table_counts(
 
 
 def test_metrics_have_a_column_each_and_their_means_are_in_the_summary(tmp_path: Path) -> None:
-    run = draftmill.run(job_of(tmp_path, metrics=["length"]), local=True, quiet=True)
+    run = draftmill.run(job_of(tmp_path, metrics=["length"]), local=True)
     table = run.metrics()
     assert table.column_names[:2] == ["id", "sample"] and table["id"].to_pylist() == [row["id"] for row in run.rows()]
     name, mean = next(iter(run.summary["metrics"].items()))
@@ -164,7 +166,7 @@ def test_a_row_that_a_rerun_mended_is_read_and_shown_mended(tmp_path: Path, caps
     spec = job_of(tmp_path, errors={"max_rate": 0.5})
     with pytest.MonkeyPatch.context() as patch:
         sicken(patch, {"2"})
-        first = draftmill.run(spec, local=True, quiet=True)
+        first = draftmill.run(spec, local=True)
     assert [row["id"] for row in first.failures()] == ["2"]
     assert main(["rerun", first.path, "--failed", "--local", "--quiet"]) == 0
     capsys.readouterr()
@@ -183,19 +185,28 @@ def test_a_dict_and_a_file_are_the_same_job_and_a_finished_one_is_only_opened(
 ) -> None:
     spec = job_of(tmp_path)
     before = json.dumps(spec)
-    first = draftmill.run(spec, local=True, quiet=True)
+    first = draftmill.run(spec, local=True)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
-    again = draftmill.run(tmp_path / "job.yaml", local=True, quiet=True)
+    again = draftmill.run(tmp_path / "job.yaml", local=True)
     assert list(first.rows()) == list(again.rows()) and json.dumps(spec) == before
-    fewer = draftmill.run(spec, local=True, quiet=True, changes={"input.limit": 2, "output.path": f"{tmp_path}/fewer"})
+    fewer = draftmill.run(spec, local=True, changes={"input.limit": 2, "output.path": f"{tmp_path}/fewer"})
     assert fewer.summary["samples"]["ok"] == 2
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    draftmill.run(job_of(tmp_path), local=True)
-    out, err = capsys.readouterr()
-    assert out == "" and "planned: 4 samples" in err
+def test_records_go_to_the_users_own_handlers_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = []
+    for level in (logging.WARNING, logging.INFO, logging.DEBUG):
+        with caplog.at_level(level, "draftmill"):
+            run = draftmill.run(job_of(tmp_path), local=True, changes={"output.path": str(tmp_path / str(level))})
+        records = [vars(record) for record in caplog.records if record.name == "draftmill.run"]
+        units = [record["facts"]["unit"] for record in records if record["event"] == "done"]
+        assert (bool(records), units) == (level < logging.WARNING, [0, 1] if level == logging.DEBUG else [])
+        logs.append([event["event"] for event in events_of(open_store(run.path))])
+    assert logs[0] == logs[1] == logs[2] and logs[0][-3:] == ["done", "done", "ended"]
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +220,7 @@ def test_errors_have_the_text_of_the_command_line(
     spec = job_of(tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
     with pytest.raises(draftmill.Error) as caught:
-        draftmill.run(spec, local=True, quiet=True, changes=changes)
+        draftmill.run(spec, local=True, changes=changes)
     settings = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     assert main(["run", str(tmp_path / "job.yaml"), "--local", "--quiet", *settings]) == 2
     assert capsys.readouterr().err == f"draftmill: {caught.value}\n"
@@ -219,7 +230,7 @@ def test_too_many_failures_raise_and_the_results_can_be_opened(tmp_path: Path) -
     rows = [{"id": str(number), "prompt": "x = 1\n" * 2000, "level": 0} for number in range(3)]
     rows.append({"id": "good", "prompt": "import", "level": 0})
     with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)\n") as caught:
-        draftmill.run(job_of(tmp_path, rows), local=True, quiet=True)
+        draftmill.run(job_of(tmp_path, rows), local=True)
     failures = draftmill.open_run(tmp_path / "run").failures()
     lines = [f"  {row['error_kind']}: {row['id']}: {row['error']}" for row in failures]
     assert len(lines) == 3 and str(caught.value).splitlines()[1:] == lines
@@ -258,16 +269,16 @@ def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(
         pytest.raises(KeyboardInterrupt, match=r"with \d of 4 units done; run it again"),
     ):
         patch.setattr(driver, "failpoint", lambda name: signal.raise_signal(signal.SIGINT))  # at a finished unit
-        draftmill.run(spec, local=True, quiet=True)
+        draftmill.run(spec, local=True)
     assert 1 <= len(list((tmp_path / "run" / "data").iterdir())) < 4
-    assert draftmill.run(spec, local=True, quiet=True).summary["samples"]["ok"] == 4
+    assert draftmill.run(spec, local=True).summary["samples"]["ok"] == 4
 
 
 @pytest.mark.slow
 @pytest.mark.s3
 def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url: str, s3_options: S3Options, tmp_path: Path) -> None:
     s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
-    run = draftmill.run(job_of(tmp_path) | {"output": {"path": s3_url}, "s3": s3}, local=True, quiet=True)
+    run = draftmill.run(job_of(tmp_path) | {"output": {"path": s3_url}, "s3": s3}, local=True)
     again = draftmill.open_run(s3_url, s3=s3)
     assert again.path == s3_url and list(again.rows()) == list(run.rows()) and again.summary["samples"]["ok"] == 4
 
@@ -276,8 +287,8 @@ def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url: str, s3_opti
 @pytest.mark.ray
 def test_a_run_on_ray_has_the_rows_of_a_local_one(ray_session: ModuleType, tmp_path: Path) -> None:
     columns = ["id", "text", "tokens", "nfe", "key"]
-    local = draftmill.run(job_of(tmp_path), local=True, quiet=True)
-    on_ray = draftmill.run(job_of(tmp_path), quiet=True, changes={"output.path": str(tmp_path / "ray")})
+    local = draftmill.run(job_of(tmp_path), local=True)
+    on_ray = draftmill.run(job_of(tmp_path), changes={"output.path": str(tmp_path / "ray")})
     assert list(on_ray.rows(columns)) == list(local.rows(columns))
     assert ray_session.is_initialized(), "a Ray that the process has initialised is left running"
 
@@ -292,7 +303,7 @@ def test_a_signal_is_told_from_another_reason_to_stop() -> None:
 
 def test_a_run_in_another_thread_works(tmp_path: Path) -> None:
     found: list[draftmill.RunResults] = []
-    thread = threading.Thread(target=lambda: found.append(draftmill.run(job_of(tmp_path), local=True, quiet=True)))
+    thread = threading.Thread(target=lambda: found.append(draftmill.run(job_of(tmp_path), local=True)))
     thread.start()
     thread.join()
     assert found[0].summary["samples"]["ok"] == 4
@@ -303,7 +314,7 @@ def test_torchs_threads_and_loggers_are_left_as_they_were(tmp_path: Path) -> Non
 
     torch.set_num_threads(1)
     before = logging.getLogger().level, list(logging.getLogger().handlers)
-    draftmill.run(job_of(tmp_path), local=True, quiet=True)
+    draftmill.run(job_of(tmp_path), local=True)
     assert torch.get_num_threads() == 1
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
 

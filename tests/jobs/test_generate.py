@@ -37,18 +37,18 @@ def test_texts_are_those_of_a_job_with_the_same_ids(tmp_path: Path) -> None:
     ids = [f"row-{number}" for number in range(len(PROMPTS))]
     rows = [{"id": name, "prompt": prompt, "level": 0} for name, prompt in zip(ids, PROMPTS, strict=True)]
     spec = job_of(tmp_path, rows, seed=5)
-    expected = [row["text"] for row in draftmill.run(spec, local=True, quiet=True).rows(order="input")]
-    found = draftmill.generate(MODEL, PROMPTS, ids=ids, task=TASK, seed=5, quiet=True)
+    expected = [row["text"] for row in draftmill.run(spec, local=True).rows(order="input")]
+    found = draftmill.generate(MODEL, PROMPTS, ids=ids, task=TASK, seed=5)
     assert texts(found) == expected and [row["id"] for row in found] == ids
-    drafted = draftmill.generate(MODEL, rows, task=TASK, seed=5, quiet=True, decoder={"kind": "speculative"})
+    drafted = draftmill.generate(MODEL, rows, task=TASK, seed=5, decoder={"kind": "speculative"})
     assert texts(drafted) == expected
 
 
 @pytest.mark.slow
 def test_a_prompt_has_the_same_text_alone_and_by_default_its_number_is_its_id() -> None:
-    together = draftmill.generate(MODEL, PROMPTS, task=TASK, quiet=True)
+    together = draftmill.generate(MODEL, PROMPTS, task=TASK)
     assert [row["id"] for row in together] == ["0", "1", "2", "3"]
-    assert texts(draftmill.generate(MODEL, [PROMPTS[2]], ids=[2], task=TASK, quiet=True)) == [together[2]["text"]]
+    assert texts(draftmill.generate(MODEL, [PROMPTS[2]], ids=[2], task=TASK)) == [together[2]["text"]]
 
 
 @pytest.mark.slow
@@ -56,16 +56,16 @@ def test_the_model_is_loaded_once_until_its_files_change(tmp_path: Path, loads: 
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "decoders" / "builtin" / "ar-tiny", folder)
     model = {"path": str(folder), "device": "cpu"}
-    first = draftmill.generate(model, PROMPTS[:2], task=TASK, quiet=True)
-    assert texts(draftmill.generate(model, PROMPTS[:2], task=TASK, quiet=True)) == texts(first)
+    first = draftmill.generate(model, PROMPTS[:2], task=TASK)
+    assert texts(draftmill.generate(model, PROMPTS[:2], task=TASK)) == texts(first)
     assert loads == [folder]
     os.utime(folder / "model.safetensors", (1, 1))
-    draftmill.generate(model, PROMPTS[:1], task=TASK, quiet=True)
+    draftmill.generate(model, PROMPTS[:1], task=TASK)
     assert loads == [folder, folder]
 
 
 def test_each_row_has_its_samples_side_by_side() -> None:
-    rows = draftmill.generate(MODEL, PROMPTS[:2], task=TASK, sampling={"n": 3}, quiet=True)
+    rows = draftmill.generate(MODEL, PROMPTS[:2], task=TASK, sampling={"n": 3})
     assert [(row["id"], row["sample"]) for row in rows] == [(name, sample) for name in "01" for sample in range(3)]
 
 
@@ -73,14 +73,14 @@ def test_each_row_has_its_samples_side_by_side() -> None:
 def test_holes_are_filled_by_the_baseline_of_the_models_family() -> None:
     task = {"kind": "infill", "mask": {"kind": "marker", "length": 3}}
     model = {"path": "builtin:asarm-tiny", "device": "cpu"}
-    [row] = draftmill.generate(model, ["def add(a, b):\n    return <mask>\n"], task=task, quiet=True)
+    [row] = draftmill.generate(model, ["def add(a, b):\n    return <mask>\n"], task=task)
     assert row["decoder"] == "any_subset" and row["text"].startswith("def add(a, b):\n    return ")
     assert row["fills"][0]["text"] in row["text"]
 
 
 @pytest.mark.slow
 def test_a_prompt_that_fails_is_a_row_with_the_reason() -> None:
-    good, bad = draftmill.generate(MODEL, [PROMPTS[0], "x = 1\n" * 2000], task=TASK, quiet=True)
+    good, bad = draftmill.generate(MODEL, [PROMPTS[0], "x = 1\n" * 2000], task=TASK)
     assert good["status"] == "ok" and (bad["status"], bad["error_kind"], bad["text"]) == ("failed", "too_long", None)
 
 
@@ -107,6 +107,6 @@ def test_nothing_is_printed_for_a_few_prompts(capfd: pytest.CaptureFixture[str])
 )
 def test_what_can_not_be_used_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(draftmill.Error) as caught:
-        given: dict[str, Any] = {"model": MODEL, "prompts": PROMPTS[:2], "task": TASK, "quiet": True}
+        given: dict[str, Any] = {"model": MODEL, "prompts": PROMPTS[:2], "task": TASK}
         draftmill.generate(**given | arguments)
     assert str(caught.value).startswith(message)

@@ -49,7 +49,7 @@ def test_the_job_of_a_tutorial_runs(
     before, job = text.split("```yaml\n", 1)
     (tmp_path / file).write_text("\n".join(re.findall(r"^    (.*)$", before, re.MULTILINE)) + "\n")
     monkeypatch.chdir(tmp_path)
-    run = draftmill.run(yaml.safe_load(job.partition("```")[0]), local=True, quiet=True)
+    run = draftmill.run(yaml.safe_load(job.partition("```")[0]), local=True)
     rows = list(run.rows())
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == before.count("\n    ") - (page == "extraction")
     names: dict[str, Any] = {}

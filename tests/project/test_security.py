@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gzip
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.actors.task import Columns, Complete
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import check_spec
-from draftmill.jobs.drive.progress import LineDisplay
+from draftmill.jobs.drive.log import shown
+from draftmill.jobs.drive.progress import Display
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs import sources
 from draftmill.storage.inputs.inputs import list_inputs
@@ -153,9 +155,11 @@ def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(pl
 
     monkeypatch.setattr("draftmill.actors.checkpoints.models.builtin_models", careless)
     assert main(["models"]) == 1
-    LineDisplay(sys.stderr).note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
+    with shown(), shown(as_json=True):
+        Display().note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
+        logging.getLogger("draftmill.storage").warning("retrying: %s\x1b[31m", planted["HF_TOKEN"])
     said = capsys.readouterr().err
-    assert "denied" in said and "worker died" in said
+    assert "denied" in said and said.count("worker died") == said.count("retrying") == 2
     assert not leaks(said) and all(line.isprintable() for line in said.splitlines())
 
 

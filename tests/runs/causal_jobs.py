@@ -12,7 +12,7 @@ from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import Failure, WorkUnit
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.plan.worker_job import make_job
@@ -95,7 +95,7 @@ def run_here(spec: JobSpec, *, only: int | None = None) -> dict[str, dict[str, A
     """Plan the job and decode all of its units, or one, by one worker in this process; returns the result rows by id."""
     store = open_store(spec.output.path)
     resolved = resolve(spec, store)
-    plan = make_plan(resolved, store, Silence())
+    plan = make_plan(resolved, store, Display())
     runner = build_runner(make_job(resolved, plan), name="w", node="n", threads=1)
     for size in (size for size in plan.sizes() if only in {None, size.unit}):
         runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))

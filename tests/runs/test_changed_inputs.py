@@ -14,7 +14,7 @@ import pytest
 from draftmill.actors.loop.worker import build_runner
 from draftmill.actors.messages import CHANGED_INPUT, Failure, WorkUnit
 from draftmill.jobs.config.spec import JobSpec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.planning import make_plan, survey
 from draftmill.jobs.plan.resolve import resolve, resolved_of
@@ -61,7 +61,7 @@ def planned(folder: Path, name: str = "rows.jsonl") -> tuple[JobSpec, Plan, Path
     spec = job_spec(folder, PLANNED, input={"path": str(path)})
     write(path, PLANNED)
     store = open_store(spec.output.path)
-    return spec, make_plan(resolve(spec, store), store, Silence()), path
+    return spec, make_plan(resolve(spec, store), store, Display()), path
 
 
 def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
@@ -143,7 +143,7 @@ def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(folder, mo
         return survey(*given)
 
     with pytest.raises(ChangedInput, match=r"^input\.path: .*rows\.jsonl has changed since it was listed"):
-        make_plan(resolved, store, Silence(), survey=survey if when == "before" else late)
+        make_plan(resolved, store, Display(), survey=survey if when == "before" else late)
     assert not store.exists("_plan.json")
 
 

@@ -1,6 +1,5 @@
 """The driver's loop against workers in this process: a pool without Ray, a memory store, real unit files."""
 
-import io
 import uuid
 from collections.abc import Callable
 
@@ -10,8 +9,8 @@ from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Receipt, Reported, TurnReport, Up, WorkUnit
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.jobs.drive.driver import TOO_MANY, Driver, StopFlag
-from draftmill.jobs.drive.progress import LineDisplay
-from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog, read_sessions
+from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -117,7 +116,7 @@ def driver(
     return Driver(
         scheduler=Scheduler(left, workers=workers, limits=Limits(rest_s=0.0)),
         pool=FakePool(lambda: StoreClerk(store, units, poison)),
-        display=LoggedDisplay(LineDisplay(io.StringIO()), log or RunLog()),
+        display=Display(log),
         totals=Totals(units=units, rows=units * ROWS, units_before=len(done), rows_before=len(done) * ROWS),
         stop=StopFlag(),
     )
@@ -203,7 +202,7 @@ def test_a_worker_whose_node_is_to_go_is_replaced_and_counts_as_no_death(store):
     assert job.run() == Finish("done")
     assert isinstance(pool, FakePool) and sorted(pool.runners) == ["w2", "w3"]
     assert (job.totals.deaths, job.totals.workers, len(statuses(store))) == (0, 2, 24)
-    log.flush(job.totals)
+    log.write_out(job.totals)
     assert store.get("attempts/epoch-0001-part-0000.jsonl").decode().count('"event": "worker_left"') == 2
 
 
@@ -236,7 +235,7 @@ def test_what_happened_is_in_the_log_and_the_sessions_add_up(store):
     log = log_in(store)
     job = driver(store, poison=lambda unit, row: (unit, row) == (0, 0), log=log)
     job.run()
-    log.flush(job.totals)
+    log.write_out(job.totals)
     text = store.get("attempts/epoch-0001-part-0000.jsonl").decode()
     assert text.count('"event": "done"') == 6 and '"event": "quarantined"' in text and "segmentation fault" in text
     assert read_sessions(store).committed == job.totals.committed

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.log import shown
 from draftmill.jobs.results.status import status
 from draftmill.jobs.run.job import run_job
 from draftmill.jobs.run.session import RunOptions
@@ -86,8 +87,8 @@ def said(capsys: pytest.CaptureFixture[str]) -> set[str]:
 def test_validate_the_run_and_status_say_whether_results_are_exact(world, capsys, dtype, exact):
     spec = spec_of(world, "plain", f"said-{dtype}", ROWS[:2], dtype=dtype)
     assert validate(spec) == 0 and said(capsys) == {exact}
-    with without_ray():
-        assert run_job(spec, RunOptions(quiet=True)) == 0 and said(capsys) == {exact}
+    with without_ray(), shown():
+        assert run_job(spec, RunOptions()) == 0 and said(capsys) == {exact}
     assert status(spec.place(spec.output.path)) == 0 and said(capsys) == {exact}
 
 
@@ -97,7 +98,7 @@ def test_a_rows_result_is_the_same_with_any_number_of_workers(world):
     output = {"path": str(world.folder / "plain" / "two-workers" / "run"), "unit_rows": 2}
     spec = spec_of(world, "plain", "two-workers", ROWS, workers={"count": 2}, output=output)
     with without_ray(workers=2):
-        assert run_job(spec, RunOptions(quiet=True)) == 0
+        assert run_job(spec, RunOptions()) == 0
     found = results_of(spec)
     assert len({row["worker"] for row in found.values()}) == 2
     assert told(found) == expected

@@ -215,7 +215,7 @@ def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so
     asked = {"from_checkpoint": True, "temperature": 0.9}
     same, texts = {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3}, []
     for spec in (job("used", asked), job("said", same), job("plain", {"temperature": 0.9})):
-        assert run_job(spec, RunOptions(local=True, quiet=True)) == OK
+        assert run_job(spec, RunOptions(local=True)) == OK
         texts.append({name: row["text"] for name, row in results_of(spec).items()})
     assert texts[0] == texts[1] != texts[2]
     assert validate(job("used", asked)) == 0, "the same job again"

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.drive.driver import Driver
-from draftmill.jobs.drive.events import event_line
+from draftmill.jobs.drive.log import JsonLines, event_record
 from draftmill.jobs.drive.metrics import METRICS
 from draftmill.jobs.results.status import Read, events_of, line_of
 from draftmill.jobs.schedule.events import Finish
@@ -200,7 +200,7 @@ def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path):
     with patch.object(type(store), "get", side_effect=AssertionError("read again")):
         assert list(events_of(store, read)) == []
     name = "attempts/epoch-0001-part-0000.jsonl"
-    line = event_line("note", "one more\u2028line")
+    line = JsonLines("note", {}).format(event_record("note", "one more\u2028line"))
     store.put(name, store.get(name) + f'{line}\n{{"torn": '.encode())
     (new,) = events_of(store, read)
     assert new == json.loads(line)

@@ -37,7 +37,7 @@ def simulated() -> Iterator[dict[str, Any]]:
         stack.enter_context(patch.object(committer, "_write_checked", unit_file))
         stack.enter_context(patch.object(committer, "sum_up", lambda tables: Sums(tables[0].num_rows)))
         stack.enter_context(
-            patch("draftmill.jobs.drive.events.presentable", str)
+            patch("draftmill.jobs.drive.log.presentable", str)
         )  # there are no secrets here, and it looks long
         yield at_work
 

@@ -31,8 +31,8 @@ from draftmill.jobs.config.spec import ErrorSettings
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import give_back, keep_once
-from draftmill.jobs.drive.progress import Silence
-from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
+from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.run_log import RunLog
 from draftmill.jobs.run import session
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import SUCCESS
@@ -241,7 +241,7 @@ class World:
             plan=plan,
             lease=lease,
             stop=stop,
-            display=LoggedDisplay(Silence(), RunLog(clock=lambda: self.now_s)),
+            display=Display(RunLog(clock=lambda: self.now_s)),
             backend=SimSite(self),
             loads=True,
             watchers=(),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import shutil
 import struct
 import subprocess
@@ -259,17 +260,18 @@ def test_a_file_that_is_cut_off_or_no_gguf_file_says_so_without_advice_about_rea
 
 
 @pytest.mark.slow
-def test_a_file_is_known_by_its_content_and_converted_once(tmp_path, capfd):
+def test_a_file_is_known_by_its_content_and_converted_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "draftmill")
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
     file = write_gguf(tmp_path / "m.gguf", model)
-    capfd.readouterr()
     folder = fetch_model(str(file))
-    assert capfd.readouterr().err.startswith("converting m.gguf (0 MB) to safetensors, once; the result is kept in")
+    [said] = caplog.messages
+    assert said.startswith("converting m.gguf (0 MB) to safetensors, once; the result is kept in")
     (tmp_path / "elsewhere").mkdir()
     again = Path(shutil.copy(file, tmp_path / "elsewhere" / "m.gguf"))
     made_at = folder.stat().st_mtime_ns
     assert fetch_model(str(again)) == folder and folder.stat().st_mtime_ns == made_at
-    assert capfd.readouterr().err == ""
+    assert caplog.messages == [said]
     assert model_hash(folder) == weights_hash(content_hash(file)) != model_hash(tmp_path / "original")
     assert tokenizer_hash(folder, "none") == "none"
     data = bytearray(file.read_bytes())

@@ -28,7 +28,7 @@ from draftmill.decoders.engine import cuda_graphs
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.plan.worker_job import make_job
@@ -272,7 +272,7 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path):
     spec = job_spec(tmp_path, [{"id": "a", "prompt": "def"}], model={"path": "builtin:ar-tiny"})
     store = open_store(spec.output.path)
     resolved = resolve(spec, store)
-    auto = make_job(resolved, make_plan(resolved, store, Silence()))
+    auto = make_job(resolved, make_plan(resolved, store, Display()))
     fixed = replace(auto, model=replace(auto.model, device="cuda:0"))
     assert auto.model.device == "auto"
     found = [WorkerResources(1.0, gpus, 1).job_on_ray(auto).model.device for gpus in (0.0, 0.5, 2.0)]

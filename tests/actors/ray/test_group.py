@@ -11,7 +11,7 @@ from draftmill.actors.job import Allocation, Job, WorkerResources
 from draftmill.actors.messages import Died, Receipt, Reported, Up, WorkUnit
 from draftmill.actors.ray.pool import RayPool, is_running
 from draftmill.jobs.config.spec import JobSpec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import resolve
@@ -28,7 +28,7 @@ ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 def planned(spec: JobSpec) -> tuple[Job, Plan]:
     store = open_store(spec.output.path)
     resolved = resolve(spec, store)
-    plan = make_plan(resolved, store, Silence())
+    plan = make_plan(resolved, store, Display())
     return make_job(resolved, plan), plan
 
 

@@ -477,7 +477,7 @@ def spend(place: Path) -> None:
     totals = Totals(units=1, rows=1, devices=devices)
     totals.worker_up()
     totals.stop()
-    log_in(store).flush(totals)
+    log_in(store).write_out(totals)
 
 
 def test_a_run_s_report_says_what_it_cost(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def infill_of(folder: Path, **changes: Any) -> Path:
     spec = job_of(folder, rows, task=HOLES, model={"path": "builtin:asarm-tiny", "device": "cpu"})
     spec |= {"decoder": {"kind": "assd"}, "output": {"path": str(folder / "run"), "trace": "steps", "unit_rows": 2}}
     spec["input"] = {"path": str(folder / "rows.jsonl"), "columns": {"id": "id", "text": "text"}}
-    return Path(draftmill.run(spec | changes, local=True, quiet=True).path)
+    return Path(draftmill.run(spec | changes, local=True).path)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two completions of each row of ROWS, one of which is too long."""
     folder = tmp_path_factory.mktemp("completed")
     spec = job_of(folder, ROWS, sampling={"n": 2}, errors={"max_rate": 0.5})
-    return Path(draftmill.run(spec, local=True, quiet=True).path)
+    return Path(draftmill.run(spec, local=True).path)
 
 
 def shown(run: Path, *ids: str) -> tuple[list[ShownRow], str | None]:
@@ -116,9 +116,7 @@ def test_a_long_prompt_is_printed_without_its_middle_unless_its_row_is_asked_for
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = "# " + "import " * 200
-    run = Path(
-        draftmill.run(job_of(tmp_path, [{"id": "a", "prompt": prompt, "level": 0}]), local=True, quiet=True).path
-    )
+    run = Path(draftmill.run(job_of(tmp_path, [{"id": "a", "prompt": prompt, "level": 0}]), local=True).path)
     assert f"{prompt[:600]}[... 202 characters ...]{prompt[-600:]}" in printed(run, capsys)
     assert prompt in printed(run, capsys, "--id", "a")
 
@@ -155,7 +153,7 @@ def test_a_causal_model_that_fills_holes_one_after_another_is_shown_with_its_hol
     task = {"kind": "infill", "mask": {"kind": "marker"}, "max_new_tokens": 5}
     spec = job_of(tmp_path, rows, task=task, model={"path": "builtin:fim-tiny", "device": "cpu"})
     spec["input"] = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "text": "text"}}
-    [row], _ = shown(Path(draftmill.run(spec, local=True, quiet=True).path))
+    [row], _ = shown(Path(draftmill.run(spec, local=True).path))
     assert [piece.made for piece in row.pieces] == [False, True, False, True, False]
     assert "".join(piece.text for piece in row.pieces) == row.row["text"]
 
@@ -164,7 +162,7 @@ def test_token_ids_are_shown_without_a_tokenizer(tmp_path: Path) -> None:
     rows = [{"id": "a", "tokens": [40, 41, 42]}]
     spec = job_of(tmp_path, rows, model=MODEL | {"tokenizer": "none"})
     spec["input"] = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}}
-    [row], _ = shown(Path(draftmill.run(spec, local=True, quiet=True).path))
+    [row], _ = shown(Path(draftmill.run(spec, local=True).path))
     assert [piece.text.split() for piece in row.pieces] == [["40", "41", "42"], list(map(str, row.row["tokens"]))]
 
 

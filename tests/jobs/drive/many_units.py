@@ -25,8 +25,7 @@ from draftmill.actors.messages import Effort, PoolEvent, Receipt, Reported, Tall
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
-from draftmill.jobs.drive.progress import Silence
-from draftmill.jobs.drive.run_log import LoggedDisplay, RunLog
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan import packing
 from draftmill.jobs.plan import plan as plans
 from draftmill.jobs.plan.packing import PlanWriter
@@ -170,7 +169,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
         plan=plan,
         lease=SimpleNamespace(epoch=1, check=lambda: None),
         stop=StopFlag(),
-        display=LoggedDisplay(Silence(), RunLog()),
+        display=Display(),
         backend=ManyWorkers(),
         loads=False,
         watchers=(),

@@ -23,7 +23,7 @@ from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.drive import backend as surveys
 from draftmill.jobs.drive.allocation import NodeRoom
 from draftmill.jobs.drive.backend import LocalBackend, RayBackend, cluster_survey
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.planning import make_plan, survey
 from draftmill.jobs.plan.resolve import resolve
 from draftmill.storage.errors import UserError
@@ -143,14 +143,14 @@ def files_of(place: Path) -> dict[str, bytes]:
 
 def planned_here(spec: JobSpec) -> dict[str, bytes]:
     store = open_store(spec.output.path)
-    make_plan(resolve(spec, store), store, Silence(), survey=survey)
+    make_plan(resolve(spec, store), store, Display(), survey=survey)
     return files_of(Path(spec.output.path))
 
 
 def planned_there(spec: JobSpec, **changes: Any) -> dict[str, bytes]:
     """The plan made by tasks; `changes` replace attributes of the pool."""
     store = open_store(spec.output.path)
-    make_plan(resolve(spec, store), store, Silence(), survey=surveyed_there(spec, **changes))
+    make_plan(resolve(spec, store), store, Display(), survey=surveyed_there(spec, **changes))
     return files_of(Path(spec.output.path))
 
 
@@ -236,7 +236,7 @@ def test_a_task_that_is_killed_in_the_middle_is_done_again(
 def error_of(spec: JobSpec, survey: Any) -> tuple[str, str | None]:
     store = open_store(spec.output.path)
     with pytest.raises(UserError) as raised:
-        make_plan(resolve(spec, store), store, Silence(), survey=survey)
+        make_plan(resolve(spec, store), store, Display(), survey=survey)
     assert not list(Path(spec.output.path).glob("plan/*")), "nothing is left"
     return raised.value.message.replace(spec.output.path, "RUN"), raised.value.field
 
@@ -316,6 +316,6 @@ def test_small_jobs_and_local_ones_are_planned_by_the_driver(
     assert surveys.pays(resolved, 2, is_ours=False) and not surveys.pays(resolved, 1, is_ours=False)
     few = resolve(spec_for(folder, tmp_path / "run", {"limit": 10}), open_store(spec.output.path))
     assert not surveys.pays(few, 8, is_ours=False)
-    assert LocalBackend().survey(resolved, Silence()) is survey
+    assert LocalBackend().survey(resolved, Display()) is survey
     monkeypatch.setattr("draftmill.jobs.drive.backend.cluster_nodes", lambda: [NodeRoom(1, 0)])
-    assert RayBackend(None).survey(resolved, Silence()) is survey
+    assert RayBackend(None).survey(resolved, Display()) is survey

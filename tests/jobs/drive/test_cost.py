@@ -73,7 +73,7 @@ def test_sessions_add_up_without_records_that_are_torn() -> None:
     for epoch in (1, 2):
         totals = Totals(units=1, rows=1, devices=worked(Hand()))
         totals.worker_up()
-        log_in(store, epoch).flush(totals)
+        log_in(store, epoch).write_out(totals)
     store.put("attempts/epoch-0003-session.jsonl", b'{"wall_s": 1.0, "torn')
     assert read_sessions(store).devices.up_s == pytest.approx(2 * 85)
 
@@ -90,7 +90,7 @@ def test_what_a_lost_driver_did_last_is_missing_and_said_to_be() -> None:
         assert read_sessions(store).devices.unended == epoch
         if epoch == 2:
             totals.stop()
-            log.flush(totals)
+            log.write_out(totals)
     sums = read_sessions(store).devices
     assert sums.unended == 1 and sums.up_s == pytest.approx(2 * 85)
     assert [text.partition("  ")[0] for _, text in device_time_rows(sums)] == ["at least 170 s"]

@@ -28,12 +28,12 @@ import sys
 from pathlib import Path
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import resolve
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.config.spec import load_spec
 from draftmill.storage.stores.store import open_store
 spec = load_spec(sys.argv[1], [])
 store = open_store(spec.output.path)
-plan = make_plan(resolve(spec, store), store, Silence())
+plan = make_plan(resolve(spec, store), store, Display())
 found = sorted(set({HEAVY!r}) & set(sys.modules))
 sys.exit(f"imported {{found}}" if found else 0 if plan.rows == 3 else "no plan")
 """

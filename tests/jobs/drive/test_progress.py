@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import sys
 from pathlib import Path
 
 import pytest
 
 from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.drive.progress import (
-    FiguresOnly,
-    LineDisplay,
-    LiveLine,
-    Silence,
-    make_display,
-    progress_line,
-)
+from draftmill.jobs.drive.log import LOST, shown
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import session_record
-from draftmill.jobs.drive.totals import Totals, efficiency
+from draftmill.jobs.drive.totals import Totals, efficiency, progress_line
 from draftmill.jobs.formatting import duration, rate_text, size_text
 from draftmill.jobs.results.status import status
 from draftmill.storage.runs.lease import acquire
@@ -92,13 +88,13 @@ def test_workers_that_are_not_up_yet_load_the_model():
     assert "1 worker " in progress_line(totals)
 
 
-def test_what_takes_long_before_the_first_token_has_a_line_with_sizes():
+def test_what_takes_long_before_the_first_token_has_a_line_with_sizes(capsys: pytest.CaptureFixture[str]):
     now = iter([0.0, 3.0, 6.0, 9.0])
-    stream = io.StringIO()
-    lines = LineDisplay(stream, clock=lambda: next(now))
-    for done in (10**9, 2 * 10**9, 3 * 10**9):
-        lines.step("hashing the model", done, 15 * 10**9)
-    assert stream.getvalue() == "hashing the model: 2.0 GB of 15.0 GB\n"
+    lines = Display(clock=lambda: next(now))
+    with shown():
+        for done in (10**9, 2 * 10**9, 3 * 10**9):
+            lines.step("hashing the model", done, 15 * 10**9)
+    assert capsys.readouterr() == ("", "hashing the model: 2.0 GB of 15.0 GB\n")
     assert [size_text(size) for size in (0, 999, 1234, 15_000_000)] == ["0 bytes", "999 bytes", "1.2 kB", "15.0 MB"]
 
 
@@ -116,50 +112,73 @@ def test_samples_of_a_unit_that_could_not_be_stored_are_not_done():
     assert totals.rows_done == 55
 
 
-def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty_and_notes_at_once():
+def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty(capsys: pytest.CaptureFixture[str]):
     now = [0.0]
-    stream = io.StringIO()
-    lines = LineDisplay(stream, clock=lambda: now[0])
-    shown = []
-    for second in range(400):
-        now[0], totals = float(second), Totals(units=1, rows=10)
-        totals.started_s = 200.0 if second >= 200 else None
-        before = len(stream.getvalue())
-        lines.show(totals)
-        shown += [second] if len(stream.getvalue()) > before else []
+    lines = Display(clock=lambda: now[0])
+    seconds = []
+    with shown():
+        for second in range(400):
+            now[0], totals = float(second), Totals(units=1, rows=10)
+            totals.started_s = 200.0 if second >= 200 else None
+            lines.show(totals)
+            seconds += [second] if capsys.readouterr().err else []
     loading = [*range(5, 60, 5), 85, 115, 145, 175]
-    assert shown == [*loading, *range(200, 260, 5), 285, 315, 345, 375]
-    lines.note("worker w0 died")
-    assert stream.getvalue().splitlines()[-1] == "worker w0 died"
+    assert seconds == [*loading, *range(200, 260, 5), 285, 315, 345, 375]
 
 
-def test_the_display_suits_the_stream():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    """A terminal in the place of stderr. It keeps each write apart, and fails them once `is_gone`."""
 
-    assert isinstance(make_display(quiet=True, stream=Terminal()), Silence)
-    assert isinstance(make_display(quiet=False, stream=io.StringIO()), LineDisplay)
-    terminal = Terminal()
-    display = make_display(quiet=False, stream=terminal)
-    assert isinstance(display, LiveLine)
-    with display:
+    is_gone = False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        monkeypatch.setattr(sys, "stderr", self)
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.is_gone:
+            raise OSError("gone")
+        self.parts.append(text)
+        return len(text)
+
+
+def test_a_terminal_has_a_live_line_with_the_notes_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    with Display() as of_the_library:
+        of_the_library.note("planning")
+    with shown():
+        Display().note("starting Ray")
+        logging.getLogger("draftmill.jobs.cli").error("no: %s", "nothing")
+        assert terminal.parts == ["starting Ray\n", "draftmill: no: nothing\n"], "one write each: threads do not mix"
+        with Display() as display:
+            display.show(totals_after(10.0))
+            display.note("resuming")
+            display.step("hashing the model", 3, 12)
+            display.event("done", unit=1)
+    text = "".join(terminal.parts)
+    assert "resuming" in text and "3 bytes of 12 bytes" in text and "done" not in text and sys.stderr is terminal
+
+
+def test_a_terminal_that_vanishes_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    with shown(), Display() as display:
+        terminal.is_gone = True
         display.show(totals_after(10.0))
         display.note("resuming")
-        display.step("hashing the model", 3, 12)
-    assert "resuming" in terminal.getvalue()
+    assert LOST == {"stderr": "OSError"}
 
 
-def test_figures_only_leaves_out_notes_but_neither_progress_nor_warnings():
-    stream, now = io.StringIO(), [0.0]
-    with FiguresOnly(LineDisplay(stream, clock=lambda: now[0])) as display:
-        display.note("planning")
-        display.event("started", "begins")
-        display.event("worker_died", "worker w0 died", level="warning")
-        now[0] = 5.0
-        display.show(Totals(units=1, rows=2))
-    warning, progress = stream.getvalue().splitlines()
-    assert warning == "worker w0 died" and progress.startswith("0/2 samples (0%)")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_no_other_display_has_a_live_line(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    with shown(as_json=as_json, quiet=not as_json), Display() as display:
+        display.show(totals_after(10.0))
+        display.note("resuming")
+    assert len(terminal.parts) == as_json
 
 
 def test_a_receipt_counts_its_samples():
@@ -178,21 +197,3 @@ def test_efficiency_leaves_out_what_was_not_counted():
 
 def test_durations_are_short():
     assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
-
-
-class Writes(io.StringIO):
-    """A stream that keeps each write apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.parts.append(text)
-        return len(text)
-
-
-def test_a_note_is_one_write_so_that_threads_do_not_mix_their_lines() -> None:
-    stream = Writes()
-    LineDisplay(stream).note("starting Ray")
-    assert stream.parts == ["starting Ray\n"]

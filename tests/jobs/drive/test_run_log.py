@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
+import logging
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from draftmill.jobs.drive import run_log
-from draftmill.jobs.drive.events import JsonStream, event_line, json_streams, say_in_events
-from draftmill.jobs.drive.progress import EventDisplay, LineDisplay, make_display
-from draftmill.jobs.drive.run_log import LINES_PER_FILE, LoggedDisplay, RunLog
+from draftmill.jobs.drive.log import FACTS, JsonLines, event_record, print_result, shown
+from draftmill.jobs.drive.progress import Display
+from draftmill.jobs.drive.run_log import LINES_PER_FILE, RunLog
 from draftmill.jobs.drive.totals import Totals
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.stores.interface import Stat, Store
@@ -30,83 +30,60 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 
 def test_an_event_is_one_line_without_secrets_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", SECRET)
-    line = event_line(
-        "note", f"two\nlines {SECRET}", level="warning", unit=3, worker=None, nested={"list": [SECRET, 1]}
-    )
-    assert "\n" not in line and SECRET not in line
+    facts: dict[str, Any] = {"unit": 3, "worker": None, "nested": {"list": [SECRET, 1]}}
+    record = event_record("note", f"two\nlines {SECRET}", level=logging.WARNING, **facts)
+    line = JsonLines("output", {"run": "job"}).format(record)
+    assert "\n" not in line and SECRET not in line + repr(vars(record)), "nor is one in a user's own handlers"
     event = json.loads(line)
-    assert list(event)[:4] == ["time", "level", "event", "message"]
+    assert list(event)[:5] == ["time", "level", "event", "message", "run"]
     assert (event["level"], event["unit"], event["nested"]) == ("warning", 3, {"list": ["[hidden]", 1]})
     assert event["time"].endswith("Z") and "worker" not in event
 
 
-def test_with_json_streams_everything_that_is_printed_is_an_event(
+def test_as_json_everything_that_is_logged_or_shown_is_an_event(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_TOKEN", SECRET)
-    out_before, err_before = sys.stdout, sys.stderr
-    with json_streams():
-        say_in_events(run="job")
-        print("a table\n  its row")
-        print(f"draftmill: no: {SECRET}", file=sys.stderr)
-        sys.stderr.write("no line end")
-        assert isinstance(make_display(quiet=False), EventDisplay)
-    assert (sys.stdout, sys.stderr) == (out_before, err_before)
+    before = logging.getLogger("draftmill").level, list(logging.getLogger().handlers)
+    with shown(as_json=True):
+        FACTS["run"] = "job"
+        print_result("a table\n\n  its row")
+        logging.getLogger("draftmill.jobs.cli").error(f"no: {SECRET}")
+        logging.getLogger("another.library").warning("old")
+        warnings.warn("older", stacklevel=1)
+    assert (logging.getLogger("draftmill").level, list(logging.getLogger().handlers)) == before
     printed = capsys.readouterr()
     out, err = lines_of(printed.out), lines_of(printed.err)
     assert [event["message"] for event in out] == ["a table", "  its row"] and {e["level"] for e in out} == {"info"}
-    assert [event["message"] for event in err] == ["draftmill: no: [hidden]", "no line end"]
-    assert {event["run"] for event in out + err} == {"job"} and {e["level"] for e in err} == {"warning"}
+    assert [(e["level"], e["message"]) for e in err[:2]] == [("error", "no: [hidden]"), ("warning", "old")]
+    assert "older" in err[2]["message"] and {(e["event"], e["run"]) for e in out + err} == {("output", "job")}
 
 
-def test_lines_of_threads_do_not_mix() -> None:
-    text = io.StringIO()
-    stream = JsonStream(text, "info")
-    both_have_begun = threading.Barrier(2)
-
-    def talk(word: str) -> None:
-        stream.write(f"{word} begins")
-        both_have_begun.wait(10)
-        stream.write(f" and {word} ends\n")
-
-    threads = [threading.Thread(target=talk, args=(word,)) for word in ("one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(event["message"] for event in lines_of(text.getvalue())) == [
-        "one begins and one ends",
-        "two begins and two ends",
-    ]
-
-
-def test_the_display_of_events_has_units_workers_and_progress_in_figures() -> None:
-    clock, text = Hand(), io.StringIO()
-    display = EventDisplay(JsonStream(text, "warning"), clock=clock)
-    totals = Totals(units=4, rows=100, clock=clock)
-    display.note("planning")
-    display.event("worker_died", "worker w1 died: killed", level="warning", worker="w1", reason="killed")
-    display.event("done", unit=7, worker="w0", rows=25)
-    display.show(totals)
+def test_events_have_units_workers_and_progress_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Hand()
+    display = Display(clock=clock)
     clock.now_s += 30.0
-    display.show(totals)
-    events = lines_of(text.getvalue())
-    assert [event["event"] for event in events] == ["note", "worker_died", "done", "progress"]
-    assert (events[1]["worker"], events[1]["level"], events[2]["unit"]) == ("w1", "warning", 7)
-    assert (events[3]["samples"], events[3]["samples_done"], events[3]["workers"]) == (100, 0, 0)
+    with shown(as_json=True):
+        display.event("worker_died", "worker w1 died: killed", level=logging.WARNING, worker="w1", reason="killed")
+        display.event("done", unit=7, worker="w0", rows=25)
+        display.show(Totals(units=4, rows=100, clock=clock))
+    died, done, figures = lines_of(capsys.readouterr().err)
+    assert (died["event"], died["worker"], died["level"]) == ("worker_died", "w1", "warning")
+    assert (done["unit"], done["level"], "message" in done) == (7, "info", False)
+    assert (figures["event"], figures["samples"], figures["workers"]) == ("progress", 100, 0)
 
 
 def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything() -> None:
     store = open_store("memory://run-log-early")
     log = RunLog()
-    display = LoggedDisplay(LineDisplay(io.StringIO()), log)
+    display = Display(log)
     display.note("hashing the model")
-    log.flush()
+    log.write_out()
     assert list(store.list()) == [] and not log.is_attached
     log.attach(store, 3, "job")
     display.note("planned")
     display.event("done", unit=1)
-    log.flush()
+    log.write_out()
     events = lines_of(store.get("attempts/epoch-0003-part-0000.jsonl").decode())
     assert [event.get("message") for event in events] == ["hashing the model", "planned", None]
     assert events[1]["run"] == "job" and (events[2]["event"], events[2]["unit"]) == ("done", 1)
@@ -140,10 +117,10 @@ def test_a_store_that_refuses_the_log_fails_no_run_and_gets_the_lines_later(erro
     store = Refusing(f"memory://refusing-{type(error).__name__}")
     log = log_in(store)
     log.add("note", "one")
-    log.flush()
+    log.write_out()
     store.refuses = False
     log.add("note", "two")
-    log.flush()
+    log.write_out()
     events = lines_of(store.get("attempts/epoch-0001-part-0000.jsonl").decode())
     assert [event["message"] for event in events] == ["one", "two"]
 
@@ -170,12 +147,12 @@ def test_nobody_waits_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) ->
         log.add("note", str(number))
         log.show(totals)
     log.patience_s = 0.1
-    log.flush(totals)
-    log.flush(totals)
+    log.write_out(totals)
+    log.write_out(totals)
     assert [thread.name for thread in threading.enumerate()].count("log") == 1
     store.released.set()
     log.patience_s = 60.0
-    log.flush(totals)
+    log.write_out(totals)
     messages = notes_in(store, 0)
     assert messages[:3] == ["0", "1", "2"] and 40 < len(messages) <= 60, "later ones are only counted"
     assert "events are not here: the store took too long" in " ".join(map(str, messages))
@@ -191,11 +168,11 @@ def test_a_full_file_is_followed_by_another_and_not_written_again() -> None:
     log = log_in(store)
     for number in range(LINES_PER_FILE):
         log.add("note", str(number))
-    log.flush()
+    log.write_out()
     etag = store.stat("attempts/epoch-0001-part-0000.jsonl")
     log.add("note", "more")
-    log.flush()
-    log.flush()
+    log.write_out()
+    log.write_out()
     assert notes_in(store, 1) == ["more"]
     assert store.stat("attempts/epoch-0001-part-0000.jsonl") == etag
 
@@ -219,6 +196,6 @@ def test_a_line_that_comes_while_the_others_are_copied_is_in_the_next_flush() ->
     log = log_in(store)
     log._lines = Raced(lambda: log.add("note", "late"))
     log.add("note", "early")
-    log.flush()
-    log.flush()
+    log.write_out()
+    log.write_out()
     assert notes_in(store, 0) == ["early", "late"]

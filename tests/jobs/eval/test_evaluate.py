@@ -36,7 +36,7 @@ from tests.storage.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.slow
 
-LOCAL = RunOptions(local=True, quiet=True)
+LOCAL = RunOptions(local=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from draftmill.actors.rows import makers
 from draftmill.decoders.base import EngineStats
 from draftmill.decoders.engine.engine import Engine
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import resolve, resolved_of
@@ -65,7 +65,7 @@ def planned(spec: JobSpec, *, by_length: bool = False) -> Plan:
     with ExitStack() as stack:
         if by_length:
             stack.enter_context(mock.patch.object(makers, "shares_beginnings", lambda task, info: False))
-        return make_plan(resolve(spec, store), store, Silence())
+        return make_plan(resolve(spec, store), store, Display())
 
 
 def decoded_apart(plan: Plan) -> tuple[EngineStats, dict[str, float | None]]:

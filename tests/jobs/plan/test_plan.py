@@ -16,7 +16,7 @@ import pytest
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan import packing
 from draftmill.jobs.plan.fingerprint import changed_files, results_key, with_files
 from draftmill.jobs.plan.packing import PlanWriter
@@ -57,7 +57,7 @@ def resolved_for(spec: JobSpec) -> Resolved:
 
 
 def plan(spec: JobSpec, store: Store, epoch: int = 0) -> Plan:
-    return make_plan(resolved_for(spec), store, Silence(), epoch=epoch)
+    return make_plan(resolved_for(spec), store, Display(), epoch=epoch)
 
 
 def compare(made: Plan, spec: JobSpec, **hashes: str) -> None:
@@ -158,7 +158,7 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, mon
     file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
     file.write_text('{"text": "def f"}')
     same = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"))
-    make_plan(resolve(same, store), store, Silence())
+    make_plan(resolve(same, store), store, Display())
     assert resolve(same, store).plan is not None
 
     def never(*_: object, **__: object) -> None:
@@ -203,12 +203,12 @@ def small_job(folder: Path, **changes: Any) -> tuple[JobSpec, Store, Path]:
 
 def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    made = make_plan(resolve(spec, store), store, Silence())
+    made = make_plan(resolve(spec, store), store, Display())
     assert made.files[0].sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     os.utime(file, (1, 1))
     again = resolve(spec, store)
     assert again.plan is not None and again.plan.fingerprint == made.fingerprint
-    assert make_plan(again, store, Silence()).fingerprint == made.fingerprint, "the plan that is there is taken"
+    assert make_plan(again, store, Display()).fingerprint == made.fingerprint, "the plan that is there is taken"
     shutil.copy(file, tmp_path / "copy")
     (tmp_path / "copy").rename(file)
     assert resolve(spec, store).plan is not None, "a copy has the same bytes, too"
@@ -216,7 +216,7 @@ def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path)
 
 def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Path) -> None:
     spec, store, file = small_job(tmp_path)
-    make_plan(resolve(spec, store), store, Silence())
+    make_plan(resolve(spec, store), store, Display())
     file.write_bytes(file.read_bytes().replace(b"def g", b"def h"))
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match=r"rows\.jsonl \(other content, of the same size\)") as caught:
@@ -228,7 +228,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, store, file = small_job(tmp_path)
-    make_plan(resolve(spec, store), store, Silence())
+    make_plan(resolve(spec, store), store, Display())
 
     def never(file: InputFile) -> InputFile:
         raise AssertionError(f"{file.name} is read")
@@ -245,7 +245,7 @@ def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
 ) -> None:
     monkeypatch.setattr("draftmill.jobs.plan.planning.LIMITED_HASH_BYTES", 8)
     spec, store, file = small_job(tmp_path, input__limit=1)
-    assert make_plan(resolve(spec, store), store, Silence()).files[0].sha256 is None
+    assert make_plan(resolve(spec, store), store, Display()).files[0].sha256 is None
     assert resolve(spec, store).plan is not None
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match="mtime_s was "):
@@ -258,7 +258,7 @@ def test_a_file_that_grows_while_it_is_planned_is_refused(tmp_path: Path) -> Non
     with file.open("a") as more:
         more.write('{"text": "late"}\n')
     with pytest.raises(ChangedInput, match=r"has changed since it was listed: .* bytes instead of"):
-        make_plan(resolved, store, Silence())
+        make_plan(resolved, store, Display())
 
 
 def test_an_object_that_was_uploaded_again_is_known_by_its_etag() -> None:

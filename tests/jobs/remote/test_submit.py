@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,15 +54,15 @@ def test_a_run_has_names_of_its_own_that_grow_by_one():
 
 
 def test_the_same_submission_follows_the_job_that_runs_and_says_if_its_settings_differ(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ):
+    caplog.set_level(logging.INFO)
     cluster = FakeCluster()
     name = start(cluster, spec(), REQUEST)
-    capsys.readouterr()
     assert start(cluster, spec(), REQUEST) == name
-    assert "runs already for this run directory\n" in capsys.readouterr().err
+    assert caplog.messages[-1].endswith("runs already for this run directory")
     assert start(cluster, spec(name="renamed"), replace(REQUEST, entrypoint="other")) == name
-    assert "submitted with other settings" in capsys.readouterr().err
+    assert "submitted with other settings" in caplog.messages[-1]
     assert len(cluster.known) == 1
 
 
@@ -163,24 +164,26 @@ def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up():
     assert 60 < now[0] < 90
 
 
-def test_an_interrupt_ends_the_following_and_not_the_job(capsys: pytest.CaptureFixture[str]):
+def test_an_interrupt_ends_the_following_and_not_the_job(caplog: pytest.LogCaptureFixture):
     def interrupted(asked: int) -> None:
         raise KeyboardInterrupt
 
     cluster = FakeCluster(FakeJob("draftmill-x-1"))
     cluster.script = interrupted
-    assert follow(cluster, "draftmill-x-1") == 4
-    assert "draftmill stop draftmill-x-1 --address http://head:8265" in capsys.readouterr().err
+    with caplog.at_level(logging.INFO):
+        assert follow(cluster, "draftmill-x-1") == 4
+    assert "draftmill stop draftmill-x-1 --address http://head:8265" in caplog.text
     assert cluster.known["draftmill-x-1"].status == "RUNNING"
 
 
-def test_a_job_is_stopped_by_its_name_or_its_run_directory(capsys: pytest.CaptureFixture[str]):
+def test_a_job_is_stopped_by_its_name_or_its_run_directory(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
     jobs = [FakeJob("a-1", metadata={RUN: "/runs/a"}, status="FAILED"), FakeJob("a-2", metadata={RUN: "/runs/a"})]
     cluster = FakeCluster(*jobs, FakeJob("b-1", metadata={RUN: "/runs/b"}))
     assert stop_jobs(cluster, jobs_of(cluster, "runs/a", "/runs/a"), wait=True)
     assert [cluster.known[name].status for name in ("a-1", "a-2", "b-1")] == ["FAILED", "STOPPED", "RUNNING"]
     assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), wait=True)
     assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), wait=True)
-    assert capsys.readouterr().err.endswith("draftmill: nothing to stop: b-1 has ended (STOPPED)\n")
+    assert caplog.messages[-1] == "nothing to stop: b-1 has ended (STOPPED)"
     with pytest.raises(UserError, match="TARGET: 'c' is no job"):
         jobs_of(cluster, "c", "/runs/c")

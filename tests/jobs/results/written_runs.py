@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.drive.progress import Silence
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import Plan, create_plan
 from draftmill.jobs.plan.planning import make_plan
@@ -43,7 +43,7 @@ def spec_for(folder: Path, rows: Sequence[Row], **sections: Any) -> JobSpec:
 def write_run(spec: JobSpec, texts: Callable[[str], Written]) -> Store:
     """Plan the job and write its units: `texts` gives the result rows of an input row (by id) as their differing columns."""
     store = open_store(spec.place(spec.output.path))
-    write_units(make_plan(resolve(spec, store), store, Silence()), texts)
+    write_units(make_plan(resolve(spec, store), store, Display()), texts)
     return store
 
 

@@ -16,6 +16,7 @@ import pytest
 from draftmill.jobs.drive import leases as module
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import IfRunning, base_lease, hold_lease
+from draftmill.jobs.drive.log import shown
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended
 from draftmill.jobs.run import job
 from draftmill.jobs.run.session import RunOptions
@@ -50,7 +51,8 @@ def run_work(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, sleep=sleep))
         monkeypatch.setattr(job, "complete_job", lambda *_: work())
         spec: Any = None
-        return job.run_job(spec, RunOptions(if_running=if_running))
+        with shown():
+            return job.run_job(spec, RunOptions(if_running=if_running))
 
     return run_job
 

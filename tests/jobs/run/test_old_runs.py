@@ -331,7 +331,7 @@ def test_dates_without_data_are_not_missed(tmp_path: Path) -> None:
     assert on(spec, 4) == 0
     assert due_days(spec, 1) == [3, 6]
     with pytest.raises(UserError, match="nothing is at"):
-        draftmill.run(spec, local=True, quiet=True, changes={"output.logical_date": "2026-11-05"})
+        draftmill.run(spec, local=True, changes={"output.logical_date": "2026-11-05"})
 
 
 def test_with_since_no_date_is_missed_and_a_later_run_supersedes(tmp_path: Path) -> None:
