@@ -60,16 +60,14 @@ class Job:
 class WorkerResources:
     """What each worker of a kind gets: Ray CPUs and GPUs (`gpus` may be a fraction), and torch threads.
 
-    `labels` selects nodes, as pairs of Ray's label selectors. `max_rows` and `max_tokens` replace the job's, unless None.
-    The model is split over `processes`, which share the CPUs and GPUs; `threads` are those of each.
+    `labels` selects nodes, as pairs of Ray's label selectors. The model is split over `processes`, which share the CPUs and
+    GPUs; `threads` are those of each.
     """
 
     cpus: float
     gpus: float
     threads: int
     labels: tuple[tuple[str, str], ...] = ()
-    max_rows: int | None = None
-    max_tokens: int | None = None
     processes: int = 1
 
     @property
@@ -82,16 +80,9 @@ class WorkerResources:
 
         An actor that asked for no GPU may still see all of its node's, and one that has one must not decode on the CPU.
         """
-        job = self.job(job)
         if job.model.device != "auto":
             return job
         return replace(job, model=replace(job.model, device="cuda" if self.gpus else "cpu"))
-
-    def job(self, job: Job) -> Job:
-        """The job with this kind's own limits of a batch."""
-        if self.max_rows is None and self.max_tokens is None:
-            return job
-        return replace(job, max_rows=self.max_rows or job.max_rows, max_tokens=self.max_tokens or job.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

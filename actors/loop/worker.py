@@ -287,7 +287,7 @@ class LocalPool:
         build: Callable[..., Runner] = build_runner,
         model_cache: ModelCache | None = None,
     ) -> None:
-        self._job, self._threads = resources.job(job) if isinstance(job, Job) else job, resources.threads
+        self._job, self._threads = job, resources.threads
         self._build = build if model_cache is None else partial(build, model_cache=model_cache)
         self._model_cache = model_cache
         self._node = socket.gethostname()

@@ -30,7 +30,7 @@ from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.actors.sandbox.sandbox import LOOK_S, Kind, Limits, Sandbox, find_sandbox
+from draftmill.actors.sandbox.sandbox import LOOK_S, Limits, Sandbox, find_sandbox
 from draftmill.actors.task import Columns, Score
 from draftmill.decoders.base import Decoder, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
@@ -43,8 +43,7 @@ from draftmill.storage.runs.metric_files import MeasuredMetric, pass_at_k
 class ReadyMetric:
     """A metric that was checked: `measured` is its identity, `field` its place in the spec or on the command line.
 
-    `source` is the text of a user's file, `place` a judge's model, `sandbox` where programs run, `samples` the number of samples
-    of each row.
+    `source` is the text of a user's file, `place` a judge's model, `samples` the number of samples of each row.
     """
 
     settings: Metric
@@ -52,7 +51,6 @@ class ReadyMetric:
     field: str
     source: str | None = None
     place: ModelPlace | None = None
-    sandbox: Kind | None = None
     samples: int | None = None
 
 
@@ -63,9 +61,8 @@ def build_meter(metric: ReadyMetric, *, threads: int) -> Meter:
         assert metric.place is not None
         return load_judge(metric.place, prompt=settings.prompt, max_rows=settings.max_rows, threads=threads)
     if isinstance(settings, PassAtK):
-        assert metric.sandbox is not None
-        find_sandbox(metric.sandbox, field=f"{metric.field}.sandbox")  # this machine may be another than the driver's
-        return Programs(settings, Sandbox(metric.sandbox), threads, metric.samples)
+        sandbox = find_sandbox(field=metric.field)  # this machine may be another than the driver's
+        return Programs(settings, sandbox, threads, metric.samples)
     if isinstance(settings, OwnMetric):
         assert metric.source is not None
         return own_metric(settings, load_function(metric.source, settings.path, field=metric.field))

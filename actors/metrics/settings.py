@@ -212,7 +212,7 @@ class PassAtK(MetricBase):
     {NAME}; the sample passes if the program runs to its end. It runs in a sandbox, and only with `allow_code_execution: true`.
     """
 
-    changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "sandbox", "allow_code_execution"})
+    changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "allow_code_execution"})
     better: ClassVar[Better | None] = "higher"
     is_proportion: ClassVar[bool] = True
     kind: Literal["pass_at_k"]
@@ -222,7 +222,6 @@ class PassAtK(MetricBase):
     timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(default=10.0, description="seconds")
     memory_mb: Annotated[int, Field(ge=64, le=2**20)] = Field(default=1024, description="address space of a process")
     processes: Annotated[int, Field(ge=0, le=256)] = Field(default=0, description="how many processes it may start")
-    sandbox: Literal["auto", "kernel", "bwrap"] = Field(default="auto", description="auto: kernel where it holds")
     allow_code_execution: bool = Field(default=False, description="required: true")
 
     @field_validator("program")

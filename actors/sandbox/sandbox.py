@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, BinaryIO, Final, Literal, get_args
 
 from draftmill.storage.errors import UserError
 
@@ -404,11 +404,10 @@ def _open_and_retry(remove: Callable[..., Any], path: str, _: Any) -> None:
 # ---- the self-test
 
 
-def find_sandbox(wanted: Kind | Literal["auto"] = "auto", *, field: str = "sandbox") -> Sandbox:
+def find_sandbox(*, field: str = "sandbox") -> Sandbox:
     """The sandbox to use: `kernel` where it holds, else `bwrap`; UserError with the reasons where neither does."""
-    kinds: tuple[Kind, ...] = ("kernel", "bwrap") if wanted == "auto" else (wanted,)
     reasons = []
-    for kind in kinds:
+    for kind in get_args(Kind):
         reason = problem(kind)
         if reason is None:
             return Sandbox(kind)

@@ -40,8 +40,6 @@ class WorkerShape(Settings):
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = Field(
         default_factory=dict, description="nodes' labels: VALUE, !VALUE, in(A, B), !in(A, B)"
     )
-    max_rows: Positive | None = Field(default=None, description="in place of batching.max_rows")
-    max_tokens: Positive | None = Field(default=None, description="in place of batching.max_tokens")
     stall_s: Seconds = Field(default=600.0, description="a worker without progress for N seconds is killed")
     start_s: Seconds = Field(default=1800.0, description="a worker not up after N seconds is requested again")
 

@@ -171,7 +171,7 @@ def _resources(shape: WorkerShape, nodes: Sequence[NodeRoom]) -> WorkerResources
     labels = tuple(sorted(shape.labels.items()))
     has_gpus = any(node.gpus for node in nodes if node.has(labels))
     gpus = shape.gpus_if(has_gpus)
-    return WorkerResources(shape.cpus, gpus, 1, labels, shape.max_rows, shape.max_tokens, shape.gpus_per_model)
+    return WorkerResources(shape.cpus, gpus, 1, labels, shape.gpus_per_model)
 
 
 def _field(index: int, *, listed: bool) -> str:

@@ -138,9 +138,7 @@ class LocalBackend(Backend):
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
         """See Backend; the worker has the whole machine."""
-        (workers,) = spec.shapes
-        resources = WorkerResources(1.0, 0.0, len(os.sched_getaffinity(0)), (), workers.max_rows, workers.max_tokens)
-        return Allocation((resources,), (1,))
+        return Allocation((WorkerResources(1.0, 0.0, len(os.sched_getaffinity(0))),), (1,))
 
     def lacking(self, spec: JobSpec, allocation: Allocation) -> list[str]:
         from draftmill.actors.loop.worker import idle_gpus

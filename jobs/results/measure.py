@@ -129,7 +129,7 @@ def _check_metric(metric: Metric, field: str, spec: JobSpec) -> tuple[dict[str, 
         case Judge():
             return _judge(metric, field, spec)
         case PassAtK():
-            return _programs(metric, field, spec)
+            return _programs(field, spec)
     return {}, {}
 
 
@@ -162,11 +162,11 @@ def _judge(metric: Judge, field: str, spec: JobSpec) -> tuple[dict[str, Any], di
     return hashes, {"place": model}
 
 
-def _programs(metric: PassAtK, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+def _programs(field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     from draftmill.actors.sandbox.sandbox import find_sandbox
 
-    sandbox = find_sandbox(metric.sandbox, field=f"{field}.sandbox")
-    return {}, {"sandbox": sandbox.kind, "samples": spec.sampling.n}
+    find_sandbox(field=field)
+    return {}, {"samples": spec.sampling.n}
 
 
 MARGIN_S = 30.0

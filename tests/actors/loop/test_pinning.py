@@ -36,7 +36,6 @@ class PinnedWorker:
             "devices": os.environ.get("CUDA_VISIBLE_DEVICES") if ray.get_gpu_ids() else None,
             "zone": context.get_node_labels().get("zone"),
             "share": gpus,
-            "job": job,
         }
 
     def where(self) -> tuple[str, int, dict[str, Any]]:
@@ -45,10 +44,8 @@ class PinnedWorker:
 
 @dataclass(frozen=True)
 class AnyJob:
-    """Stands for a Job whose batch has limits."""
+    """Stands for a Job."""
 
-    max_rows: int = 16
-    max_tokens: int = 999
     model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(device="cpu"))
 
 
@@ -81,10 +78,9 @@ def joined(cluster: Any, **resources: Any) -> Any:
     raise AssertionError
 
 
-def come_up(found: Allocation, job: Any = None) -> list[Mapping[str, Any]]:
+def come_up(found: Allocation) -> list[Mapping[str, Any]]:
     """Start a whole allocation; what its workers see, kind by kind."""
-    given: Any = job or AnyJob()
-    pool = RayPool(given, found, worker_class=PinnedWorker)
+    pool = RayPool(AnyJob(), found, worker_class=PinnedWorker)
     names = [f"w{number}" for number in range(found.count)]
     try:
         for name in names:
@@ -131,16 +127,14 @@ def test_workers_without_gpus_see_none(cluster):
     assert [one["devices"] for one in seen] == [None] * 3
 
 
-def test_kinds_of_workers_go_to_their_nodes_with_limits_of_their_own(cluster):
+def test_kinds_of_workers_go_to_their_nodes(cluster):
     shapes = [
         WorkerShape(count=2, gpus=2.0, labels={"zone": "a"}),
-        WorkerShape(gpus=0.5, labels={"zone": "b"}, max_rows=4),
+        WorkerShape(gpus=0.5, labels={"zone": "b"}),
         WorkerShape(gpus=0.0, count=1, labels={"zone": "!in(a, b)"}),
     ]
-    limits = {0: (16, 999), 1: (4, 999), 2: (16, 999)}
-    seen = come_up(placed(*shapes), AnyJob())
+    seen = come_up(placed(*shapes))
     assert Counter((one["kind"], one["zone"]) for one in seen) == {(0, "a"): 2, (1, "b"): 4, (2, None): 1}
-    assert all((one["job"].max_rows, one["job"].max_tokens) == limits[one["kind"]] for one in seen)
 
 
 def test_what_fits_on_no_node_does_not_start_and_the_nodes_are_named(cluster):

@@ -79,8 +79,8 @@ def test_kinds_with_a_number_come_first_and_the_others_take_what_is_left():
     assert [resources.gpus for resources in found.kinds] == [0.0, 2.0, 1.0]
     assert found.kinds[0].threads == 1
     assert allocate(shapes, nodes, units=3, listed=True).counts == (2, 1, 0)
-    only = [WorkerShape(gpus=0.0, cpus=2.0), WorkerShape(labels={"zone": "a"}, max_rows=4)]
-    assert [resources.max_rows for resources in allocate(only, nodes, units=99, listed=True).kinds] == [None, 4]
+    only = [WorkerShape(gpus=0.0, cpus=2.0), WorkerShape(labels={"zone": "a"})]
+    assert [dict(one.labels) for one in allocate(only, nodes, units=99, listed=True).kinds] == [{}, {"zone": "a"}]
 
 
 def test_a_kind_that_fits_nowhere_yet_waits_and_none_at_all_is_an_error():
