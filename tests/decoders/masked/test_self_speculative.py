@@ -1,7 +1,6 @@
 """`ssd` against `stepwise`: token for token and reveal for reveal, and never more forwards."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,25 +43,6 @@ def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
     return requests
 
 
-@pytest.mark.one_in(17, soak=3)
-@pytest.mark.parametrize(
-    ("draft_length", "tree"), [*((length, "chain") for length in range(1, 9)), (2, "mixed"), (5, "mixed")]
-)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
-    fewer = 0
-    for seed, (block_length, rows, shift) in enumerate([(None, 3, 0), (1, 1, 1), (2, 16, 0), (3, 3, 1), (7, 1, 0)]):
-        requests = canvases(6, vocab_size=VOCAB, longest=POSITIONS, seed=seed)
-        info, model = table_info(shift), table(seed)
-        base = decoder_settings("stepwise", block_length=block_length)
-        expected = decode(model, info, base, SAMPLINGS[sampling], requests, rows=2)
-        settings = decoder_settings("ssd", block_length=block_length, draft_length=draft_length, tree=tree)
-        outcomes = decode(model, info, settings, SAMPLINGS[sampling], requests, rows=rows)
-        same(outcomes, expected)
-        fewer += sum(expected[index].nfe - outcomes[index].nfe for index in expected)
-    assert fewer > 0
-
-
 def test_ssd_is_stepwise_on_a_mixture_of_experts(golden):
     folder = golden / "llada_moe"
     backbone, info = load(folder), inspect_model(folder)
@@ -73,23 +53,6 @@ def test_ssd_is_stepwise_on_a_mixture_of_experts(golden):
     outcomes = decode(backbone, info, settings, SAMPLINGS["greedy"], requests, rows=3)
     same(outcomes, expected)
     assert sum(expected[index].nfe - outcomes[index].nfe for index in expected) > 0
-
-
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual_strict"])
-@pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
-@pytest.mark.slow
-def test_ssd_is_stepwise_on_the_public_architectures(golden, family, cache, sampling):
-    folder = golden / family
-    backbone, info = load(folder, dtype="float64" if sampling == "greedy" else "float32"), inspect_model(folder)
-    requests = canvases(6, vocab_size=info.mask_id, longest=20, seed=5)
-    cases: list[tuple[int, int | None, int, Any]] = [(2, 8, 16, "mixed"), (7, 8, 3, "chain"), (5, None, 1, "mixed")]
-    for draft_length, block_length, rows, tree in cases:
-        base = decoder_settings("stepwise", block_length=block_length, cache=cache)
-        expected = decode(backbone, info, base, SAMPLINGS[sampling], requests, rows=4)
-        settings = decoder_settings("ssd", block_length=block_length, cache=cache, draft_length=draft_length, tree=tree)
-        outcomes = decode(backbone, info, settings, SAMPLINGS[sampling], requests, rows=rows)
-        same(outcomes, expected)
 
 
 def scripted(seed=0):
