@@ -1,10 +1,7 @@
 """`ssd` against `stepwise`: token for token and reveal for reveal, and never more forwards."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-import torch
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
@@ -184,32 +181,6 @@ def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling)
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again():
-    class Poisoned(TokenTable):
-        def logits(self, hidden_RD):
-            logits = super().logits(hidden_RD)
-            return logits.masked_fill(logits.isnan().any(1, keepdim=True), torch.nan)
-
-        def forward(self, rows):
-            hidden = super().forward(rows)
-            bad = rows.owner_N[rows.token_N == 2]  # a canvas with this token
-            hidden[torch.isin(rows.owner_N, bad)] = torch.nan
-            return hidden
-
-    model = Poisoned(vocab_size=VOCAB, num_positions=POSITIONS)
-    model.table_PXV[..., 2] = -50.0  # never generated
-    good = [dataclasses.replace(request, index=index) for index, request in enumerate(completions(6, seed=1))]
-    good = [request for request in good if 2 not in request.canvas]
-    bad = Request(99, 1, np.array([2, -1, -1, -1], dtype=np.int32))
-    settings = decoder_settings("ssd", draft_length=3)
-    mixed = decode(model, table_info(), settings, SAMPLINGS["greedy"], [good[0], bad, *good[1:]], rows=2)
-    alone = decode(model, table_info(), settings, SAMPLINGS["greedy"], good, rows=2)
-    assert mixed[99].error_kind == "nan_logits"
-    for index, outcome in alone.items():
-        assert mixed[index].tokens.tolist() == outcome.tokens.tolist()
-        assert mixed[index].error_kind is None
 
 
 def test_ssd_has_no_rule_of_rejection():
