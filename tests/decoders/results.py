@@ -296,7 +296,7 @@ def _info(family: str, shift: int = 0) -> ModelInfo:
     return ModelInfo("table", VOCAB + 1, VOCAB, LENGTH, family, 0, (VOCAB,), shift)  # type: ignore[arg-type]
 
 
-def _requests(case: Case, *, with_rows: bool) -> list[Request]:
+def requests_of(case: Case, *, with_rows: bool = False) -> list[Request]:
     """Ragged texts, of which some have the beginning of others or the same canvas; more than there are slots."""
     rng, found = np.random.default_rng(11), list[Request]()
     family, first = case.family, rng.integers(0, VOCAB, LENGTH).astype(np.int32)
@@ -326,35 +326,36 @@ def _requests(case: Case, *, with_rows: bool) -> list[Request]:
     return found + copies
 
 
+def engine_of(case: Case, sampling: Sampling, slots: int, stops: Stops | None = None) -> Any:
+    """What decodes or scores with these settings; its models have empty caches."""
+    settings, family = _ADAPTER.validate_python(case.settings), case.family
+    diffuses = settings.name() == "specdiff"
+    drafts = isinstance(case.settings.get("drafter"), dict) and "path" in case.settings["drafter"]
+    drafter = (MODELS["masked"]() if diffuses else copy(_table(VOCAB, 2))) if drafts else None
+    backbone = MODELS[family]()
+    setup = Setup(
+        backbone=backbone,
+        info=_info(family, case.shift),
+        sampling=sampling,
+        max_rows=slots,
+        max_tokens=1 << 20,
+        stops=stops,
+        heads=toy_heads((drafter or backbone).width) if case.head else None,
+        drafter=drafter,
+        drafter_info=_info("masked" if diffuses else "causal") if drafts else None,
+        trace=True,
+    )
+    return build_decoder(setup, settings) if case.estimate is None else build_scorer(setup, settings, case.estimate)
+
+
 def outcomes_of(case: Case) -> Iterator[tuple[Outcome, Any]]:
     """Every outcome of the case, and after each run's last one the totals of the engine."""
-    settings, family = _ADAPTER.validate_python(case.settings), case.family
+    settings = _ADAPTER.validate_python(case.settings)
     by_row = settings.draws_by_row and case.estimate is None and case.samplings[0].acceptance == "coupled"
     for sampling, slots, stops in itertools.product(case.samplings, case.slots, case.ends):
         for with_rows in (False, True) if by_row and sampling.temperature == 1.0 and not sampling.top_k else (False,):
-            drafts = "drafter" in case.settings and isinstance(case.settings["drafter"], dict)
-            drafts = drafts and "path" in case.settings["drafter"]
-            drafter = (
-                MODELS["masked"]() if settings.name() == "specdiff" else copy(_table(VOCAB, 2)) if drafts else None
-            )
-            drafter_info = _info("masked" if settings.name() == "specdiff" else "causal") if drafts else None
-            backbone = MODELS[family]()
-            setup = Setup(
-                backbone=backbone,
-                info=_info(family, case.shift),
-                sampling=sampling,
-                max_rows=slots,
-                max_tokens=1 << 20,
-                stops=stops,
-                heads=toy_heads((drafter or backbone).width) if case.head else None,
-                drafter=drafter,
-                drafter_info=drafter_info,
-                trace=True,
-            )
-            decoder = build_decoder(setup, settings)
-            if case.estimate is not None:
-                decoder = build_scorer(setup, settings, case.estimate)
-            found = run_all(decoder, _requests(case, with_rows=with_rows))
+            decoder = engine_of(case, sampling, slots, stops)
+            found = run_all(decoder, requests_of(case, with_rows=with_rows))
             stats = decoder.stats
             totals = (stats.committed, stats.verified, stats.prompt_rows, stats.prompt_rows_shared)
             for index in sorted(found):

@@ -27,19 +27,10 @@ ALWAYS = {"kind": "s2d2", "block_size": 4, "causal_cache": True}
 
 def decoded(folder: Path, decoder: dict[str, Any], **sections: Any) -> dict[str, dict[str, Any]]:
     rows = sections.pop("rows", None) or [{"id": name, "ids": ids} for name, ids in PROMPTS.items()]
-    sections = (
-        dict[str, Any]()
-        | {
-            "task": {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True},
-            "sampling": {"temperature": 1.0},
-            "output": {
-                "path": str(folder / f"run-{len(list(folder.glob('run-*')))}"),
-                "unit_rows": 3,
-                "trace": "steps",
-            },
-        }
-        | sections
-    )
+    sections.setdefault("task", {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True})
+    sections.setdefault("sampling", {"temperature": 1.0})
+    path = str(folder / f"run-{len(list(folder.glob('run-*')))}")
+    sections.setdefault("output", {"path": path, "unit_rows": 3, "trace": "steps"})
     found: dict[str, dict[str, Any]] = next_job(folder, rows, decoder=decoder, **sections)
     return found
 

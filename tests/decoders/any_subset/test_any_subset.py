@@ -19,7 +19,6 @@ from tests.decoders.support import (
     decoder_settings,
     engine,
     random_lengths,
-    run_all,
     table_info,
     texts,
     toy_heads,
@@ -173,100 +172,8 @@ def test_an_ngrams_draft_reads_the_noise_of_its_position_so_where_the_laws_agree
     assert len({outcome.tokens[0] for outcome in outcomes.values()}) == 3
 
 
-@pytest.mark.slow
-def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
-    class Poisoned(TableBackbone):
-        """Fills every cell that no row may see with other junk before each forward."""
-
-        def forward(self, rows):
-            seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
-            for row, slot in enumerate(rows.slots_G.tolist()):
-                reach = int(rows.limit_Q[rows.owner_Q == row].max())
-                seen[slot, :reach] = True
-            others = torch.ones(len(self.tokens_SW), dtype=torch.bool)
-            others[rows.slots_G] = False
-            seen[others] = True
-            self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
-            return super().forward(rows)
-
-    requests = toy_requests(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
-    for variant in VARIANTS.values():
-        settings = decoder_settings("assd", k=3, **variant)
-        clean = decode(table(), INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))
-        poisoned = Poisoned(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
-        assert texts(decode(poisoned, INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))) == texts(
-            clean
-        )
-
-
-def test_logits_that_are_not_finite_fail_their_sample_alone():
-    class Broken(TableBackbone):
-        def forward(self, rows):
-            hidden = super().forward(rows)
-            # Canvases of five tokens meet NaN.
-            bad = self.order_SW[rows.slots_G[rows.owner_Q], 4] == 4
-            return torch.where(bad.unsqueeze(1), torch.nan, hidden)
-
-    canvases = [[1, -1, -1], [0, -1, -1, -1, -1], [2, -1]]
-    requests = [Request(i, i, np.array(canvas, dtype=np.int32)) for i, canvas in enumerate(canvases)]
-    for name, variant in VARIANTS.items():
-        for acceptance in ("coupled", "rejection") if name in VARIANTS else ("coupled",):
-            broken = Broken(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
-            outcomes = decode(
-                broken,
-                INFO,
-                decoder_settings("assd", k=2, **variant),
-                Sampling(acceptance=acceptance),
-                requests,
-                heads=toy_heads(VOCAB),
-            )
-            assert [outcomes[i].error_kind for i in range(3)] == [None, "nan_logits", None]
-            assert outcomes[1].logprob is None and len(outcomes[1].tokens) == 0
-
-
 def test_room_keeps_to_rows_and_tokens_but_always_takes_one_sample():
     decoder = engine(table(), INFO, SEQUENTIAL, rows=4, max_tokens=13)
     assert decoder.room(6) == 2 and decoder.room(3) == 4 and decoder.room(100) == 1
     decoder.admit([Request(0, 0, np.full(6, -1, dtype=np.int32))])
     assert decoder.room(6) == 1 and decoder.room(3) == 1 and decoder.room(100) == 0
-
-
-def test_clear_drops_every_sample_and_leaves_a_usable_decoder():
-    decoder = engine(table(), INFO, decoder_settings("assd", k=3), rows=4, max_tokens=1000)
-    requests = toy_requests(4, vocab_size=VOCAB, longest=LENGTH, shortest=4, seed=9, share=1.0)
-    decoder.admit(requests)
-    decoder.step()
-    assert sorted(decoder.clear()) == [0, 1, 2, 3]
-    assert decoder.active == 0
-    fresh = decode(table(), INFO, decoder_settings("assd", k=3), Sampling(), requests)
-    assert texts(run_all(decoder, requests)) == texts(fresh)
-
-
-def test_the_trace_tells_each_iteration_as_it_was():
-    requests = toy_requests(20, vocab_size=VOCAB, longest=LENGTH, seed=10)
-    for variant in VARIANTS.values():
-        settings = decoder_settings("assd", k=3, **variant)
-        outcomes = decode(table(), INFO, settings, Sampling(), requests, heads=toy_heads(VOCAB), trace=True)
-        for request in requests:
-            outcome = outcomes[request.index]
-            assert outcome.trace is not None and len(outcome.trace) == outcome.iterations
-            placed = {p: t for step in outcome.trace for p, t in zip(step.positions, step.committed, strict=True)}
-            holes = np.flatnonzero(request.canvas < 0)
-            assert [placed[p] for p in holes.tolist()] == outcome.tokens.tolist()
-            assert sum(len(step.proposed) for step in outcome.trace) == outcome.proposed
-
-
-def test_times_and_row_counts_add_up():
-    requests = toy_requests(30, vocab_size=VOCAB, longest=LENGTH, seed=11, share=1.0)
-    decoder = engine(table(), INFO, decoder_settings("assd", k=2), rows=4, max_tokens=1000)
-    outcomes = run_all(decoder, requests)
-    stats = decoder.stats
-    assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)
-    assert sum(o.nfe for o in outcomes.values()) == stats.active_slot_steps
-    assert stats.committed == sum(len(o.tokens) for o in outcomes.values())
-    assert 0 < stats.useful_rows <= stats.computed_rows
-    for outcome in outcomes.values():
-        assert 1.0 <= outcome.batch_rows <= 4.0
-        assert 0.0 <= outcome.pad_fraction < 1.0
-        assert outcome.total_s == pytest.approx(outcome.wait_s + outcome.prefill_s + outcome.decode_s)
-        assert outcome.wait_s >= 0 and outcome.prefill_s > 0 and outcome.decode_s >= 0

@@ -15,7 +15,7 @@ from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import Pair, decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import Pair, decode, decoder_settings, engine, texts, token_info, toy_prompts
 
 AR = decoder_settings("autoregressive")
 VOCAB, LENGTH = 3, 9
@@ -124,24 +124,6 @@ def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):
         for index, outcome in plain.items():
             same = single[index]
             assert (outcome.nfe, outcome.proposed, outcome.accept_hist) == (same.nfe, same.proposed, same.accept_hist)
-
-
-def test_cleared_and_refilled_slots_carry_nothing_over(table):
-    requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=11) if (r.canvas < 0).sum() > 3]
-    for settings in (jacobi(3), multi(2, 3, pool=3)):
-        decoder = engine(table, INFO, settings, rows=4)
-        decoder.admit(requests[:4])
-        decoder.step()
-        decoder.step()
-        assert decoder.clear()
-        together = run_all(decoder, requests)
-        # Not only the text: the same iterations, so drafts, blocks and pool are the sample's own too.
-        for request in requests:
-            alone = decode(table, INFO, settings, Sampling(), [request], rows=1)[request.index]
-            beside = together[request.index]
-            assert alone.tokens.tolist() == beside.tokens.tolist()
-            for count in ("nfe", "nfe_draft", "proposed", "accepted", "accept_hist"):
-                assert getattr(alone, count) == getattr(beside, count)
 
 
 @pytest.mark.one_in(2)

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.model_runner import seconds_of
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
     MASK,
@@ -33,7 +31,6 @@ from tests.decoders.support import (
     decoder_settings,
     engine,
     random_lengths,
-    run_all,
     texts,
     toy_heads,
     toy_prompts,
@@ -277,50 +274,6 @@ def test_a_full_window_needs_to_know_its_length():
             drafter=drafter(),
             drafter_info=mask_info(),
         )
-
-
-class Poisoned(TokenTable):
-    """Fills every cell that no row may see with other junk before each forward."""
-
-    def forward(self, rows):
-        seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
-        row_N, column_N = seen_columns(rows.low_IN, rows.high_IN, rows.shape.num_columns).nonzero(as_tuple=True)
-        seen[rows.slot_N[row_N], column_N] = True
-        self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
-        return super().forward(rows)
-
-
-@pytest.mark.one_in(3)
-@ORDERED
-def test_junk_in_dead_columns_and_other_company_change_nothing(order, heads):
-    requests = toy_prompts(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
-    sampling, settings = Sampling(acceptance="rejection"), specdiff(4, order=order)
-    clean = run(requests, settings, sampling, rows=4, heads=heads)
-    poison = Poisoned(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=3)
-    counts = lambda o: (o.tokens.tolist(), o.nfe, o.nfe_draft, o.proposed, o.accepted)  # noqa: E731
-    for rows, model in ((4, poison), (1, drafter()), (16, drafter())):
-        found = run(requests[::-1], settings, sampling, rows=rows, model=model, heads=heads)
-        assert {i: counts(o) for i, o in found.items()} == {i: counts(o) for i, o in clean.items()}
-
-
-def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
-    requests, more = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8), {"drafter_info": mask_info()}
-    decoder = engine(target(), TARGET_INFO, specdiff(3), rows=3, max_tokens=99, drafter=drafter(), **more)
-    decoder.admit(requests[:3])
-    decoder.step()
-    decoder.clear()
-    before_s, drafting_s, ask = decoder.stats.forward_s, list[float](), decoder.models[1].clock.cut
-
-    def cut():
-        drafting_s.extend(seconds_of(told := ask()))
-        return told
-
-    decoder.models[1].clock.cut = cut
-    again, fresh = run_all(decoder, requests), run(requests, specdiff(3))
-    assert texts(again) == texts(fresh)
-    assert [again[i].nfe_draft for i in range(12)] == [fresh[i].nfe_draft for i in range(12)]
-    assert sum(o.device_s for o in again.values()) == pytest.approx(decoder.stats.forward_s - before_s)
-    assert 0 < sum(drafting_s) < decoder.stats.forward_s - before_s
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from draftmill.decoders.backbones.rows import seen_columns
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafterSettings, SuffixDrafterSettings
 from draftmill.decoders.causal.speculative import Lookup
@@ -16,7 +14,6 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.model_runner import seconds_of
 from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
 from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
@@ -24,9 +21,7 @@ from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import (
     decode,
     decoder_settings,
-    engine,
     random_lengths,
-    run_all,
     texts,
     token_info,
     toy_prompts,
@@ -315,45 +310,6 @@ def test_prompt_lookup_copies_a_period_for_as_long_as_it_holds():
 # ---- slots -------------------------------------------------------------------------------------------------------
 
 
-class Poisoned(TokenTable):
-    """Fills every cell that no row may see with other junk before each forward."""
-
-    def forward(self, rows):
-        seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
-        row_N, column_N = seen_columns(rows.low_IN, rows.high_IN, rows.shape.num_columns).nonzero(as_tuple=True)
-        seen[rows.slot_N[row_N], column_N] = True
-        others = torch.ones(len(self.tokens_SW), dtype=torch.bool)
-        others[rows.slots_G] = False
-        seen[others] = True
-        self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
-        return super().forward(rows)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_junk_in_dead_columns_and_freed_slots_changes_nothing(drafter):
-    requests = toy_prompts(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
-    clean = speculate(requests, drafter=DRAFTERS[drafter], rows=4)
-    poison = [Poisoned(vocab_size=VOCAB, num_positions=LENGTH, seed=1) for _ in range(2)]
-    poison[1].table_PXV = blend().table_PXV
-    found = speculate(requests, drafter=DRAFTERS[drafter], rows=4, target=poison[0], model=poison[1])
-    assert texts(found) == texts(clean)
-    counts = lambda o: (o.nfe, o.nfe_draft, o.proposed, o.accepted)  # noqa: E731
-    assert [counts(found[i]) for i in range(50)] == [counts(clean[i]) for i in range(50)]
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_clear_leaves_a_usable_decoder(drafter):
-    requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
-    decoder = engine(table(), INFO, spec(3, DRAFTERS[drafter]), rows=3, max_tokens=99, drafter=blend())
-    decoder.admit(requests[:3])
-    decoder.step()
-    decoder.clear()
-    again, fresh = run_all(decoder, requests), speculate(requests, drafter=DRAFTERS[drafter])
-    assert texts(again) == texts(fresh)
-    assert [again[i].nfe_draft for i in range(12)] == [fresh[i].nfe_draft for i in range(12)]
-
-
 def test_slots_with_fewer_drafts_have_fewer_rows():
     class Watched(TokenTable):
         def forward(self, rows):
@@ -366,37 +322,6 @@ def test_slots_with_fewer_drafts_have_fewer_rows():
     speculate(requests, k=2, target=Watched(vocab_size=VOCAB, num_positions=LENGTH, seed=1))
     # The prompt of three, and none, one or two drafts.
     assert widths[0] == [3, 4, 5]
-
-
-def test_times_and_rows_add_up_with_the_drafter_in_the_time_alone():
-    requests = toy_prompts(30, vocab_size=VOCAB, longest=LENGTH, seed=11)
-    target, computed = table(), list[int]()
-    forward = target.forward
-
-    def counted(rows):
-        hidden = forward(rows)
-        computed.append(target.num_rows_computed)
-        return hidden
-
-    target.forward = counted
-    decoder = engine(target, INFO, spec(2, MODEL), rows=4, max_tokens=99, drafter=blend())
-    seconds = {model: list[float]() for model in decoder.models}
-    for model in decoder.models:
-
-        def cut(model=model, ask=model.clock.cut):
-            seconds[model] += seconds_of(told := ask())
-            return told
-
-        model.clock.cut = cut
-    outcomes, stats = run_all(decoder, requests), decoder.stats
-    assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)
-    own_s, drafter_s = (sum(found) for found in seconds.values())
-    assert stats.forward_s == pytest.approx(own_s + drafter_s)
-    assert drafter_s > 0
-    assert sum(o.nfe for o in outcomes.values()) == stats.active_slot_steps
-    assert stats.committed == sum(len(o.tokens) for o in outcomes.values())
-    assert sum(o.pad_fraction for o in outcomes.values()) > 0
-    assert 0 < stats.useful_rows <= stats.computed_rows == sum(computed)
 
 
 # ---- vocabularies and lengths ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from draftmill.decoders.base import ModelInfo, Outcome, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
+from draftmill.decoders.registry import find_heads
 from tests.decoders.support import decode, decoder_settings, engine, run_all, texts
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
@@ -60,6 +61,9 @@ EVERY: dict[str, tuple[str, Any]] = {
     "speculative": ("ar-tiny", decoder_settings("speculative", k=3)),
     "any_subset": ("asarm-tiny", ANY),
     "assd": ("asarm-tiny", decoder_settings("assd", k=3)),
+    "assd, ngram": ("asarm-tiny", decoder_settings("assd", k=3, drafter="ngram")),
+    "assd, fused": ("asarm-tiny", decoder_settings("assd", k=3, fused="rows")),
+    "assd, ends": ("asarm-tiny", decoder_settings("assd", k=3, fused="rows", rows="ends")),
     "stepwise": ("mdm-tiny", decoder_settings("stepwise")),
     "stepwise, cached": ("mdm-tiny", StepwiseSettings.model_validate({"kind": "stepwise", **CACHED})),
     "ssd": ("mdm-tiny", decoder_settings("ssd", draft_length=2)),
@@ -76,13 +80,22 @@ def engine_of(backbone: Any, info: ModelInfo, settings: Any, **more: Any) -> Any
 
 
 @pytest.mark.one_in(11)
-@pytest.mark.parametrize("name", EVERY)
-def test_one_sample_with_nan_fails_in_its_first_step_and_the_others_are_as_without_it(name):
+@pytest.mark.parametrize(
+    ("name", "acceptance"),
+    [
+        *((name, "coupled") for name in EVERY),
+        *((name, "rejection") for name in EVERY if name.startswith(("spec", "assd"))),
+    ],
+)
+def test_one_sample_with_nan_fails_in_its_first_step_and_the_others_are_as_without_it(name, acceptance):
     folder, settings = EVERY[name]
     backbone, info = broken_model(folder)
+    more: dict[str, Any] = {"sampling": Sampling(temperature=0.9, acceptance=acceptance)}
+    if hasattr(settings, "head"):
+        more["heads"] = find_heads(settings, BUILTIN / folder, backbone)
     others = [request(1 + index, 200 + 20 * index, LENGTH, 12) for index in range(4)]
-    expected = run_all(engine_of(backbone, info, settings), others)
-    engine = engine_of(backbone, info, settings)
+    expected = run_all(engine_of(backbone, info, settings, **more), others)
+    engine = engine_of(backbone, info, settings, **more)
     engine.admit([others[0], request(0, BROKEN - 3, LENGTH, 12), others[1]])
     # Of a block model's prompt nothing is told: it runs before the first draft.
     steps = 2 if folder == "block-tiny" else 1

@@ -1,11 +1,7 @@
 """`ssd` against `stepwise`: token for token and reveal for reveal, and never more forwards."""
 
-import dataclasses
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
@@ -44,25 +40,6 @@ def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
     return requests
 
 
-@pytest.mark.one_in(17, soak=3)
-@pytest.mark.parametrize(
-    ("draft_length", "tree"), [*((length, "chain") for length in range(1, 9)), (2, "mixed"), (5, "mixed")]
-)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
-    fewer = 0
-    for seed, (block_length, rows, shift) in enumerate([(None, 3, 0), (1, 1, 1), (2, 16, 0), (3, 3, 1), (7, 1, 0)]):
-        requests = canvases(6, vocab_size=VOCAB, longest=POSITIONS, seed=seed)
-        info, model = table_info(shift), table(seed)
-        base = decoder_settings("stepwise", block_length=block_length)
-        expected = decode(model, info, base, SAMPLINGS[sampling], requests, rows=2)
-        settings = decoder_settings("ssd", block_length=block_length, draft_length=draft_length, tree=tree)
-        outcomes = decode(model, info, settings, SAMPLINGS[sampling], requests, rows=rows)
-        same(outcomes, expected)
-        fewer += sum(expected[index].nfe - outcomes[index].nfe for index in expected)
-    assert fewer > 0
-
-
 def test_ssd_is_stepwise_on_a_mixture_of_experts(golden):
     folder = golden / "llada_moe"
     backbone, info = load(folder), inspect_model(folder)
@@ -73,23 +50,6 @@ def test_ssd_is_stepwise_on_a_mixture_of_experts(golden):
     outcomes = decode(backbone, info, settings, SAMPLINGS["greedy"], requests, rows=3)
     same(outcomes, expected)
     assert sum(expected[index].nfe - outcomes[index].nfe for index in expected) > 0
-
-
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual_strict"])
-@pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
-@pytest.mark.slow
-def test_ssd_is_stepwise_on_the_public_architectures(golden, family, cache, sampling):
-    folder = golden / family
-    backbone, info = load(folder, dtype="float64" if sampling == "greedy" else "float32"), inspect_model(folder)
-    requests = canvases(6, vocab_size=info.mask_id, longest=20, seed=5)
-    cases: list[tuple[int, int | None, int, Any]] = [(2, 8, 16, "mixed"), (7, 8, 3, "chain"), (5, None, 1, "mixed")]
-    for draft_length, block_length, rows, tree in cases:
-        base = decoder_settings("stepwise", block_length=block_length, cache=cache)
-        expected = decode(backbone, info, base, SAMPLINGS[sampling], requests, rows=4)
-        settings = decoder_settings("ssd", block_length=block_length, cache=cache, draft_length=draft_length, tree=tree)
-        outcomes = decode(backbone, info, settings, SAMPLINGS[sampling], requests, rows=rows)
-        same(outcomes, expected)
 
 
 def scripted(seed=0):
@@ -221,32 +181,6 @@ def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling)
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again():
-    class Poisoned(TokenTable):
-        def logits(self, hidden_RD):
-            logits = super().logits(hidden_RD)
-            return logits.masked_fill(logits.isnan().any(1, keepdim=True), torch.nan)
-
-        def forward(self, rows):
-            hidden = super().forward(rows)
-            bad = rows.owner_N[rows.token_N == 2]  # a canvas with this token
-            hidden[torch.isin(rows.owner_N, bad)] = torch.nan
-            return hidden
-
-    model = Poisoned(vocab_size=VOCAB, num_positions=POSITIONS)
-    model.table_PXV[..., 2] = -50.0  # never generated
-    good = [dataclasses.replace(request, index=index) for index, request in enumerate(completions(6, seed=1))]
-    good = [request for request in good if 2 not in request.canvas]
-    bad = Request(99, 1, np.array([2, -1, -1, -1], dtype=np.int32))
-    settings = decoder_settings("ssd", draft_length=3)
-    mixed = decode(model, table_info(), settings, SAMPLINGS["greedy"], [good[0], bad, *good[1:]], rows=2)
-    alone = decode(model, table_info(), settings, SAMPLINGS["greedy"], good, rows=2)
-    assert mixed[99].error_kind == "nan_logits"
-    for index, outcome in alone.items():
-        assert mixed[index].tokens.tolist() == outcome.tokens.tolist()
-        assert mixed[index].error_kind is None
 
 
 def test_ssd_has_no_rule_of_rejection():
