@@ -86,14 +86,6 @@ def test_every_setting_gives_the_sequential_text_in_no_more_forwards(table, samp
         agree(outcomes, expected)
 
 
-def test_a_full_row_of_slots_with_refill_in_any_order_gives_the_sequential_text(table):
-    requests = toy_prompts(120, vocab_size=VOCAB, longest=LENGTH, seed=5)
-    expected = decode(table, INFO, AR, Sampling(), requests)
-    for number, settings in enumerate([jacobi(3), jacobi(3, "running"), *some_multi(2, 6)]):
-        shuffled = random.Random(number).sample(requests, len(requests))
-        agree(decode(table, INFO, settings, Sampling(), shuffled, rows=64), expected)
-
-
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("settings", [jacobi(4), jacobi(4, "running"), multi(2, 3), multi(3, 2, ratio=0.85)])
 def test_stop_ids_and_stop_texts_end_where_they_end_the_sequential_text(table, settings):
