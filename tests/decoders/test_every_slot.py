@@ -13,15 +13,18 @@ from tests.decoders.support import run_all
 EVERY = pytest.mark.parametrize("kind", DECODERS)
 
 
-def some_cases(kind):
-    """A few settings of a decoder, from the whole matrix of results, each with one of its samplings."""
-    cases = [case for case in results.cases() if case.settings["kind"] == kind and case.estimate is None]
-    for number, case in enumerate(cases[:: max(1, len(cases) // 8)]):
+def some_cases(kind, *, scores=False):
+    """A few settings of a decoder, from the whole matrix of results, each with one of its samplings; and those of its scores."""
+    cases = [case for case in results.cases() if case.settings["kind"] == kind]
+    few = [case for case in cases if case.estimate is None]
+    few = few[:: max(1, len(few) // 8)] + [case for case in cases if scores and case.estimate is not None]
+    for number, case in enumerate(few):
         yield case, case.samplings[number % len(case.samplings)]
 
 
 def said(outcomes):
-    names = ("nfe", "nfe_draft", "iterations", "proposed", "accepted", "accept_hist", "trace", "logprob")
+    names = ["nfe", "nfe_draft", "iterations", "proposed", "accepted", "accept_hist", "trace", "logprob"]
+    names += ["logprob_stderr", "is_greedy"]
     return {i: (one.tokens.tolist(), *(getattr(one, name) for name in names)) for i, one in outcomes.items()}
 
 
@@ -68,7 +71,7 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing(kind):
 @pytest.mark.one_in(5)
 @EVERY
 def test_a_cleared_decoder_is_as_a_new_one(kind):
-    for case, sampling in some_cases(kind):
+    for case, sampling in some_cases(kind, scores=True):
         decoder, requests = results.engine_of(case, sampling, 3), results.requests_of(case)
         decoder.admit(requests[:3])
         ended = {outcome.index for outcome in decoder.step()}
@@ -81,7 +84,7 @@ def test_a_cleared_decoder_is_as_a_new_one(kind):
 @pytest.mark.one_in(5)
 @EVERY
 def test_no_sample_hears_of_its_neighbours_or_of_the_order_of_refills(kind):
-    for case, sampling in some_cases(kind):
+    for case, sampling in some_cases(kind, scores=True):
         requests, found = results.requests_of(case), []
         for rows, order in ((1, 1), (3, -1), (16, 1)):
             found.append(said(run_all(results.engine_of(case, sampling, rows), requests[::order])))

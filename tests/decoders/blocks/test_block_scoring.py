@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import replace
 from math import comb
-from typing import Any
 
 import numpy as np
 import pytest
@@ -136,22 +135,6 @@ def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error():
     exact = bound(table(), base.canvas.tolist(), 1, 6)
     assert abs(found.mean() - exact) < 4.5 * found.std() / np.sqrt(count)
     assert (errors**2).mean() == pytest.approx(found.var(), rel=0.25)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 6])
-def test_a_score_has_the_same_bits_alone_and_beside_others(size):
-    rng = np.random.default_rng(4)
-    requests = []
-    for index in range(12):
-        length = int(rng.integers(2, LENGTH + 1))
-        requests.append(text(length, int(rng.integers(0, length)), index=index, seed=index))
-    alone: dict[int, Any] = {}
-    for request in requests:
-        alone |= score(table(), table_info(), settings(size), [request], rows=1, samples=6)
-    for rows in (3, 64):
-        for index, outcome in score(table(), table_info(), settings(size), requests, rows=rows, samples=6).items():
-            assert (outcome.logprob, outcome.logprob_stderr) == (alone[index].logprob, alone[index].logprob_stderr)
-            assert (outcome.nfe, outcome.is_greedy) == (alone[index].nfe, alone[index].is_greedy)
 
 
 def test_draws_share_the_clean_text_that_is_longer_than_their_copies():

@@ -4,14 +4,11 @@ import itertools
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.base import Request
 from draftmill.decoders.causal.jacobi import Blocks
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.token_table import TokenTable
@@ -86,14 +83,6 @@ def test_every_setting_gives_the_sequential_text_in_no_more_forwards(table, samp
         agree(outcomes, expected)
 
 
-def test_a_full_row_of_slots_with_refill_in_any_order_gives_the_sequential_text(table):
-    requests = toy_prompts(120, vocab_size=VOCAB, longest=LENGTH, seed=5)
-    expected = decode(table, INFO, AR, Sampling(), requests)
-    for number, settings in enumerate([jacobi(3), jacobi(3, "running"), *some_multi(2, 6)]):
-        shuffled = random.Random(number).sample(requests, len(requests))
-        agree(decode(table, INFO, settings, Sampling(), shuffled, rows=64), expected)
-
-
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("settings", [jacobi(4), jacobi(4, "running"), multi(2, 3), multi(3, 2, ratio=0.85)])
 def test_stop_ids_and_stop_texts_end_where_they_end_the_sequential_text(table, settings):
@@ -101,19 +90,6 @@ def test_stop_ids_and_stop_texts_end_where_they_end_the_sequential_text(table, s
     for stops in (Stops(text=Pair()), Stops(ids=(0,), text=Pair()), Stops(ids=(0, 1))):
         expected = decode(table, INFO, AR, Sampling(), requests, stops=stops)
         agree(decode(table, INFO, settings, Sampling(), requests, stops=stops), expected)
-
-
-@pytest.mark.parametrize("settings", [jacobi(3), jacobi(2, "running"), multi(2, 3)])
-def test_one_and_two_new_tokens_and_prompts_of_one(table, settings):
-    rng = np.random.default_rng(0)
-    requests = []
-    for index, (prompt, new) in enumerate(itertools.product((1, 2, 5), (1, 2, 3))):
-        canvas = np.array([*rng.integers(0, VOCAB, prompt), *[-1] * new], dtype=np.int32)
-        requests.append(Request(index, sample_key(0, str(index)), canvas))
-    expected = decode(table, INFO, AR, Sampling(), requests)
-    outcomes = decode(table, INFO, settings, Sampling(), requests)
-    agree(outcomes, expected)
-    assert all(outcome.nfe == 1 for outcome in outcomes.values() if len(outcome.tokens) == 1)
 
 
 def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):

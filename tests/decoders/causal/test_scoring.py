@@ -119,10 +119,3 @@ def test_what_can_not_be_scored_is_refused(canvas, first):
         ValueError, match=r"must have no holes|scores the end of a text, after at least one given token"
     ):
         scorer.admit([Request(0, 0, np.asarray(canvas, dtype=np.int32), score_from=first)])
-
-
-def test_what_was_inside_is_named_when_all_is_dropped():
-    scorer = causal_scorer(TokenTable(vocab_size=VOCAB), token_info(VOCAB), rows=4, tokens=64)
-    scorer.admit(requests_of(3))
-    assert sorted(scorer.clear()) == [0, 1, 2] and scorer.active == 0
-    assert set(run_all(scorer, requests_of(5))) == set(range(5))

@@ -204,19 +204,6 @@ def logprob_of(request, tokens):
     return total
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_one_and_two_new_tokens_and_prompts_of_one(drafter):
-    canvases = [prompt(1, holes=1), prompt(2, holes=2), prompt(0, 1, 0, 1, holes=1), prompt(0, 1, 0, 1, holes=2)]
-    requests = requests_of(*canvases)
-    outcomes = speculate(requests, k=5, drafter=DRAFTERS[drafter])
-    assert texts(outcomes) == texts(decode(table(), INFO, AR, Sampling(), requests))
-    for index in (0, 2):
-        # The only token needs no draft: it is the target's own.
-        assert (outcomes[index].nfe, outcomes[index].nfe_draft, outcomes[index].proposed) == (1, 0, 0)
-    for index in (1, 3):
-        assert outcomes[index].proposed <= 1 and outcomes[index].nfe <= 2
-
-
 # ---- counts by hand ----------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from tests.decoders.references.choosers import enumerate_law
 from tests.decoders.references.masked import ancestral
 from tests.decoders.references.sampling import coupled_draw
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decoder_settings, engine, run_all, texts, toy_requests
+from tests.decoders.support import decoder_settings, engine, run_all, toy_requests
 
 VOCAB, MASK, LENGTH = 3, 3, 6
 INFO = ModelInfo("token_table", VOCAB + 1, MASK, None, "ancestral", 0, (MASK,))
@@ -266,20 +266,6 @@ def test_the_batched_decoder_gives_the_reference_tokens(predictor, steps, warp):
             assert outcome.nfe == busy <= min(steps + 1, len(holes))
         else:
             assert busy <= outcome.nfe <= steps + 1
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("predictor", PREDICTORS)
-def test_samples_are_the_same_in_any_company(predictor):
-    requests, settings = requests_of(30, seed=4), settings_of(5, predictor)
-    expected = texts(run_all(decoder(settings, rows=1), requests))
-    for rows in (3, 16):
-        assert texts(run_all(decoder(settings, rows=rows), requests[::-1])) == expected
-    again = decoder(settings, rows=3)
-    again.admit(requests[:2])
-    again.step()
-    again.clear()
-    assert texts(run_all(again, requests)) == expected
 
 
 def test_a_run_of_many_steps_reveals_one_mask_a_forward_and_traces_it():

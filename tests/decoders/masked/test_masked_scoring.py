@@ -105,24 +105,6 @@ def test_pairs_from_parts_of_the_range_err_less_than_independent_masks():
     assert errors[16] < 0.95 * errors[2] / np.sqrt(8)
 
 
-@pytest.mark.parametrize("samples", [4, 64])
-def test_a_score_has_the_same_bits_alone_and_beside_others(samples):
-    rng = np.random.default_rng(2)
-    requests = []
-    for index in range(12):
-        length = int(rng.integers(1, LENGTH + 1))
-        scored = np.sort(rng.permutation(length)[: rng.integers(1, length + 1)])
-        requests.append(text(length, scored, index=index, seed=index))
-    alone: dict[int, Any] = {}
-    for request in requests:
-        alone |= score(drafter(), mask_info(), LLADA, [request], rows=1, samples=samples)
-    for rows in (2, 7, 64):
-        beside = score(drafter(), mask_info(), LLADA, requests, rows=rows, samples=samples)
-        for index, outcome in beside.items():
-            assert (outcome.logprob, outcome.logprob_stderr) == (alone[index].logprob, alone[index].logprob_stderr)
-            assert (outcome.nfe, outcome.is_greedy) == (alone[index].nfe, alone[index].is_greedy)
-
-
 def test_every_forward_is_full_while_canvases_are_left():
     requests = [text(LENGTH, range(index % LENGTH + 1), index=index) for index in range(20)]
     scorer = scorer_for(drafter(), mask_info(), LLADA, rows=8, samples=16)
@@ -193,18 +175,6 @@ def test_a_model_is_told_the_noise_of_the_share_of_the_whole_text_that_is_masked
     monkeypatch.setattr(table, "forward", told)
     score(table, ANCESTRAL, MDLM, [text(LENGTH, [2, 5])], kind="llada")
     assert sigmas == pytest.approx([-math.log1p(-share) for share in (1 / LENGTH, 1 / LENGTH, 2 / LENGTH)])
-
-
-def test_what_was_inside_is_named_when_all_is_dropped():
-    scorer = scorer_for(drafter(), mask_info(), LLADA, rows=4, samples=16)
-    requests = [text(LENGTH, range(LENGTH), index=index) for index in range(3)]
-    scorer.admit(requests[:1])
-    scorer.step()
-    assert scorer.clear() == [0] and scorer.active == 0
-    again = score(drafter(), mask_info(), LLADA, requests, samples=16)
-    scorer.admit(requests[:1])
-    (outcome,) = (outcome for _ in range(4) for outcome in scorer.step())
-    assert outcome.logprob == again[0].logprob
 
 
 def test_impossible_tokens_fail_alone():
