@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,9 @@ def measure(engine: Engine, rows: int) -> Measured:
     return Measured(texts, time.perf_counter() - wall, time.process_time() - cpu)
 
 
+_inspect = cache(inspect_model)  # a worker does it once, when it loads the model
+
+
 def decode(
     folder: Path,
     backbone: Model,
@@ -70,7 +73,7 @@ def decode(
     """The new tokens of every prompt, greedily, with `rows` slots; long requests come first."""
     setup = Setup(
         backbone=backbone,
-        info=inspect_model(folder),
+        info=_inspect(folder),
         sampling=Sampling(temperature=0.0),
         max_rows=rows,
         max_tokens=1 << 24,
