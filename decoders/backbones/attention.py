@@ -108,16 +108,15 @@ def cut_rows(
     """Cut the rows of a forward into tiles. A slot with many rows is cut into parts, since its first rows see fewer columns.
     Slots that are alike go together, since each call costs something. The result's bits don't depend on it.
 
-    `num_heads` are those of queries, `multiple` is that of columns, and slots that are `ordered` are always copied. A compiled
-    graph has one tile: no size may be read in it. On a GPU this waits for the device; kernels need no tiles.
+    `num_heads` are those of queries, `multiple` is that of columns, and slots that are `ordered` are always copied. There is one
+    tile on a GPU, where reading the sizes would wait for the device, and in a compiled graph.
     """
     shape = rows.shape
     is_small = shape.num_slots == 1 and shape.num_lines <= _MOST_LINES
-    if is_small or torch.compiler.is_compiling():
+    if is_small or rows.slots_G.device.type != "cpu" or torch.compiler.is_compiling():
         copied = ordered or shape.slots is None
         return [Cut(0, rows.num_rows, 0, shape.num_slots, shape.num_lines, num_columns, copied)]
     _, _, key_heads, _, width = cache.layers_2SKWd[0].shape
-    most_scores = _CPU_SCORES if rows.slots_G.device.type == "cpu" else _GPU_SCORES
     end_N = rows.high_IN.where(rows.low_IN < rows.high_IN, 0).amax(0).tolist()
     slots, counts = rows.slots_G.tolist(), rows.owner_N.bincount(minlength=shape.num_slots).tolist()
 
@@ -138,7 +137,7 @@ def cut_rows(
             cut.is_copied or other.is_copied or not follows,
         )
         cells = both.num_slots * both.num_columns
-        fits = cells * num_heads * both.num_lines <= most_scores
+        fits = cells * num_heads * both.num_lines <= _CPU_SCORES
         fits &= not both.is_copied or cells * 2 * key_heads * width <= _MOST_COPIED
         return both if fits and cost(both) <= cost(cut) + cost(other) else None
 
@@ -279,7 +278,18 @@ def _attend_tile(query_NHd: Tensor, layer: int, layout: Layout, tile: Tile, scor
         spread = query_NHd.new_zeros(tile.num_slots * tile.num_lines, *query_NHd.shape[1:])
         spread[tile.place_N] = query_NHd
     query_BTHd = spread.unflatten(0, (tile.num_slots, tile.num_lines))
-    mixed = attend_grouped(query_BTHd, *held, bias_BTW, scores=scores, rules=layout.rules).flatten(0, 1)
+    lines = max(1, _GPU_SCORES // (query_NHd.shape[1] * bias_BTW.shape[2]))
+    if tile.num_slots * tile.num_lines <= lines:
+        mixed = attend_grouped(query_BTHd, *held, bias_BTW, scores=scores, rules=layout.rules).flatten(0, 1)
+    else:  # on a GPU
+        parts = [
+            attend_grouped(query, key, value, bias, scores=scores, rules=layout.rules).flatten(0, 1)
+            for query_slot, key, value, bias_slot in zip(
+                *(x.split(1) for x in (query_BTHd, *held, bias_BTW)), strict=True
+            )
+            for query, bias in zip(query_slot.split(lines, 1), bias_slot.split(lines, 1), strict=True)
+        ]
+        mixed = torch.cat(parts)
     return mixed if tile.place_N is None else mixed[tile.place_N]
 
 

@@ -211,7 +211,9 @@ def one_tile(rows, num_columns, cache, num_heads, multiple, *, ordered):
     return [attention.Cut(0, rows.num_rows, 0, rows.shape.num_slots, rows.shape.num_lines, num_columns, copied)]
 
 
-@pytest.mark.parametrize("limits", [{}, {"_MOST_LINES": 4}, {"_CALL": 0, "_READ": 0}, {"_CPU_SCORES": 1 << 9}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"_MOST_LINES": 4}, {"_CALL": 0, "_READ": 0}, {"_CPU_SCORES": 1 << 9}, {"_GPU_SCORES": 1 << 9}]
+)
 def test_a_row_has_the_same_bits_in_any_tile(tmp_path, monkeypatch, limits):
     save_random(tmp_path, "llama")
     texts = {slot: random_tokens(140 if slot == 2 else 3 + slot, seed=slot) for slot in range(10)}
