@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from draftmill.jobs.cli import main
+from draftmill.jobs.drive.log import shown
 from draftmill.jobs.remote.cluster import RayJobs
 from draftmill.jobs.remote.submit import follow
 from draftmill.storage.failpoints import VARIABLE
@@ -82,8 +83,9 @@ def test_submitted_jobs_ship_their_code_and_end_with_the_drivers_own_exit_codes(
     assert submitted(tmp_path, address) == 0
     assert "12  (12 ok, 0 failed, 0 skipped)" in capfd.readouterr().out
     client = RayJobs(address)
-    for code, name in zip(others, names, strict=True):
-        assert follow(client, name) == code, capfd.readouterr()
+    with shown():
+        for code, name in zip(others, names, strict=True):
+            assert follow(client, name) == code, capfd.readouterr()
     assert "input.columns" in capfd.readouterr().out, "the job's own words"
     with without_ray():
         assert main(["run", "job.yaml", "--quiet", "--set", f"output.path={tmp_path / 'here'}"]) == 0
