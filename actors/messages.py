@@ -43,7 +43,7 @@ def turn_s(workers: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class QuarantinedRows:
     """Rows [start, stop) of a unit that are never decoded again: they are returned as failed, with this error."""
 
     start: int
@@ -70,7 +70,7 @@ class WorkUnit:
     start: int
     stop: int
     probe: bool = False
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[QuarantinedRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class TurnReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class WorkerLoaded:
     """The worker has loaded its model, on this node and in this process; `facts` are its findings and choices, for the log."""
 
     worker: str
@@ -168,7 +168,7 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class WorkerLost:
     """The worker died, or never came up; `reason` is one line. `idle` if none of its units had reached it.
 
     `device` if it ended because its device was lost; then it is unknown whether a unit was the cause.
@@ -181,7 +181,7 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class WorkerReported:
     """The report of one turn of a worker."""
 
     worker: str
@@ -189,7 +189,7 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class NodeLeaving:
     """The worker's node will be removed within `left_s` seconds; None if the time is unknown."""
 
     worker: str
@@ -203,4 +203,4 @@ class HomeLeaving:
     left_s: float | None
 
 
-PoolEvent = Up | Died | Reported | Leaving | HomeLeaving
+PoolEvent = WorkerLoaded | WorkerLost | WorkerReported | NodeLeaving | HomeLeaving

@@ -34,15 +34,15 @@ import numpy as np
 
 from benchmarks.plan import WINDOW, synthetic_lengths
 from draftmill.actors.messages import (
-    Died,
     Effort,
-    Leaving,
+    NodeLeaving,
     PoolEvent,
     Receipt,
-    Reported,
     Tally,
     TurnReport,
-    Up,
+    WorkerLoaded,
+    WorkerLost,
+    WorkerReported,
     WorkUnit,
     turn_s,
 )
@@ -234,14 +234,14 @@ class World:
         if self.workers.get(worker.name) is not worker:
             return []
         worker.up = True
-        return [Up(worker.name, "node", 1)]
+        return [WorkerLoaded(worker.name, "node", 1)]
 
     def _dies(self, machine: Machine) -> list[PoolEvent]:
         worker = self.workers.pop(machine.worker or "", None)
         machine.worker = None
         self._idle_machines.append(machine)
         self._place()
-        return [Died(worker.name, "killed", not worker.units)] if worker is not None else []
+        return [WorkerLost(worker.name, "killed", not worker.units)] if worker is not None else []
 
     def _fails(self, machine: Machine) -> list[PoolEvent]:
         if not machine.joins_s <= self.now_s < machine.leaves_s:
@@ -258,7 +258,7 @@ class World:
 
     def _notice(self, machine: Machine) -> list[PoolEvent]:
         self.lost["drained"] += 1
-        return [Leaving(machine.worker, NOTICE_S)] if machine.worker in self.workers else []
+        return [NodeLeaving(machine.worker, NOTICE_S)] if machine.worker in self.workers else []
 
     def _leaves(self, machine: Machine) -> list[PoolEvent]:
         return self._dies(machine)
@@ -289,7 +289,7 @@ class World:
         spent = tuple(
             u.lease for u, end in zip(worker.units, worker.ends, strict=True) if self._is_spent(worker, u, end)
         )
-        return [Reported(worker.name, TurnReport(tuple(items), effort, Tally(rows=1, new_tokens=tokens), spent))]
+        return [WorkerReported(worker.name, TurnReport(tuple(items), effort, Tally(rows=1, new_tokens=tokens), spent))]
 
     def _is_spent(self, worker: SimWorker, unit: WorkUnit, end_s: float) -> bool:
         return end_s - self.now_s < 0.5 * unit.tokens / worker.machine.speed

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftmill.jobs.plan.packing import UNITS_PER_WINDOW, PlanWriter
-from draftmill.jobs.schedule.units import UnitSize, UnitSizes, Waiting
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile
@@ -120,7 +120,7 @@ def main() -> None:
             os.link(path, again)
             (file,), (other,) = list_inputs(str(path)), list_inputs(str(again))
             pass_s, plan, units = time_plan(file)
-            waiting = Waiting(UnitSizes(units), set(), workers=1)
+            waiting = WaitingUnits(UnitSizes(units), set(), workers=1)
             all_s = read_s(file, plan, [unit for _ in units if (unit := waiting.take()) is not None])
             longest = [size.unit for size in sorted(units, key=lambda size: -size.tokens)]
             some = list(islice(longest, MOST_UNITS // 16))

@@ -591,11 +591,11 @@ def _list(arguments: argparse.Namespace) -> int:
     writes=True,
 )
 def _prune(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.run.pruning import Keep, prune
+    from draftmill.jobs.run.pruning import KeepRule, prune
 
     counts = [value for value in arguments.keep if isinstance(value, int)]
     ages = [value for value in arguments.keep if isinstance(value, timedelta)]
-    keep = Keep(max(counts, default=None), max(ages, default=None))
+    keep = KeepRule(max(counts, default=None), max(ages, default=None))
     return prune(_place(arguments, arguments.base), keep, yes=arguments.yes)
 
 

@@ -24,7 +24,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BatchLimits:
     """The limits of a worker's batch: `max_rows` samples, `max_tokens` columns and `free_bytes` on `device`.
 
     `rows` is the number of samples of `length` tokens that fit.
@@ -42,7 +42,7 @@ class Room:
         return asdict(self)
 
 
-def fit(decoder: Decoder, *, threads: int, gpus: float = 1.0) -> Room | None:
+def fit(decoder: Decoder, *, threads: int, gpus: float = 1.0) -> BatchLimits | None:
     """Limit a decoder to the free memory of its device, or to a share if `gpus` is below 1; None if it has no cache."""
     if not isinstance(decoder, CachedDecoder):
         return None
@@ -50,7 +50,7 @@ def fit(decoder: Decoder, *, threads: int, gpus: float = 1.0) -> Room | None:
     free = free_bytes(device, threads=threads, gpu_share=gpus if 0 < gpus < 1 else 1.0)
     decoder.fit(free)
     length = min(_LENGTH, decoder.info.max_length or _LENGTH)
-    return Room(str(device), free, decoder.max_rows, decoder.max_tokens, length, decoder.most_rows(length))
+    return BatchLimits(str(device), free, decoder.max_rows, decoder.max_tokens, length, decoder.most_rows(length))
 
 
 def free_bytes(device: torch.device, *, threads: int, gpu_share: float = 1.0) -> int:

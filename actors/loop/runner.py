@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
 from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
 from draftmill.actors.planning.beginnings import group_texts
-from draftmill.actors.rows.samples import Meter, Sample, length_of
+from draftmill.actors.rows.samples import LoopMeter, Sample, length_of
 from draftmill.decoders.base import HOLE, Decoder, Outcome
 from draftmill.storage.errors import ChangedInput, DamagedRun, RowError, StoreError, StoreFull, UserError
 
@@ -48,7 +48,7 @@ class UnitIO(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Open:
+class OpenUnit:
     """A unit that the runner holds. `left` counts its unfinished samples; `job` is the UnitIO's current work on it, if any.
 
     `active` counts its samples that hold a slot, `spent_s` is its share of the loop's time so far. `again` are samples that
@@ -79,16 +79,16 @@ class UnitRunner:
         self.worker = worker
         self.facts = facts or {}
         self.limit = RowLimit()
-        self._open: dict[int, Open] = {}
-        self._resident: dict[int, tuple[Open, Sample]] = {}
-        self._active: dict[int, Open] = {}
-        self._suspects: deque[tuple[Open, Sample]] = deque()
+        self._open: dict[int, OpenUnit] = {}
+        self._resident: dict[int, tuple[OpenUnit, Sample]] = {}
+        self._active: dict[int, OpenUnit] = {}
+        self._suspects: deque[tuple[OpenUnit, Sample]] = deque()
         self._handles = 0
         self._logged = set[type[Exception]]()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unit_io")
         self._answers: list[Receipt | Failure] = []
-        self._meter = Meter(decoder)
-        self._weights: list[tuple[Open, int]] = []
+        self._meter = LoopMeter(decoder)
+        self._weights: list[tuple[OpenUnit, int]] = []
 
     @property
     def held(self) -> int:
@@ -109,7 +109,7 @@ class UnitRunner:
     def add(self, unit: WorkUnit) -> None:
         """Add a unit; its rows are read while the decoder continues."""
         assert self.held < MOST_UNITS, "more units than the scheduler may assign"
-        self._open[unit.lease] = Open(unit, self._thread.submit(self.unit_io.open_unit, unit))
+        self._open[unit.lease] = OpenUnit(unit, self._thread.submit(self.unit_io.open_unit, unit))
 
     def drop(self, lease: int) -> None:
         """Forget a unit that is no longer needed; ignores the outcomes of its samples that hold a slot."""
@@ -134,7 +134,7 @@ class UnitRunner:
             replace(item, spent_s=held[item.lease].spent_s) if isinstance(item, Receipt) else item for item in answers
         ]
 
-    def _share(self, held: dict[int, Open], took_s: float) -> None:
+    def _share(self, held: dict[int, OpenUnit], took_s: float) -> None:
         """Divide a step's time among the units with samples in the slots, by their number; without such, among those held."""
         shares = [(unit, count) for unit, count in self._weights if count]
         shares = shares or [(unit, 1) for unit in held.values()]
@@ -166,7 +166,7 @@ class UnitRunner:
             if unit.job is not None and unit.job.done():
                 self._process(unit, unit.job)
 
-    def _process(self, unit: Open, job: Future[Any]) -> None:
+    def _process(self, unit: OpenUnit, job: Future[Any]) -> None:
         unit.job = None
         error = job.exception()
         if error is not None:
@@ -177,7 +177,7 @@ class UnitRunner:
         else:
             self._admit_rows(unit, job.result())
 
-    def _admit_rows(self, unit: Open, samples: list[Sample]) -> None:
+    def _admit_rows(self, unit: OpenUnit, samples: list[Sample]) -> None:
         unit.samples, unit.opened = samples, True
         unit.queued_at_s = time.perf_counter()
         runnable = in_order([sample for sample in samples if sample.canvas is not None])
@@ -185,12 +185,12 @@ class UnitRunner:
         unit.left = len(runnable)
         self._close_if_ended(unit)
 
-    def _close_if_ended(self, unit: Open) -> None:
+    def _close_if_ended(self, unit: OpenUnit) -> None:
         if unit.left == 0 and unit.unit.lease in self._open:
             unit.closing = True
             unit.job = self._thread.submit(self.unit_io.close_unit, unit.unit, unit.samples)
 
-    def _fail_unit(self, unit: Open, error: BaseException) -> None:
+    def _fail_unit(self, unit: OpenUnit, error: BaseException) -> None:
         self._open.pop(unit.unit.lease)
         stage = "store" if unit.closing else "read"
         self._answers.append(unit_failure(unit.unit, error, worker=self.worker, stage=stage))
@@ -237,7 +237,7 @@ class UnitRunner:
             room = max(room, 1)  # admit even a sample that does not fit an empty decoder: it fails with its own error
         return self.limit.room(room, len(self._resident))
 
-    def _give_slots(self, samples: list[tuple[Open, Sample]]) -> None:
+    def _give_slots(self, samples: list[tuple[OpenUnit, Sample]]) -> None:
         requests = []
         for unit, sample in samples:
             self._resident[self._handles] = (unit, sample)
@@ -285,13 +285,13 @@ class UnitRunner:
             unit.active = 0
         self._active.clear()
 
-    def _free_slot(self, unit: Open) -> None:
+    def _free_slot(self, unit: OpenUnit) -> None:
         """Note that a sample of the unit has left its slot."""
         unit.active -= 1
         if not unit.active:
             del self._active[unit.unit.lease]
 
-    def _take_outcome(self, unit: Open, sample: Sample, outcome: Outcome) -> None:
+    def _take_outcome(self, unit: OpenUnit, sample: Sample, outcome: Outcome) -> None:
         if sample.take(outcome):
             unit.again.append(sample)
             return
@@ -299,7 +299,7 @@ class UnitRunner:
             sample.error = RowError(outcome.error_kind, "decode", outcome.error or outcome.error_kind)
         self._sample_ended(unit, sample)
 
-    def _sample_ended(self, unit: Open, sample: Sample) -> None:
+    def _sample_ended(self, unit: OpenUnit, sample: Sample) -> None:
         unit.left -= 1
         self._meter.count(sample)
         self._close_if_ended(unit)

@@ -28,15 +28,15 @@ from draftmill.actors.loop.memory import fit, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import (
     LEAST_S,
-    Died,
     Effort,
     Failure,
     PoolEvent,
     Receipt,
-    Reported,
     Tally,
     TurnReport,
-    Up,
+    WorkerLoaded,
+    WorkerLost,
+    WorkerReported,
     WorkUnit,
 )
 from draftmill.actors.rows.stop_text import stops_of
@@ -257,7 +257,7 @@ def auto_rows(unit_rows: int, *, gpu_rows: int | None) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Here:
+class LocalWorker:
     """A worker of this process, and the messages for its next turn."""
 
     runner: Runner
@@ -291,14 +291,14 @@ class LocalPool:
         self._build = build if model_cache is None else partial(build, model_cache=model_cache)
         self._model_cache = model_cache
         self._node = socket.gethostname()
-        self._workers: dict[str, Here] = {}
+        self._workers: dict[str, LocalWorker] = {}
         self._events: list[PoolEvent] = []
 
     def resize(self, allocation: Allocation) -> None:
         """Workers of this process take no room of others."""
 
     def start(self, name: str) -> None:
-        """Load a worker immediately; `Up` or `Died` follows. Raises UserError if the model is unusable."""
+        """Load a worker immediately; `WorkerLoaded` or `WorkerLost` follows. Raises UserError if the model is unusable."""
         try:
             runner = self._build(self._job, name=name, node=self._node, threads=self._threads)
         except UserError:
@@ -307,10 +307,10 @@ class LocalPool:
             raise user_error(error, FIELD) from None
         except Exception as error:  # noqa: BLE001 - any error ends only this worker
             self._clear_model_cache()
-            self._events.append(Died(name, f"{type(error).__name__}: {error}"))
+            self._events.append(WorkerLost(name, f"{type(error).__name__}: {error}"))
             return
-        self._workers[name] = Here(runner, Turns(runner, self._node))
-        self._events.append(Up(name, *self._workers[name].turns.where()))
+        self._workers[name] = LocalWorker(runner, Turns(runner, self._node))
+        self._events.append(WorkerLoaded(name, *self._workers[name].turns.where()))
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         """Give a worker a unit with its next turn; ignores dead workers."""
@@ -355,12 +355,12 @@ class LocalPool:
         add, worker.add = worker.add, []
         forget, worker.forget = worker.forget, []
         try:
-            return Reported(name, worker.turns.turn(add, forget))
+            return WorkerReported(name, worker.turns.turn(add, forget))
         except Exception as error:  # noqa: BLE001 - any error ends the worker
             self.kill(name)
             self._clear_model_cache()
             # A lost device stays lost for this process: the next worker can't start, and the run ends with the reason.
-            return Died(name, f"{type(error).__name__}: {error}", device=isinstance(error, DeviceLostError))
+            return WorkerLost(name, f"{type(error).__name__}: {error}", device=isinstance(error, DeviceLostError))
 
     def _clear_model_cache(self) -> None:
         """Load the networks again after any error, as a new process would."""

@@ -38,7 +38,7 @@ _NONE = np.zeros(0, dtype=np.int32)
 _FAR = np.iinfo(np.int64).max
 
 
-class Grouped(NamedTuple):
+class GroupedTexts(NamedTuple):
     """Texts in an order in which those that begin alike come after one another.
 
     `depth` says for each of them, in this order, how many groups it shares with the text before it; 0 for the first one.
@@ -58,7 +58,7 @@ def beginnings(tokens: Sequence[NDArray[np.int32] | None]) -> pa.Array:
     return pa.Array.from_buffers(BEGINNING.type, len(tokens), [None, pa.py_buffer(ends), pa.py_buffer(hashes)])
 
 
-def group_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, large: int) -> Grouped:
+def group_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, large: int) -> GroupedTexts:
     """Order the rows of a column BEGINNING; `rank` is each row's place if no rows begin alike, `large` as in `group_texts`."""
     noted = column.combine_chunks()
     starts_bytes = np.frombuffer(noted.buffers()[1], dtype=np.int32, count=len(noted) + 1, offset=4 * noted.offset)
@@ -85,7 +85,7 @@ def group_texts(
     *,
     least: int = LEAST,
     large: int = _FAR,
-) -> Grouped:
+) -> GroupedTexts:
     """Order texts, which `by_text` sorts by their symbols; each has, with its neighbour there, `common` first symbols in common.
 
     `length` [texts] are their symbols, `rank` [texts] their places if none begin alike. Groups come in the order of their first
@@ -118,4 +118,4 @@ def group_texts(
     order = np.lexsort((rank, *leaders[::-1]))
     ordered = leaders[:, order]
     same = np.concatenate([[0], (ordered[:, 1:] == ordered[:, :-1]).sum(axis=0)])[: len(order)]
-    return Grouped(by_text[order], same)
+    return GroupedTexts(by_text[order], same)

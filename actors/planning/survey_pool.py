@@ -27,7 +27,7 @@ import ray
 from ray.exceptions import RayError
 
 from draftmill.actors.checkpoints.models import TOKENIZER_FILES
-from draftmill.actors.planning.surveying import HASH, SURVEYED, Piece, survey_pieces
+from draftmill.actors.planning.surveying import HASH, SURVEYED, FilePart, survey_pieces
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import id_hashes
@@ -36,7 +36,7 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KeptTypes, NewTypes
 from draftmill.storage.inputs.reader import count_lines, has_lines
-from draftmill.storage.inputs.rows import FIELD, InputFile, Slice
+from draftmill.storage.inputs.rows import FIELD, FileSlice, InputFile
 from draftmill.storage.inputs.tables import group_slices
 from draftmill.storage.stores.interface import about
 
@@ -55,7 +55,7 @@ class SurveyJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SurveyedRows:
     """Rows in order (SURVEYED, and HASH), and what they say of the types of copied columns; `pid` is the task's process."""
 
     table: pa.Table
@@ -64,13 +64,15 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenChunk:
     """The rest of the chunk could not be surveyed; `reason` is one line."""
 
     reason: str
 
 
-def items(job: SurveyJob, maker: Maker, pieces: Sequence[Piece], *, limit: int | None = None) -> Iterator[Item]:
+def items(
+    job: SurveyJob, maker: Maker, pieces: Sequence[FilePart], *, limit: int | None = None
+) -> Iterator[SurveyedRows]:
     """Yield the rows of a chunk, at most `limit`. Raises UserError if a file is missing or damaged, after the items before."""
     kept = KeptTypes(job.kept) if job.kept else None
     held: list[pa.Table] = []
@@ -83,12 +85,12 @@ def items(job: SurveyJob, maker: Maker, pieces: Sequence[Piece], *, limit: int |
         yield _item(held, kept)
 
 
-def _item(tables: list[pa.Table], kept: KeptTypes | None) -> Item:
+def _item(tables: list[pa.Table], kept: KeptTypes | None) -> SurveyedRows:
     table = pa.concat_tables(tables).combine_chunks() if tables else SURVEYED.empty_table()
     hashes = pa.FixedSizeBinaryArray.from_buffers(
         HASH.type, table.num_rows, [None, pa.py_buffer(id_hashes(table["id"].to_pylist()))]
     )
-    return Item(table.append_column(HASH, hashes), None if kept is None else kept.new_types())
+    return SurveyedRows(table.append_column(HASH, hashes), None if kept is None else kept.new_types())
 
 
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -145,16 +147,16 @@ MOST_FILES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SurveyChunk:
     """The work of one task. `is_long` if it is a file of any size that can't be cut; `error` if it can't even be cut."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePart, ...]
     is_long: bool = False
     error: UserError | StoreError | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CutQuestion:
     """What must be known of the bytes [start, stop) of a file in order to cut it into slices of about `slice_bytes`."""
 
     file: InputFile
@@ -163,14 +165,14 @@ class Question:
     slice_bytes: int
 
 
-Answer = list[Slice] | tuple[int, int]
+Answer = list[FileSlice] | tuple[int, int]
 """The slices of a Parquet file, or, for a byte range, the offset of its first line and its number of lines."""
 
-Ask = Callable[[Question], Callable[[], Answer]]
+Ask = Callable[[CutQuestion], Callable[[], Answer]]
 """Asks a question, and returns what waits for the answer."""
 
 
-def answer(question: Question) -> Answer:
+def answer(question: CutQuestion) -> Answer:
     """Look into the file. Raises UserError or StoreError if it is damaged or missing."""
     file = question.file
     if file.format == "parquet":
@@ -178,9 +180,9 @@ def answer(question: Question) -> Answer:
     return count_lines(file, question.start, question.stop)
 
 
-def chunks(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, *, ahead: int) -> Iterator[Chunk]:
+def chunks(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, *, ahead: int) -> Iterator[SurveyChunk]:
     """Yield chunks whose rows, one after another, are the rows of the inputs."""
-    held: list[Piece] = []
+    held: list[FilePart] = []
     size = row = 0
     broken = None
     for piece, question, answered in _ask_ahead(inputs, chunk_chars, ask, ahead):
@@ -196,28 +198,28 @@ def chunks(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, *, ah
         try:
             with about(FIELD):
                 cut, row = _cut(piece, question, answered(), row) if broken != piece.number else ([], row)
-            yield from (Chunk((piece_cut,)) for piece_cut in cut)
+            yield from (SurveyChunk((piece_cut,)) for piece_cut in cut)
         except (StoreError, UserError) as error:
             broken = piece.number
-            yield Chunk((), error=error)
+            yield SurveyChunk((), error=error)
     if held:
         yield _together(held, size)
 
 
-def _together(held: list[Piece], size: int) -> Chunk:
-    return Chunk(tuple(held), is_long=len(held) == 1 and size > 2 * CHUNK_BYTES)
+def _together(held: list[FilePart], size: int) -> SurveyChunk:
+    return SurveyChunk(tuple(held), is_long=len(held) == 1 and size > 2 * CHUNK_BYTES)
 
 
-def _cut(piece: Piece, question: Question, reply: Answer, row: int) -> tuple[list[Piece], int]:
+def _cut(piece: FilePart, question: CutQuestion, reply: Answer, row: int) -> tuple[list[FilePart], int]:
     """The pieces of what was asked about, and the number of the row that follows them."""
     if isinstance(reply, list):
-        return [Piece(piece.number, piece.file, part) for part in reply], 0
+        return [FilePart(piece.number, piece.file, part) for part in reply], 0
     offset, count = reply
-    part = Slice(row, offset, question.stop)
-    return ([Piece(piece.number, piece.file, part)] if count else []), row + count
+    part = FileSlice(row, offset, question.stop)
+    return ([FilePart(piece.number, piece.file, part)] if count else []), row + count
 
 
-Asked = tuple[Piece, Question | None, Callable[[], Answer]]
+Asked = tuple[FilePart, CutQuestion | None, Callable[[], Answer]]
 
 
 def _ask_ahead(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, ahead: int) -> Iterator[Asked]:
@@ -225,12 +227,12 @@ def _ask_ahead(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, a
     waiting: deque[Asked] = deque()
     for number, file in enumerate(inputs):
         for start, stop in _ranges(file, chunk_chars):
-            question = Question(file, start, stop, CHUNK_BYTES)
-            waiting.append((Piece(number, file), question, ask(question)))
+            question = CutQuestion(file, start, stop, CHUNK_BYTES)
+            waiting.append((FilePart(number, file), question, ask(question)))
             if len(waiting) > ahead:
                 yield waiting.popleft()
         if not _is_cut(file, chunk_chars):
-            waiting.append((Piece(number, file), None, list))
+            waiting.append((FilePart(number, file), None, list))
             if len(waiting) > ahead:
                 yield waiting.popleft()
     yield from waiting
@@ -268,7 +270,7 @@ MOST_ODD = 3
 _makers: dict[str, Maker] = {}
 
 
-def survey_chunk(key: str, job: list[Any], chunk: Chunk, skip: int) -> Iterator[Item | Broken]:
+def survey_chunk(key: str, job: list[Any], chunk: SurveyChunk, skip: int) -> Iterator[SurveyedRows | BrokenChunk]:
     """The task: yield the items of a chunk from number `skip` on; `job` holds the reference of a SurveyJob, named `key`."""
     try:
         the_job: SurveyJob = ray.get(job[0])
@@ -276,16 +278,16 @@ def survey_chunk(key: str, job: list[Any], chunk: Chunk, skip: int) -> Iterator[
             _makers.clear()
             _makers[key] = maker_for(the_job.recipe, unpack_tokenizer(the_job.tokenizer), the_job.info)
         for item in islice(items(the_job, _makers[key], chunk.pieces), skip, None):
-            yield Item(item.table, item.new_types, os.getpid())
+            yield SurveyedRows(item.table, item.new_types, os.getpid())
     except Exception as error:  # noqa: BLE001 - the planner finds out what it is
-        yield Broken(" ".join(str(error).split())[:500] or type(error).__name__)
+        yield BrokenChunk(" ".join(str(error).split())[:500] or type(error).__name__)
 
 
 @dataclass(slots=True)
-class Stream:
+class ChunkStream:
     """A chunk and the running task that surveys it; `taken` items have arrived."""
 
-    chunk: Chunk
+    chunk: SurveyChunk
     task: Any = None
     taken: int = 0
     lost: int = 0
@@ -299,10 +301,10 @@ class SurveyPool:
     cpus: float
     at_once: int
     note: Callable[[str], None] = lambda message: None
-    arrived: Callable[[Item], None] = lambda item: None
+    arrived: Callable[[SurveyedRows], None] = lambda item: None
     _ref: Any = None
     _key: str = ""
-    _streams: deque[Stream] = field(default_factory=deque)
+    _streams: deque[ChunkStream] = field(default_factory=deque)
     _alone: bool = False
     _odd: int = 0
     _wait_s: float = FIRST_S
@@ -332,15 +334,15 @@ class SurveyPool:
         finally:
             self._cancel()
 
-    def _last(self, stream: Stream, maker: Maker, limit: int | None) -> Item:
+    def _last(self, stream: ChunkStream, maker: Maker, limit: int | None) -> SurveyedRows:
         """The item that has just arrived, cut at the limit of rows that was left when its chunk began."""
         again = items(self.job, maker, stream.chunk.pieces, limit=limit)
         return next(islice(again, stream.taken - 1, None))
 
-    def _start_ahead(self, inputs: Sequence[InputFile]) -> Iterator[Stream]:
+    def _start_ahead(self, inputs: Sequence[InputFile]) -> Iterator[ChunkStream]:
         """The chunks in order, while the tasks of the next ones run."""
         for chunk in chunks(inputs, self.job.recipe.chunk_chars, self._ask, ahead=2 * self.at_once):
-            self._streams.append(self._start(Stream(chunk)))
+            self._streams.append(self._start(ChunkStream(chunk)))
             if len(self._streams) >= self.at_once:
                 yield self._streams[0]
                 self._streams.popleft()
@@ -348,7 +350,7 @@ class SurveyPool:
             yield self._streams[0]
             self._streams.popleft()
 
-    def _start(self, stream: Stream) -> Stream:
+    def _start(self, stream: ChunkStream) -> ChunkStream:
         if not self._alone and stream.chunk.error is None:
             # A task that is done again must not wait behind those that wait for it to be read.
             options: dict[str, Any] = {"num_cpus": 0 if stream.lost else self.cpus, "max_retries": 0}
@@ -358,7 +360,7 @@ class SurveyPool:
             stream.task = task.remote(self._key, [self._ref], stream.chunk, stream.taken)
         return stream
 
-    def _items(self, stream: Stream, maker: Maker, limit: int | None) -> Iterator[Item]:
+    def _items(self, stream: ChunkStream, maker: Maker, limit: int | None) -> Iterator[SurveyedRows]:
         """The items of a chunk: from its task, the rest from here, at most `limit` rows in total, if the task can't."""
         if stream.chunk.error is not None:
             raise stream.chunk.error
@@ -366,7 +368,7 @@ class SurveyPool:
             item = self._next(stream)
             if item is None:
                 return
-            if isinstance(item, Broken):
+            if isinstance(item, BrokenChunk):
                 break
             stream.taken += 1
             self.arrived(item)
@@ -380,7 +382,7 @@ class SurveyPool:
             if self._odd == MOST_ODD:
                 self._give_up("planning on the cluster fails: planning here")
 
-    def _next(self, stream: Stream) -> Item | Broken | None:
+    def _next(self, stream: ChunkStream) -> SurveyedRows | BrokenChunk | None:
         """The next item of a task, None at its end; what is lost is asked for again."""
         while True:
             try:
@@ -388,8 +390,8 @@ class SurveyPool:
                 if not ready:
                     if self._wait_s == FIRST_S:
                         self._give_up(f"the cluster has had no room for planning for {FIRST_S:.0f} s: planning here")
-                    return Broken("no answer")
-                found: Item | Broken = ray.get(next(stream.task))
+                    return BrokenChunk("no answer")
+                found: SurveyedRows | BrokenChunk = ray.get(next(stream.task))
                 self._wait_s = NEXT_S
                 return found
             except StopIteration:
@@ -397,10 +399,10 @@ class SurveyPool:
             except RayError as error:
                 stream.lost += 1
                 if stream.lost == ATTEMPTS:
-                    return Broken(str(error))
+                    return BrokenChunk(str(error))
                 self._start(stream)
 
-    def _ask(self, question: Question) -> Callable[[], Answer]:
+    def _ask(self, question: CutQuestion) -> Callable[[], Answer]:
         if self._alone:
             return lambda: answer(question)
         task = ray.remote(answer).options(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")

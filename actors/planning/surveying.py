@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.recipe import RowRecipe
-from draftmill.actors.rows.canvas import Size
+from draftmill.actors.rows.canvas import CanvasSize
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import Values, row_id, row_key
@@ -25,7 +25,7 @@ from draftmill.actors.rows.unit_io import try_row
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
-from draftmill.storage.inputs.rows import WHOLE, InputFile, Row, Slice, default_id
+from draftmill.storage.inputs.rows import WHOLE, FileSlice, InputFile, Row, default_id
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.parallel import side_by_side
 
@@ -43,19 +43,19 @@ BATCH_CHARS = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePart:
     """A file, or a slice of it; `number` is the file's number in the plan."""
 
     number: int
     file: InputFile
-    part: Slice = WHOLE
+    part: FileSlice = WHOLE
 
 
 @dataclass(slots=True)
 class Batch:
     """Rows of one file that will be measured together; `chars` is their approximate size."""
 
-    piece: Piece
+    piece: FilePart
     rows: list[Row] = field(default_factory=list)
     chars: int = 0
 
@@ -63,7 +63,7 @@ class Batch:
 def survey_pieces(
     recipe: RowRecipe,
     maker: Maker,
-    pieces: Sequence[Piece],
+    pieces: Sequence[FilePart],
     kept: KeptTypes | None,
     *,
     limit: int | None = None,
@@ -87,7 +87,7 @@ def survey_pieces(
 
 
 def batches(
-    recipe: RowRecipe, pieces: Sequence[Piece], kept: KeptTypes | None, limit: int | None = None
+    recipe: RowRecipe, pieces: Sequence[FilePart], kept: KeptTypes | None, limit: int | None = None
 ) -> Iterator[Batch]:
     """Yield the rows of the pieces in batches of one piece each, at most `limit` rows in total."""
     left = limit
@@ -141,7 +141,7 @@ def _measure_batch(recipe: RowRecipe, maker: Maker, batch: Batch) -> pa.Table:
     )
 
 
-def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | RowError]:
+def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[CanvasSize | RowError]:
     """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
     sizes = try_row(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
     if not isinstance(sizes, RowError):
@@ -149,7 +149,7 @@ def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | 
     return [try_row(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
 
 
-def _size(maker: Maker, row: tuple[Values, int]) -> Size | RowError:
+def _size(maker: Maker, row: tuple[Values, int]) -> CanvasSize | RowError:
     (size,) = maker.sizes([row])
     return size
 
@@ -172,12 +172,12 @@ def table_of(
     rows: Sequence[int],
     offsets: Sequence[int | None],
     ids: Sequence[str],
-    sizes: Sequence[Size | RowError],
+    sizes: Sequence[CanvasSize | RowError],
 ) -> pa.Table:
     """Return a table of SURVEYED for rows of one file."""
 
-    def column(get: Callable[[Size], int]) -> pa.Array:
-        return pa.array([get(size) if isinstance(size, Size) else 0 for size in sizes], pa.int32())
+    def column(get: Callable[[CanvasSize], int]) -> pa.Array:
+        return pa.array([get(size) if isinstance(size, CanvasSize) else 0 for size in sizes], pa.int32())
 
     columns = {
         "file": pa.array(np.full(len(rows), file, dtype=np.int32)),
@@ -188,7 +188,9 @@ def table_of(
         "holes": column(lambda size: size.masked),
         "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in sizes], pa.string()),
         "sample": pa.array(np.zeros(len(rows), dtype=np.int32)),
-        CONSTRAINED.name: pa.array([isinstance(size, Size) and size.is_constrained for size in sizes], pa.bool_()),
-        BEGINNING.name: beginnings([size.beginning if isinstance(size, Size) else None for size in sizes]),
+        CONSTRAINED.name: pa.array(
+            [isinstance(size, CanvasSize) and size.is_constrained for size in sizes], pa.bool_()
+        ),
+        BEGINNING.name: beginnings([size.beginning if isinstance(size, CanvasSize) else None for size in sizes]),
     }
     return pa.Table.from_arrays([columns[name] for name in SURVEYED.names], schema=SURVEYED)

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from draftmill.actors.messages import HomeLeaving, Leaving, PoolEvent
+from draftmill.actors.messages import HomeLeaving, NodeLeaving, PoolEvent
 from draftmill.actors.ray.ray_inside import ACTORS, DRAINING, inside
 
 # Errors of another Ray version, or of a Ray that does not answer: a job must not end because notices are unavailable.
@@ -46,7 +46,7 @@ class Notices:
             node = node_of(actors[name])
             if node in left_s:
                 self._told.add(name)
-                events.append(Leaving(name, left_s[node]))
+                events.append(NodeLeaving(name, left_s[node]))
         return events
 
 

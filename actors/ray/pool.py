@@ -30,7 +30,7 @@ from draftmill.actors.faults import DeviceLostError
 from draftmill.actors.job import Allocation, Job, ModelPlace, WorkerResources
 from draftmill.actors.loop.loading import load_model
 from draftmill.actors.loop.worker import DecodeWorker, EarlyWorker
-from draftmill.actors.messages import Died, PoolEvent, Reported, TurnReport, Up, WorkUnit, turn_s
+from draftmill.actors.messages import PoolEvent, TurnReport, WorkerLoaded, WorkerLost, WorkerReported, WorkUnit, turn_s
 from draftmill.actors.ray.notices import Notices
 from draftmill.decoders.backbones.families.shares import Share
 
@@ -51,7 +51,7 @@ REST_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class PooledWorker:
     """A worker as the pool sees it: its actor, its calls in flight, oldest first, and the leases it holds."""
 
     actor: Any
@@ -78,7 +78,7 @@ class RayPool:
         """`job` is what a `worker_class` begins: a Job or a MeasureJob. `early` are workers that have no job, from
         `early_workers` or from another pool's `release`; `start` uses those of the same place before it starts others.
         """
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, PooledWorker] = {}
         self._allocation = allocation
         has_model = hasattr(job, "model")  # a MeasureJob has judges, which are loaded where the worker is
         self._jobs = [ray.put(resources.job_on_ray(job) if has_model else job) for resources in allocation.kinds]
@@ -87,13 +87,13 @@ class RayPool:
         self._actors = [actor_class(worker_class, resources) for resources in allocation.kinds]
 
     def start(self, name: str) -> None:
-        """Ask Ray for a worker, of the kind that lacks most; `Up` or `Died` follows."""
+        """Ask Ray for a worker, of the kind that lacks most; `WorkerLoaded` or `WorkerLost` follows."""
         kind = self._lacking()
         resources = self._allocation.kinds[kind]
         share = {"gpus": resources.gpus} if 0 < resources.gpus < 1 else {}
         if resources.processes > 1:
             group, actor = _open_group(name, self._jobs[kind], resources)
-            self._members[name] = Member(actor, actor.where.remote(), kind=kind, group=group)
+            self._members[name] = PooledWorker(actor, actor.where.remote(), kind=kind, group=group)
             return
         fitting = next((spare for spare in self._early if spare[0] == resources.place), None)
         if fitting is not None:
@@ -103,7 +103,7 @@ class RayPool:
         else:
             actor = self._actors[kind].remote(name, self._jobs[kind], resources.threads, **share)
             ready = actor.where.remote()
-        self._members[name] = Member(actor, ready, kind=kind)
+        self._members[name] = PooledWorker(actor, ready, kind=kind)
 
     def _lacking(self) -> int:
         """The kind of worker that lacks most of its number, the first of several."""
@@ -197,7 +197,7 @@ class RayPool:
             events += self._read(name, arrived)
         return events + self._notices.of({name: member.actor for name, member in self._members.items() if member.place})
 
-    def _turn(self, member: Member, units: list[WorkUnit]) -> None:
+    def _turn(self, member: PooledWorker, units: list[WorkUnit]) -> None:
         member.turns.append(member.actor.turn.remote(units, member.forget, turn_s(len(self._members))))
         member.forget = []
 
@@ -208,19 +208,19 @@ class RayPool:
             if member.ready in arrived:
                 node, pid, facts = ray.get(member.ready)
                 member.place, member.ready = (node, pid), None
-                events.append(Up(name, node, pid, facts))
+                events.append(WorkerLoaded(name, node, pid, facts))
             while member.turns and member.turns[0] in arrived:
                 turn = member.turns.popleft()
                 report: TurnReport = ray.get(turn)
                 member.leases -= {item.lease for item in report.answers}
-                events.append(Reported(name, report))
+                events.append(WorkerReported(name, report))
                 if turn == member.knock:
                     self._turn(member, member.unsent)
                     member.unsent, member.knock = [], None
         except RayError as error:
             self.kill(name)
             idle = member.leases == {unit.lease for unit in member.unsent}
-            return [*events, Died(name, reason_of(error), idle, isinstance(error, DeviceLostError))]
+            return [*events, WorkerLost(name, reason_of(error), idle, isinstance(error, DeviceLostError))]
         while member.leases and len(member.turns) < IN_FLIGHT:
             self._turn(member, [])
         return events
@@ -305,7 +305,7 @@ class LeadWorker(DecodeWorker):
 
         meeting = open_meeting(processes)
         group = get_current_placement_group()
-        self._others = [_actor(Follower, group, rank, part).remote() for rank in range(1, processes)]
+        self._others = [_actor(GroupFollower, group, rank, part).remote() for rank in range(1, processes)]
         self._serving = [
             other.serve.remote(_with_share(job.model, rank, processes), meeting.port, threads)
             for rank, other in enumerate(self._others, 1)
@@ -324,7 +324,7 @@ class LeadWorker(DecodeWorker):
         os._exit(1)
 
 
-class Follower:
+class GroupFollower:
     """Another process of a group: has its share of the model and repeats the first one's calls."""
 
     def serve(self, place: ModelPlace, port: int, threads: int) -> None:

@@ -15,7 +15,7 @@ from draftmill.storage.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class RayName:
     """A name in a module of Ray's, and what a job has to do without it."""
 
     module: str
@@ -27,25 +27,25 @@ _NOTICES = "nobody is notified that a node will be removed"
 _GROUPS = "the cluster counts as one without an autoscaler"
 _QUESTION = "a wrong port or token is noticed later"
 
-DRAINING = Inside("ray._private.state", "state.get_draining_nodes", _NOTICES)
-ACTORS = Inside("ray._private.state", "actors", _NOTICES)
-CLUSTER_CONFIG = Inside("ray._private.state", "state.get_cluster_config", _GROUPS)
-IS_AUTOSCALER_V2 = Inside("ray.autoscaler.v2.utils", "is_autoscaler_v2", _GROUPS)
-CLUSTER_STATUS = Inside("ray.autoscaler.v2.sdk", "get_cluster_status", _GROUPS)
-KV_GET = Inside("ray.experimental.internal_kv", "_internal_kv_get", _GROUPS)
-GRPC_CHANNEL = Inside("ray._private.grpc_utils", "init_grpc_channel", _QUESTION)
-GRPC_REQUEST = Inside("ray.core.generated.gcs_service_pb2", "GetClusterIdRequest", _QUESTION)
-GRPC_REPLY = Inside("ray.core.generated.gcs_service_pb2", "GetClusterIdReply", _QUESTION)
-NODE = Inside("ray._private.node", "Node", "a Ray of our own starts slower, with parts that no job uses")
-WORKER_LOGS = Inside("ray._private.worker", "_worker_logs_enabled", "Ray prints lines of its own")
-DO_REQUEST = Inside("ray.job_submission", "JobSubmissionClient._do_request", "requests to a cluster may wait for ever")
-ACCELERATORS = Inside("ray._private.accelerators", "get_accelerator_manager_for_resource", "GPUs can't be counted")
-NUM_CPUS = Inside("ray._private.utils", "get_num_cpus", "CPUs can't be counted")
+DRAINING = RayName("ray._private.state", "state.get_draining_nodes", _NOTICES)
+ACTORS = RayName("ray._private.state", "actors", _NOTICES)
+CLUSTER_CONFIG = RayName("ray._private.state", "state.get_cluster_config", _GROUPS)
+IS_AUTOSCALER_V2 = RayName("ray.autoscaler.v2.utils", "is_autoscaler_v2", _GROUPS)
+CLUSTER_STATUS = RayName("ray.autoscaler.v2.sdk", "get_cluster_status", _GROUPS)
+KV_GET = RayName("ray.experimental.internal_kv", "_internal_kv_get", _GROUPS)
+GRPC_CHANNEL = RayName("ray._private.grpc_utils", "init_grpc_channel", _QUESTION)
+GRPC_REQUEST = RayName("ray.core.generated.gcs_service_pb2", "GetClusterIdRequest", _QUESTION)
+GRPC_REPLY = RayName("ray.core.generated.gcs_service_pb2", "GetClusterIdReply", _QUESTION)
+NODE = RayName("ray._private.node", "Node", "a Ray of our own starts slower, with parts that no job uses")
+WORKER_LOGS = RayName("ray._private.worker", "_worker_logs_enabled", "Ray prints lines of its own")
+DO_REQUEST = RayName("ray.job_submission", "JobSubmissionClient._do_request", "requests to a cluster may wait for ever")
+ACCELERATORS = RayName("ray._private.accelerators", "get_accelerator_manager_for_resource", "GPUs can't be counted")
+NUM_CPUS = RayName("ray._private.utils", "get_num_cpus", "CPUs can't be counted")
 
-_missed: set[Inside] = set()
+_missed: set[RayName] = set()
 
 
-def inside(what: Inside) -> Any | None:
+def inside(what: RayName) -> Any | None:
     """The object with this name; None, with one warning, where this version of Ray has none."""
     try:
         return _look_up(what)
@@ -56,7 +56,7 @@ def inside(what: Inside) -> Any | None:
         return None
 
 
-def require(what: Inside) -> Any:
+def require(what: RayName) -> Any:
     """The object with this name, which nothing can replace; UserError where this version of Ray has none."""
     try:
         return _look_up(what)
@@ -76,13 +76,13 @@ def silence_workers() -> None:
         setattr(import_module(WORKER_LOGS.module), WORKER_LOGS.name, False)
 
 
-def _look_up(what: Inside) -> Any:
+def _look_up(what: RayName) -> Any:
     target: Any = import_module(what.module)
     for part in what.name.split("."):
         target = getattr(target, part)
     return target
 
 
-def _missing(what: Inside) -> str:
+def _missing(what: RayName) -> str:
     version = getattr(sys.modules.get("ray"), "__version__", "here")
     return f"Ray {version} has no {what.module}.{what.name}: {what.without}"

@@ -109,17 +109,17 @@ class Canvas:
         return [end - start for start, end in self.holes] if self.infilling is None else list(self.infilling.limits)
 
     @property
-    def size(self) -> Size:
+    def size(self) -> CanvasSize:
         """The canvas's size, for the planner."""
         length = len(self.tokens) if self.infilling is None else self.infilling.longest
         if self.scored is not None:
-            return Size(length, len(self.scored))
+            return CanvasSize(length, len(self.scored))
         masked = self.num_masked if self.score_from is None else length - self.score_from
-        return Size(length, masked, is_constrained=any(self.rules))
+        return CanvasSize(length, masked, is_constrained=any(self.rules))
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class CanvasSize:
     """A canvas's length in tokens, and the number of tokens to generate (or score).
 
     `beginning` are the tokens before the first one to generate, all tokens of a text to score; None where nothing is won by
@@ -157,17 +157,17 @@ class RowMaker:
         canvas = replace(canvas, rules=rules_of(given, canvas.rules, len(canvas.limits)))
         return canvas if maker is None else maker.applied(canvas)
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
         """Return the size of each row's canvas, or its error; rows are (values, key)."""
         return [self._size(values, key) for values, key in rows]
 
-    def _size(self, values: Values, key: int) -> Size | RowError:
+    def _size(self, values: Values, key: int) -> CanvasSize | RowError:
         try:
             return self._size_of(self.make(values, key))
         except RowError as error:
             return error
 
-    def _size_of(self, canvas: Canvas) -> Size:
+    def _size_of(self, canvas: Canvas) -> CanvasSize:
         return canvas.size
 
     def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
@@ -214,7 +214,7 @@ class CanvasMaker(RowMaker):
         text, ranges = self._hidden_text(values, key)
         return self._without_ranges(text, ranges)
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
         """Return the size of each row's canvas, or its error; rows are (values, key)."""
         mask = self._mask
         if (
@@ -227,7 +227,9 @@ class CanvasMaker(RowMaker):
 
     # ---- sizes
 
-    def _sizes_of_texts(self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]) -> list[Size | RowError]:
+    def _sizes_of_texts(
+        self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]
+    ) -> list[CanvasSize | RowError]:
         """Sizes without drawing noise: the mask hides a known number of tokens. Encodes all texts at once."""
         texts = [self._text_or_error(values) for values in rows]
         encoded = iter(self._tokenizer().encode_batch([text for text in texts if isinstance(text, str)]))
@@ -241,11 +243,11 @@ class CanvasMaker(RowMaker):
         except RowError as error:
             return error
 
-    def _size_of_ids(self, mask: Random | Spans | SpanFraction, ids: list[int]) -> Size | RowError:
+    def _size_of_ids(self, mask: Random | Spans | SpanFraction, ids: list[int]) -> CanvasSize | RowError:
         try:
             check_ids(ids, self.info)
             check_length(len(ids), self.info)
-            return Size(len(ids), masking.masked_count(mask, len(ids)))
+            return CanvasSize(len(ids), masking.masked_count(mask, len(ids)))
         except RowError as error:
             return error
 

@@ -103,7 +103,7 @@ class OpenLengths:
 
 
 @dataclass(slots=True)
-class Tried:
+class TriedCanvas:
     """What came of a canvas: its fill (any-subset models), and its weight, None until its probe has run."""
 
     fill: Outcome | None = None
@@ -120,7 +120,7 @@ class LengthSearch:
     settings: RowSettings
     taken: Lengths = ()
     logprob: float | None = 0.0
-    _tried: dict[tuple[int, Lengths], Tried] = field(default_factory=dict)
+    _tried: dict[tuple[int, Lengths], TriedCanvas] = field(default_factory=dict)
     _outcomes: list[Outcome] = field(default_factory=list)
     _now: Lengths = ()
 
@@ -195,7 +195,7 @@ class LengthSearch:
             if len(options) > 1 or (is_last and self.row.bias is None):
                 self._now = next((each for each in options if self._key(each) not in self._tried), ())
                 if self._now:
-                    self._tried[self._key(self._now)] = Tried()
+                    self._tried[self._key(self._now)] = TriedCanvas()
                     return
             self._choose(options)
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.recipe import RowRecipe
-from draftmill.actors.rows.canvas import Canvas, CanvasMaker, RowMaker, Size, runs
+from draftmill.actors.rows.canvas import Canvas, CanvasMaker, CanvasSize, RowMaker, runs
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import IDS, Infilling, Template, fills_in_middle, template_of
 from draftmill.actors.rows.masking import Range, masked_positions
@@ -78,12 +78,12 @@ class PromptMaker(RowMaker):
             return self._complete(values, self.task, own)
         return self._score(values, own)
 
-    def _size_of(self, canvas: Canvas) -> Size:
+    def _size_of(self, canvas: Canvas) -> CanvasSize:
         size = canvas.size
         if not self.notes_beginnings:
             return size
         end = canvas.holes[0][0] if canvas.holes else size.length
-        return Size(size.length, size.masked, canvas.tokens[:end].copy())  # without the holes, which may be many
+        return CanvasSize(size.length, size.masked, canvas.tokens[:end].copy())  # without the holes, which may be many
 
     # ---- canvases
 
@@ -349,9 +349,11 @@ class ScoreMaker:
         check_scored(tokens, scored, self.holes.info)
         return Canvas(tokens, canvas.holes, score_from=int(scored[0]), scored=scored, endpoint=canvas.endpoint)
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
         """Return the size of each row's canvas, or its error; rows are (values, key)."""
-        return [_nothing() if isinstance(size, Size) and not size.masked else size for size in self.holes.sizes(rows)]
+        return [
+            _nothing() if isinstance(size, CanvasSize) and not size.masked else size for size in self.holes.sizes(rows)
+        ]
 
 
 def _nothing() -> RowError:
@@ -381,7 +383,7 @@ class FimMaker(CanvasMaker):
         tokens = row.ask([]).canvas
         return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row, rules=rules)
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
         """Return the size of each row's longest canvas, or its error; rows are (values, key)."""
         return [self._size(values, key) for values, key in rows]
 

@@ -109,7 +109,7 @@ class Sample:
         return int((self.canvas != HOLE).sum()) if self.score_from is None else self.score_from
 
 
-class Meter:
+class LoopMeter:
     """Sums up the work of the loop between two calls of `take`."""
 
     def __init__(self, decoder: Decoder) -> None:

@@ -179,7 +179,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Note:
+class RowNote:
     """The UnitIO's data on a row between opening and closing: the plan's entry, its canvas if it has one, and the values of
     the columns that are copied into the results. `request_model` is the model that an OpenAI request names.
     """
@@ -261,7 +261,7 @@ class RowUnitIO:
 
     def _sample(self, unit: WorkUnit, index: int, planned: PlannedRow) -> Sample:
         key = nth_key(sample_key(self._recipe.seed, planned.id), planned.sample)
-        sample = Sample(index, key=key, note=Note(planned))
+        sample = Sample(index, key=key, note=RowNote(planned))
         for verdict in unit.verdicts:
             if verdict.start <= index < verdict.stop:
                 sample.error = RowError(verdict.kind, verdict.stage, verdict.message)

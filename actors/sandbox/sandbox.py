@@ -195,7 +195,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """How a program ended: `passed` if it ran to its last line. `output` is the end of what it printed."""
 
     passed: bool
@@ -210,7 +210,9 @@ class Sandbox:
 
     kind: Kind = "kernel"
 
-    def run(self, program: str, limits: Limits = Limits(), *, stopping: Callable[[], bool] = lambda: False) -> Ran:
+    def run(
+        self, program: str, limits: Limits = Limits(), *, stopping: Callable[[], bool] = lambda: False
+    ) -> ProgramResult:
         """Run a program to its end or its limits, and kill all that is left of it.
 
         `stopping` is asked while it runs; if it is true, the program counts as out of time. Raises SandboxError if the sandbox
@@ -222,7 +224,7 @@ class Sandbox:
         finally:
             shutil.rmtree(folder, onerror=_open_and_retry)
 
-    def _run(self, program: str, limits: Limits, folder: Path, stopping: Callable[[], bool]) -> Ran:
+    def _run(self, program: str, limits: Limits, folder: Path, stopping: Callable[[], bool]) -> ProgramResult:
         token = secrets.token_hex(16).encode()
         reader, writer = os.pipe()
         secret, teller = os.pipe()
@@ -255,7 +257,7 @@ class Sandbox:
         if not report.startswith(b".") and ending == "ended":
             raise SandboxError(text.strip().splitlines()[-1] if text.strip() else "the sandbox did not start")
         passed = ending == "ended" and process.returncode == 0 and report == b"." + token
-        return Ran(passed, ending, process.returncode, text)
+        return ProgramResult(passed, ending, process.returncode, text)
 
     def command(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> list[str]:
         """The command line of one program: the launcher, behind bubblewrap or alone. `pipes`: the report's, and the token's."""

@@ -298,7 +298,7 @@ METRICS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     """What a plot shows of the case `number`: points that are joined, or one point with the interval of its y."""
 
     number: int
@@ -323,7 +323,7 @@ class Plot:
     title: str
     x: str
     y: str
-    lines: Sequence[Line]
+    lines: Sequence[PlotLine]
     grey: Sequence[tuple[float, float]] = ()
     from_zero: bool = True
 
@@ -388,13 +388,13 @@ def quality_plots(cases: Sequence[RunStatistics]) -> Iterator[Plot]:
     names = sorted({name for _, case in numbered for name in case.metrics})[:METRICS]
     (nfe, nfe_of), (device, device_of) = COSTS.items()
     if not names:
-        lines = [Line(n, case.figures.name, [nfe_of(case)], [device_of(case)]) for n, case in numbered]
+        lines = [PlotLine(n, case.figures.name, [nfe_of(case)], [device_of(case)]) for n, case in numbered]
         yield Plot("Forwards and device time", nfe, device, lines)
     for name in names:
         shown = [(n, case, case.metrics[name]) for n, case in numbered if name in case.metrics]
         for label, cost_of in COSTS.items():
             best = frontier([(cost_of(case), mean.value) for _, case, mean in shown], shown[0][1].better.get(name))
-            lines = [Line(n, case.figures.name, [cost_of(case)], [m.value], _bounds(m)) for n, case, m in shown]
+            lines = [PlotLine(n, case.figures.name, [cost_of(case)], [m.value], _bounds(m)) for n, case, m in shown]
             yield Plot("Quality against cost", label, name, lines, best if len(best) > 1 else (), from_zero=False)
 
 
@@ -413,7 +413,7 @@ def curve_plot(
 ) -> Iterator[Plot]:
     """A plot with a line for each case that has one; none if no case has."""
     curves = [(place, case.figures.name, *curve_of(case)) for place, case in enumerate(cases, 1)]
-    lines = [Line(place, name, xs.tolist(), ys.tolist()) for place, name, xs, ys in curves if len(xs)]
+    lines = [PlotLine(place, name, xs.tolist(), ys.tolist()) for place, name, xs, ys in curves if len(xs)]
     if lines:
         yield Plot(title, x, y, lines, **more)
 

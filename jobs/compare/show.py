@@ -55,7 +55,7 @@ COLOURS: Final = ("green", "yellow", "cyan", "magenta", "blue", "red")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShownPart:
     """A part of a text, given or `made` by the model; `forward` counts the sample's forwards up to the one that decided it."""
 
     text: str
@@ -68,7 +68,7 @@ class ShownRow:
     """A result row, with its text in pieces."""
 
     row: Mapping[str, Any]
-    pieces: Sequence[Piece]
+    pieces: Sequence[ShownPart]
 
     @property
     def name(self) -> str:
@@ -101,7 +101,7 @@ def show(
     `ids` and `failed` choose rows, of which at most `limit` are shown. UserError if there is no run, or no row with an id.
     """
     passes = passes_of(open_store(place))
-    remaking = Remaking(passes)
+    remaking = SampleReplay(passes)
     most = limit or (ON_TERMINAL if html is None else ON_PAGE)
     rows = list(islice(remaking.shown(chosen_rows(passes, ids, failed=failed)), most))
     lacking = [name for name in ids if name not in {shown.row["id"] for shown in rows}]
@@ -137,7 +137,7 @@ def chosen_rows(passes: Sequence[Pass], ids: Sequence[str], *, failed: bool) -> 
 
 
 @dataclass(slots=True)
-class Remaking:
+class SampleReplay:
     """Makes the canvases of samples again and reads their traces. `problem` says why it can't, once that is known."""
 
     passes: Sequence[Pass]
@@ -161,7 +161,7 @@ class Remaking:
             for row in of_unit:
                 canvas = canvases.get(name_of(row))
                 if canvas is None:
-                    yield ShownRow(row, [Piece(row["text"])] if row["text"] else [])
+                    yield ShownRow(row, [ShownPart(row["text"])] if row["text"] else [])
                 else:
                     pieces = pieces_of(row, canvas, self.tokenizer, forwards.get(name_of(row), {}))
                     yield ShownRow(row, list(pieces))
@@ -216,7 +216,7 @@ def name_of(row: Mapping[str, Any]) -> SampleName:
 
 def pieces_of(
     row: Mapping[str, Any], canvas: Canvas, tokenizer: Tokenizer | None, forwards: Mapping[int, int]
-) -> Iterator[Piece]:
+) -> Iterator[ShownPart]:
     """The pieces of a row's text. A hole that was not filled is the number of its tokens in brackets.
 
     `forwards` has the forward that decided a position of the canvas; where a causal model fills holes one after another, each
@@ -225,9 +225,9 @@ def pieces_of(
     if canvas.infilling is not None:
         fills = [fill["text"] for fill in row["fills"] or ()] or [f"[{limit}]" for limit in canvas.infilling.limits]
         given = [decoded(piece.tolist(), tokenizer, follows=bool(n)) for n, piece in enumerate(canvas.infilling.pieces)]
-        yield Piece(given[0])
+        yield ShownPart(given[0])
         for fill, text in zip(fills, given[1:], strict=False):
-            yield from (Piece(fill or "", made=True), Piece(text))
+            yield from (ShownPart(fill or "", made=True), ShownPart(text))
         return
     if canvas.lengths is not None and row["fills"] is not None:
         canvas = canvas.with_lengths([fill["end"] - fill["start"] for fill in row["fills"]])
@@ -244,13 +244,13 @@ def pieces_of(
     is_first = True
     for number, ((made, forward), ids) in enumerate(groups):
         if HOLE in ids:
-            yield Piece(f"[{len(ids)}]", made=True)
+            yield ShownPart(f"[{len(ids)}]", made=True)
             continue
         held += ids
         text = decoded(held, tokenizer, follows=not is_first)
         if text.endswith("\ufffd") and number + 1 < len(groups):  # a character whose other bytes are in the next piece
             continue
-        yield Piece(text, made, forward if made else None)
+        yield ShownPart(text, made, forward if made else None)
         held, is_first = [], False
 
 
@@ -295,7 +295,7 @@ def print_rows(rows: Sequence[ShownRow], scope: str, *, every_column: bool) -> N
     console.print(Text(f"{scope}; --id, --failed and --limit choose rows, --html FILE writes a page", "dim"))
 
 
-def without_middle(piece: Piece) -> Piece:
+def without_middle(piece: ShownPart) -> ShownPart:
     """A given text that is long without its middle."""
     if piece.made or len(piece.text) <= GIVEN_CHARS:
         return piece
@@ -304,7 +304,7 @@ def without_middle(piece: Piece) -> Piece:
     return replace(piece, text=f"{piece.text[:half]}{left_out}{piece.text[-half:]}")
 
 
-def text_of(piece: Piece, colours: Mapping[int, str] | None) -> tuple[str, str]:
+def text_of(piece: ShownPart, colours: Mapping[int, str] | None) -> tuple[str, str]:
     """A piece and its style; with `colours`, of forwards, it needs no marks."""
     text = printable(piece.text)
     if not piece.made:

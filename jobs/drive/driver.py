@@ -20,15 +20,15 @@ from types import FrameType
 from typing import Any, Protocol
 
 from draftmill.actors.messages import (
-    Died,
     Failure,
     HomeLeaving,
-    Leaving,
+    NodeLeaving,
     PoolEvent,
     Receipt,
-    Reported,
     TurnReport,
-    Up,
+    WorkerLoaded,
+    WorkerLost,
+    WorkerReported,
     WorkUnit,
 )
 from draftmill.jobs.drive.progress import Display
@@ -40,7 +40,6 @@ from draftmill.jobs.schedule.events import (
     Drain,
     Event,
     Finish,
-    Heard,
     KillWorker,
     LetGo,
     MoreRoom,
@@ -51,6 +50,7 @@ from draftmill.jobs.schedule.events import (
     Tick,
     UnitDone,
     UnitFailed,
+    WorkerAnswered,
     WorkerDied,
     WorkerLeaving,
     WorkerUp,
@@ -330,15 +330,15 @@ class Driver:
 
     def _take(self, event: PoolEvent) -> None:
         match event:
-            case Up(worker, node, pid, facts):
+            case WorkerLoaded(worker, node, pid, facts):
                 self._loading.discard(worker)
                 self.totals.worker_up(facts.get("device"))
                 self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
                 self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
-            case Died():
+            case WorkerLost():
                 self._worker_died(event)
-            case Leaving(worker, left_s):
+            case NodeLeaving(worker, left_s):
                 within = "" if left_s is None else f" within {left_s:.0f} s"
                 message = f"worker {worker} is on a node that is being drained{within}"
                 self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
@@ -346,16 +346,16 @@ class Driver:
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
                 self.stop.warn("this node is being drained")
-            case Reported(worker, report):
+            case WorkerReported(worker, report):
                 self.totals.add_report(report)
                 self.totals.waiting[worker] = report.waiting
                 self.totals.devices.heard(worker, report.effort.wall_s)
                 self.watchers.each(lambda watcher: watcher.reported(worker, report))
                 for item in report.answers:
                     self._answer(item)
-                self._tell(Heard(worker, report.spent, report.moved, report.effort.engine.committed))
+                self._tell(WorkerAnswered(worker, report.spent, report.moved, report.effort.engine.committed))
 
-    def _worker_died(self, died: Died) -> None:
+    def _worker_died(self, died: WorkerLost) -> None:
         self._loading.discard(died.worker)
         self.totals.waiting.pop(died.worker, None)
         held = self.scheduler.state.workers.get(died.worker)

@@ -98,7 +98,7 @@ def ray_metric(metric: Metric) -> Any:
 
 
 @dataclass(slots=True)
-class Slots:
+class SlotUse:
     """The slots of one worker: their number and those in use, of the last second in which it decoded."""
 
     updated_s: float = 0.0
@@ -123,7 +123,7 @@ class MetricsWatcher(Watcher):
         self._sums: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         self._commits_s: list[float] = []
         self._steps: dict[str, Counter[str]] = {}
-        self._slots: dict[str, Slots] = {}
+        self._slots: dict[str, SlotUse] = {}
         self._reported_s = 0.0
 
     def reported(self, worker: str, report: TurnReport) -> None:
@@ -197,7 +197,7 @@ class MetricsWatcher(Watcher):
         for worker, steps in self._steps.items():
             if steps["steps"]:
                 number = steps["steps"]
-                self._slots[worker] = Slots(now_s, steps["slots"] / number, steps["used"] / number)
+                self._slots[worker] = SlotUse(now_s, steps["slots"] / number, steps["used"] / number)
         self._steps.clear()
         for slots in self._slots.values():
             slots.used = slots.used if now_s - slots.updated_s < SILENT_S else 0.0

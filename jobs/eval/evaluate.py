@@ -31,7 +31,7 @@ from draftmill.jobs.drive.log import print_result, shows_progress
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.eval.options import EvalOptions
-from draftmill.jobs.eval.runs import Runs, Unfinished, document
+from draftmill.jobs.eval.runs import EvalRuns, Unfinished, document
 from draftmill.jobs.eval.spec import EvalSpec, read_eval_spec
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.resolve import inspect
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # these import lm_eval (extra `lm-eval`), which takes some se
     from lm_eval.api.task import Task
     from lm_eval.loggers import EvaluationTracker
 
-    from draftmill.jobs.eval.model import ChosenTasks, Draftmill, Model
+    from draftmill.jobs.eval.model import CheckpointFacts, ChosenTasks, DraftmillLM
 
 _log = logging.getLogger(__name__)
 
@@ -64,19 +64,19 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
     if not shows_progress():
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     model = _load_model(spec, options)
-    from draftmill.jobs.eval.model import Finder, check_tasks
+    from draftmill.jobs.eval.model import TaskFinder, check_tasks
 
-    tasks = Finder(options, Display().note).load()
+    tasks = TaskFinder(options, Display().note).load()
     check_tasks(tasks.tasks, spec, model.info, options)
     with ExitStack() as stack:
         try:
-            return _evaluate(spec, options, model, tasks, Runs(spec, _runner(run_options, stack)))
+            return _evaluate(spec, options, model, tasks, EvalRuns(spec, _runner(run_options, stack)))
         except Unfinished as error:
             return error.code
 
 
-def _load_model(spec: EvalSpec, options: EvalOptions) -> Model:
-    from draftmill.jobs.eval.model import Model
+def _load_model(spec: EvalSpec, options: EvalOptions) -> CheckpointFacts:
+    from draftmill.jobs.eval.model import CheckpointFacts
 
     job = spec.any_job()
     folder = fetch_model(job.place(job.model.path), job.model.revision, adapter=job.model.adapter)
@@ -86,7 +86,7 @@ def _load_model(spec: EvalSpec, options: EvalOptions) -> Model:
         raise UserError("'none', but tasks are made of text; allowed: auto, or a folder", field="model.tokenizer")
     if options.apply_chat_template and tokenizer.chat is None:
         raise UserError("the tokenizer has no chat template", field="--apply_chat_template")
-    return Model(job.model.path, info, tokenizer)
+    return CheckpointFacts(job.model.path, info, tokenizer)
 
 
 def _runner(options: RunOptions, stack: ExitStack) -> Callable[[JobSpec], int]:
@@ -104,13 +104,13 @@ def _runner(options: RunOptions, stack: ExitStack) -> Callable[[JobSpec], int]:
     return run
 
 
-def _evaluate(spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenTasks, runs: Runs) -> int:
+def _evaluate(spec: EvalSpec, options: EvalOptions, model: CheckpointFacts, tasks: ChosenTasks, runs: EvalRuns) -> int:
     from lm_eval.loggers import EvaluationTracker
 
-    from draftmill.jobs.eval.model import Draftmill
+    from draftmill.jobs.eval.model import DraftmillLM
 
     chosen = options.samples or {}
-    asker = Draftmill(spec, model, runs, chosen=chosen, check=lambda: _check_requests(spec, model, tasks, asker))
+    asker = DraftmillLM(spec, model, runs, chosen=chosen, check=lambda: _check_requests(spec, model, tasks, asker))
     tracker = EvaluationTracker()
     results = _ask(asker, spec, options, model, tasks, tracker)
     samples = results.pop("samples")
@@ -131,7 +131,7 @@ def _evaluate(spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenT
     return OK
 
 
-def _check_requests(spec: EvalSpec, model: Model, tasks: ChosenTasks, asker: Draftmill) -> None:
+def _check_requests(spec: EvalSpec, model: CheckpointFacts, tasks: ChosenTasks, asker: DraftmillLM) -> None:
     """Raise UserError for a request that the model or the decoder can't do, once the tasks have built their requests."""
     from draftmill.jobs.eval.model import check_requests
 
@@ -143,7 +143,12 @@ def _check_requests(spec: EvalSpec, model: Model, tasks: ChosenTasks, asker: Dra
 
 
 def _ask(
-    asker: Draftmill, spec: EvalSpec, options: EvalOptions, model: Model, tasks: ChosenTasks, tracker: EvaluationTracker
+    asker: DraftmillLM,
+    spec: EvalSpec,
+    options: EvalOptions,
+    model: CheckpointFacts,
+    tasks: ChosenTasks,
+    tracker: EvaluationTracker,
 ) -> dict[str, Any]:
     """lm-evaluation-harness's own loop over the tasks: its results with the samples."""
     from lm_eval import simple_evaluate
@@ -177,7 +182,7 @@ def _ask(
 def _print_results(
     spec: EvalSpec,
     options: EvalOptions,
-    model: Model,
+    model: CheckpointFacts,
     results: dict[str, Any],
     answers: Mapping[str, Sequence[dict[str, Any]]],
 ) -> None:

@@ -25,8 +25,8 @@ from draftmill.actors.task import Complete, Score
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.eval.options import EvalOptions
-from draftmill.jobs.eval.requests import Encoder, Generation, Scored, generation_of
-from draftmill.jobs.eval.runs import Asked, Instance, Results, Row, Rows, Runs, number_repeats
+from draftmill.jobs.eval.requests import Encoder, Generation, ScoredTokens, generation_of
+from draftmill.jobs.eval.runs import AskedAnswer, EvalRuns, Instance, JobRows, Results, Row, number_repeats
 from draftmill.jobs.eval.spec import EvalSpec, Kind
 from draftmill.jobs.plan.checks import check_task
 from draftmill.storage.errors import UserError, brief
@@ -38,7 +38,7 @@ MINUS_INFINITY: Final = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class CheckpointFacts:
     """The checkpoint, as far as requests need it."""
 
     name: str
@@ -54,14 +54,20 @@ def facts(row: Row, place: str) -> dict[str, Any]:
     }
 
 
-class Draftmill(LM):  # type: ignore[misc]
+class DraftmillLM(LM):  # type: ignore[misc]
     """lm-evaluation-harness's model. `check` is called once, before the first request is answered.
 
     `notes` says how each request was answered: by the object's id, for each repeat the facts of its row.
     """
 
     def __init__(
-        self, spec: EvalSpec, model: Model, runs: Runs, *, chosen: Mapping[str, list[int]], check: Callable[[], None]
+        self,
+        spec: EvalSpec,
+        model: CheckpointFacts,
+        runs: EvalRuns,
+        *,
+        chosen: Mapping[str, list[int]],
+        check: Callable[[], None],
     ) -> None:
         super().__init__()
         self.notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -112,8 +118,8 @@ class Draftmill(LM):  # type: ignore[misc]
         hidden = any(text in stop for stop in generation.stop for text in special)
         return lambda path, out: self._spec.completing(generation, path, out, special=hidden)
 
-    def _generate(self, generation: Generation, asked: Sequence[Asked]) -> Iterator[str]:
-        rows, names = Rows(), []
+    def _generate(self, generation: Generation, asked: Sequence[AskedAnswer]) -> Iterator[str]:
+        rows, names = JobRows(), []
         for request in asked:
             tokens = self._encoder.context(request.instance.args[0])
             # Without noise, the same prompt has the same text.
@@ -126,7 +132,7 @@ class Draftmill(LM):  # type: ignore[misc]
                 text = text.split(stop)[0]
             yield text
 
-    def _take(self, request: Asked, results: Results, name: str) -> Row:
+    def _take(self, request: AskedAnswer, results: Results, name: str) -> Row:
         """The row that answers a request, which is noted."""
         row = results.rows[name]
         self.notes[id(request.instance)].append(facts(row, results.place))
@@ -137,7 +143,7 @@ class Draftmill(LM):  # type: ignore[misc]
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether each of its tokens is the model's first choice."""
         asked = self._begin(requests)
-        rows = Rows()
+        rows = JobRows()
         names = [_add_scored(rows, request.id, self._encoder.pair(*request.instance.args)) for request in asked]
         results = self._runs.finish("score", rows, self._spec.scoring)
         answers = [self._take(request, results, name) for request, name in zip(asked, names, strict=True)]
@@ -146,7 +152,7 @@ class Draftmill(LM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in windows of the model's length that score each token once."""
         asked = self._begin(requests)
-        rows = Rows()
+        rows = JobRows()
         names = [
             [
                 _add_scored(rows, f"{request.id}:w{number}", window)
@@ -159,7 +165,7 @@ class Draftmill(LM):  # type: ignore[misc]
         results = self._runs.finish("score", rows, self._spec.scoring)
         return [self._total(request, results, of_text) for request, of_text in zip(asked, names, strict=True)]
 
-    def _total(self, request: Asked, results: Results, names: Sequence[str]) -> float:
+    def _total(self, request: AskedAnswer, results: Results, names: Sequence[str]) -> float:
         rows = [results.rows[name] for name in names]
         sums = {key: sum(row[key] or 0 for row in rows) for key in SUMS if any(row[key] is not None for row in rows)}
         bad = next((row for row in rows if row["status"] != "ok"), None)
@@ -193,14 +199,14 @@ class Draftmill(LM):  # type: ignore[misc]
             "draftmill": job.model_dump(mode="json", include={"seed", "decoder", "sampling", "model"}),
         }
 
-    def _begin(self, requests: Sequence[Instance]) -> list[Asked]:
+    def _begin(self, requests: Sequence[Instance]) -> list[AskedAnswer]:
         if not self._is_checked:
             self._check()
             self._is_checked = True
         return number_repeats(requests, self._chosen)
 
 
-def _add_scored(rows: Rows, name: str, text: Scored) -> str:
+def _add_scored(rows: JobRows, name: str, text: ScoredTokens) -> str:
     return rows.add(name, {"tokens": text.context, "reference": text.scored}, same=text)
 
 
@@ -272,7 +278,7 @@ class ChosenTasks(TaskManager):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class Finder:
+class TaskFinder:
     """Where tasks are looked for: `include_path`, and then all that lm_eval ships, whose index takes up to a minute."""
 
     options: EvalOptions

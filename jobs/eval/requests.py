@@ -42,7 +42,7 @@ KEPT_CONTEXTS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredTokens:
     """The ids of a context, and those that are scored after it."""
 
     context: Ids
@@ -66,7 +66,7 @@ class Encoder:
         begun = bool(self._spelled) and text.startswith(self._spelled)
         return (*(() if begun else self._tokenizer.lead), *self._tokenizer.parse(text))
 
-    def pair(self, context: str, continuation: str) -> Scored:
+    def pair(self, context: str, continuation: str) -> ScoredTokens:
         """Ids of a context and a continuation, of which the continuation is scored; white space between them belongs to it."""
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
@@ -74,24 +74,24 @@ class Encoder:
             return self._behind_prefix(tuple(self._tokenizer.parse(continuation)))
         before, whole = self.context(bare), self._context(bare + continuation)
         # As in lm_eval, also where a token spans the border.
-        return Scored(before, whole[len(before) :] or tuple(self._tokenizer.parse(continuation)))
+        return ScoredTokens(before, whole[len(before) :] or tuple(self._tokenizer.parse(continuation)))
 
-    def _behind_prefix(self, tokens: Ids) -> Scored:
+    def _behind_prefix(self, tokens: Ids) -> ScoredTokens:
         begun = bool(self._prefix) and tokens[:1] == self._prefix
-        return Scored(self._prefix, tokens[1:] if begun else tokens)
+        return ScoredTokens(self._prefix, tokens[1:] if begun else tokens)
 
-    def windows(self, text: str) -> Iterator[Scored]:
+    def windows(self, text: str) -> Iterator[ScoredTokens]:
         """The windows of a text, each with all the context that fits before its scored tokens."""
         tokens = tuple(self._tokenizer.parse(text))
         most = UNLIMITED_WINDOW if self._most is None else self._most
         first = self._behind_prefix(tokens)
         tokens, done = first.scored, min(len(first.scored), most - len(first.context))
         if done:
-            yield Scored(first.context, tokens[:done])
+            yield ScoredTokens(first.context, tokens[:done])
         while done < len(tokens):
             count = min(len(tokens) - done, most - 1)
             done += count
-            yield Scored(tokens[done - most : done - count], tokens[done - count : done])
+            yield ScoredTokens(tokens[done - most : done - count], tokens[done - count : done])
 
 
 MOST: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -46,7 +46,7 @@ class Instance(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedAnswer:
     """One answer that is asked for: a request and which of its repeats it is, counted from 0."""
 
     instance: Instance
@@ -64,12 +64,12 @@ class Asked:
         return f"{self.task}:{self.doc}:{self.instance.idx}:{self.repeat}"
 
 
-def number_repeats(requests: Sequence[Instance], chosen: dict[str, list[int]]) -> list[Asked]:
+def number_repeats(requests: Sequence[Instance], chosen: dict[str, list[int]]) -> list[AskedAnswer]:
     """The requests with their repeats numbered. `chosen` has the documents of tasks of which only some are asked."""
     counts: Counter[int] = Counter()
     asked = []
     for request in requests:
-        asked.append(Asked(request, counts[id(request)], document(request, chosen)))
+        asked.append(AskedAnswer(request, counts[id(request)], document(request, chosen)))
         counts[id(request)] += 1
     return asked
 
@@ -81,7 +81,7 @@ def document(request: Instance, chosen: dict[str, list[int]]) -> int:
     return documents[number] if documents else number
 
 
-class Rows:
+class JobRows:
     """The input rows of one job. `add` returns the id of the row that has the answer."""
 
     def __init__(self) -> None:
@@ -139,13 +139,13 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class EvalRuns:
     """The jobs of one evaluation; `run` runs a job and returns its exit code (draftmill.jobs.run.job)."""
 
     spec: EvalSpec
     run: Callable[[JobSpec], int]
 
-    def finish(self, kind: Kind, rows: Rows, job: Callable[[str, str], JobSpec]) -> Results:
+    def finish(self, kind: Kind, rows: JobRows, job: Callable[[str, str], JobSpec]) -> Results:
         """Run the job over these rows, or resume it, or only read it. `job` makes its spec from paths of input and output.
 
         Raises Unfinished if the job was interrupted or too many of its rows failed, UserError if the directory is a run's.

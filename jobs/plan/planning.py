@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, Piece, survey_pieces
+from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, FilePart, survey_pieces
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import FIELD as TEMPLATE
@@ -74,7 +74,7 @@ def survey(
     damaged.
     """
     threads = min(MOST_THREADS, os.cpu_count() or 1)
-    pieces = [Piece(number, file) for number, file in enumerate(inputs)]
+    pieces = [FilePart(number, file) for number, file in enumerate(inputs)]
     return survey_pieces(recipe, maker, pieces, kept, limit=limit, threads=threads)
 
 

@@ -128,7 +128,7 @@ class Unreachable(StoreError):
     """The cluster does not answer any more."""
 
 
-class Exists(StoreError):
+class JobExists(StoreError):
     """A job of this name is there already."""
 
 
@@ -202,7 +202,7 @@ class RayJobs:
             raise UserError(f"the cluster at {self.cluster.url} refuses the token", field=FIELD) from None
         except RuntimeError as error:
             if "already exists" in str(error):
-                raise Exists(_last_line(error)) from None
+                raise JobExists(_last_line(error)) from None
             if "No available agent" in str(error):
                 raise NotReady(
                     f"the head of the cluster at {self.cluster.url} takes no jobs: its dashboard agent does not run (see "

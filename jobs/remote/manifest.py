@@ -18,9 +18,9 @@ from draftmill.jobs.remote.manifest_job import (
     GRACE_S,
     KILL_S,
     OWN_CLUSTER,
-    Job,
+    ManifestJob,
+    NodeShape,
     Options,
-    Shape,
     check_folder,
     local_places,
     on_s3,
@@ -54,12 +54,12 @@ def manifest(spec: str, overrides: Sequence[str], options: Options) -> int:
     return OK
 
 
-def _fill(template: str, job: Job, **facts: Any) -> str:
+def _fill(template: str, job: ManifestJob, **facts: Any) -> str:
     facts |= {"limit_s": LIMIT_S, "retries": RETRIES}
     return fill_template(template, name=job.name, options=job.options, dated=job.dated, **facts)
 
 
-def _shared_folders(job: Job) -> list[str]:
+def _shared_folders(job: ManifestJob) -> list[str]:
     return [check_folder(path, "--shared-path") for path in job.options.shared_path]
 
 
@@ -80,7 +80,7 @@ IN_A_VOLUME = (
 )
 
 
-def with_cluster(job: Job) -> str:
+def with_cluster(job: ManifestJob) -> str:
     """A RayJob or RayCluster."""
     facts, shapes = _facts(job, IN_A_VOLUME), shapes_of(job)
     names = ["decode"] if len(shapes) == 1 else [f"decode-{index}" for index in range(len(shapes))]
@@ -97,7 +97,7 @@ def with_cluster(job: Job) -> str:
     return _fill(f"{job.options.kind}.yaml.j2", job, **facts)
 
 
-def cronjob(job: Job) -> str:
+def cronjob(job: ManifestJob) -> str:
     """A CronJob, which submits to a cluster that is there."""
     facts = _facts(job, IN_A_CLUSTER)
     cluster = job.options.ray_cluster or DEFAULT_CLUSTER
@@ -114,7 +114,7 @@ def cronjob(job: Job) -> str:
     )
 
 
-def _facts(job: Job, allowed: str) -> dict[str, Any]:
+def _facts(job: ManifestJob, allowed: str) -> dict[str, Any]:
     """What all of them name; UserError for a path of this machine, which no pod has."""
     claims = _claims(job)
     refuse_unseen(job.spec, [*_shared_folders(job), *(folder for _, folder in claims)], allowed=allowed)
@@ -131,7 +131,7 @@ def _facts(job: Job, allowed: str) -> dict[str, Any]:
     }
 
 
-def _claims(job: Job) -> list[tuple[str, str]]:
+def _claims(job: ManifestJob) -> list[tuple[str, str]]:
     claims = []
     for given in job.options.volume:
         claim, colon, folder = given.partition(":")
@@ -143,7 +143,7 @@ def _claims(job: Job) -> list[tuple[str, str]]:
     return claims
 
 
-def _secret(job: Job) -> str | None:
+def _secret(job: ManifestJob) -> str | None:
     """The Secret with S3 credentials; none is needed where nothing is on S3, or a service account has the rights."""
     if job.options.secret is not None:
         return job.options.secret
@@ -151,7 +151,7 @@ def _secret(job: Job) -> str | None:
     return DEFAULT_SECRET if needs else None
 
 
-def _resources(shape: Shape) -> dict[str, str]:
+def _resources(shape: NodeShape) -> dict[str, str]:
     gpus = {"nvidia.com/gpu": str(shape.gpus)} if shape.gpus else {}
     return {"cpu": str(shape.cpus), "memory": f"{MEMORY_GIB}Gi"} | gpus
 
@@ -159,7 +159,7 @@ def _resources(shape: Shape) -> dict[str, str]:
 # ---- Slurm -----------------------------------------------------------------------------------------------------------
 
 
-def slurm(job: Job) -> str:
+def slurm(job: ManifestJob) -> str:
     """A batch script: Ray over the nodes of the job, the driver on the first of them, and a requeue where it helps."""
     shape = one_shape(job)
     if shape.nodes > 1:
@@ -182,7 +182,7 @@ def slurm(job: Job) -> str:
 # ---- cron ------------------------------------------------------------------------------------------------------------
 
 
-def cron(job: Job) -> str:
+def cron(job: ManifestJob) -> str:
     """A line for cron, with the settings that cron's almost empty environment lacks."""
     directory = os.getcwd()
     secret = f"set -a; . {crontab([job.options.secret])}; set +a; " if job.options.secret else ""
@@ -200,7 +200,7 @@ def cron(job: Job) -> str:
     return _fill("cron.j2", job, command=command, grace_s=GRACE_S, kill_s=KILL_S)
 
 
-MAKERS: Mapping[str, Callable[[Job], str]] = {
+MAKERS: Mapping[str, Callable[[ManifestJob], str]] = {
     "rayjob": with_cluster,
     "raycluster": with_cluster,
     "cronjob": cronjob,

@@ -110,7 +110,7 @@ MAX_SPEC_BYTES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ManifestJob:
     """A job that is to be run by another program, in this working directory where that has it.
 
     `path` is absolute, `overrides` are those of `--set`.
@@ -138,7 +138,7 @@ class Job:
         return [word for override in self.overrides for word in ("--set", override)]
 
 
-def read_job(path: str, overrides: Sequence[str], options: Options) -> Job:
+def read_job(path: str, overrides: Sequence[str], options: Options) -> ManifestJob:
     """Return a job whose spec and options are checked; UserError otherwise."""
     spec = load_spec(path, overrides)
     refuse_memory(spec)
@@ -147,7 +147,7 @@ def read_job(path: str, overrides: Sequence[str], options: Options) -> Job:
     for override in overrides:
         check_printable(override, "--set")
     name = slug(spec.name, LONGEST_NAMES.get(options.kind, MAX_NAME))
-    return Job(spec, options, name, full, tuple(overrides))
+    return ManifestJob(spec, options, name, full, tuple(overrides))
 
 
 def slug(name: str, longest: int) -> str:
@@ -160,7 +160,7 @@ def slug(name: str, longest: int) -> str:
     return f"{safe[: longest - 7].rstrip('-')}-{tail}"
 
 
-def spec_text(job: Job) -> str:
+def spec_text(job: ManifestJob) -> str:
     """The spec as one text that means the same under any file name, with the overrides applied; UserError if it is too long.
 
     The file's own text if possible, so that its comments stay.
@@ -186,7 +186,7 @@ def spec_text(job: Job) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class NodeShape:
     """One kind of node and how many of it; `why` is a comment on where the numbers come from."""
 
     nodes: int
@@ -195,7 +195,7 @@ class Shape:
     why: str
 
 
-def shapes_of(job: Job) -> list[Shape]:
+def shapes_of(job: ManifestJob) -> list[NodeShape]:
     """The nodes for each shape of the spec's workers."""
     shapes = job.spec.shapes
     if len(shapes) > 1 and job.options.nodes is not None:
@@ -205,7 +205,7 @@ def shapes_of(job: Job) -> list[Shape]:
     return [_shape(job, workers) for workers in shapes]
 
 
-def one_shape(job: Job) -> Shape:
+def one_shape(job: ManifestJob) -> NodeShape:
     """The nodes of a job whose workers all have one shape; UserError for others."""
     shapes = shapes_of(job)
     if len(shapes) > 1:
@@ -216,7 +216,7 @@ def one_shape(job: Job) -> Shape:
     return shapes[0]
 
 
-def _shape(job: Job, workers: WorkerShape) -> Shape:
+def _shape(job: ManifestJob, workers: WorkerShape) -> NodeShape:
     """The nodes for one shape: each has what its share of the workers needs, which is one worker without --nodes or a count."""
     worker_gpus = workers.gpus_if(job.spec.model.device.startswith("cuda"))
     count = 1 if workers.count == "auto" else workers.count
@@ -227,7 +227,7 @@ def _shape(job: Job, workers: WorkerShape) -> Shape:
     why = f"The spec asks for {asked}, each with {workers.cpus:g} CPUs and {worker_gpus:g} GPUs."
     if workers.gpus == "auto" and not gpus:
         why += " workers.gpus is auto: --set workers.gpus=1 makes nodes with GPUs."
-    return Shape(nodes, max(1, math.ceil(room * workers.cpus)), gpus, why)
+    return NodeShape(nodes, max(1, math.ceil(room * workers.cpus)), gpus, why)
 
 
 # ---- which local paths a cluster can see

@@ -57,14 +57,14 @@ class SubmitOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SubmitRequest:
     """A job to submit: a command of sh, and a runtime_env of Ray."""
 
     entrypoint: str
     environment: Mapping[str, Any]
 
 
-def request_of(data: Mapping[str, Any], options: SubmitOptions) -> Request:
+def request_of(data: Mapping[str, Any], options: SubmitOptions) -> SubmitRequest:
     """The request for the mapping of a checked spec; UserError for what the cluster could not find or would refuse."""
     given = _environment(options)
     has_image = any(given.get(key) for key in IMAGES)
@@ -77,7 +77,7 @@ def request_of(data: Mapping[str, Any], options: SubmitOptions) -> Request:
     spec = yaml.safe_dump(map_paths(data, paths), sort_keys=False, allow_unicode=True, width=120)
     if len(spec) > MAX_SPEC or f"\n{_END}\n" in spec:
         raise UserError(f"a spec of {len(spec):,} characters; the maximum is {MAX_SPEC:,}", field="SPEC")
-    return Request(
+    return SubmitRequest(
         entrypoint(spec, options, ships=ships), environment(given, data, grace_s=options.grace_s, ships=ships)
     )
 

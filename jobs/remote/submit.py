@@ -32,7 +32,7 @@ from draftmill.jobs.remote.cluster import (
     FIELD,
     RUN,
     SPEC,
-    Exists,
+    JobExists,
     NoSuchJob,
     NotReady,
     RayJobs,
@@ -44,7 +44,7 @@ from draftmill.jobs.remote.cluster import (
     stem_of,
     submissions,
 )
-from draftmill.jobs.remote.request import Request, SubmitOptions, request_of
+from draftmill.jobs.remote.request import SubmitOptions, SubmitRequest, request_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
 from draftmill.storage.stores.interface import Place, Store, is_local
@@ -63,32 +63,32 @@ SILENT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class JobEnd:
     """How a job ended: draftmill's exit code, and what to tell the user beside the job's own words."""
 
     code: int
     message: str = ""
 
 
-def end_of(info: Any) -> End:
+def end_of(info: Any) -> JobEnd:
     """The end of a job that is over. The driver's own exit code is handed on; it has said why."""
     status, code = str(info.status), info.driver_exit_code
     if status == "SUCCEEDED":
-        return End(OK)
+        return JobEnd(OK)
     if status == "STOPPED":
-        return End(INTERRUPTED, "the job was stopped; submit it again to resume")
+        return JobEnd(INTERRUPTED, "the job was stopped; submit it again to resume")
     if code in SEVEREST and code != OK:
-        return End(code)
+        return JobEnd(code)
     if code is None:
         lines = [line.strip() for line in str(info.message or "").splitlines() if line.strip()]
         reason = " ".join([lines[0], lines[-1]] if len(lines) > 1 else lines) or "the cluster gives no reason"
-        return End(UNEXPECTED, f"the job did not start, or its node was lost: {reason}; submit it again to resume")
+        return JobEnd(UNEXPECTED, f"the job did not start, or its node was lost: {reason}; submit it again to resume")
     ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return End(UNEXPECTED, f"the driver's process ended with {ended}; submit it again to resume")
+    return JobEnd(UNEXPECTED, f"the driver's process ended with {ended}; submit it again to resume")
 
 
 @dataclass(slots=True)
-class Follower:
+class LogFollower:
     """Prints a job's log through `show` until the job is over: each text once, although each request brings the whole log."""
 
     client: RayJobs
@@ -99,7 +99,7 @@ class Follower:
     _shown: int = 0
     _next_s: float = 0.0
 
-    def follow(self) -> End:
+    def follow(self) -> JobEnd:
         """Return when the job is over; Unreachable if the cluster is silent for SILENT_S."""
         while True:
             info = self._info()
@@ -169,7 +169,7 @@ def submit(
     return follow(client, name)
 
 
-def start(client: RayJobs, spec: JobSpec, request: Request) -> str:
+def start(client: RayJobs, spec: JobSpec, request: SubmitRequest) -> str:
     """The name of the job that runs for the spec's run directory: one that is there already, or a new one."""
     run = run_of(spec)
     stem = stem_of(spec.name, run, spec.s3.endpoint)
@@ -185,12 +185,12 @@ def start(client: RayJobs, spec: JobSpec, request: Request) -> str:
             _log.info(f"{running[-1].submission_id} runs already for this run directory{changed}")
             return str(running[-1].submission_id)
         name = next_name(stem, jobs)
-        with suppress(Exists):  # another submission of the same run was faster
+        with suppress(JobExists):  # another submission of the same run was faster
             _send(client, name, request, metadata)
             return name
 
 
-def _send(client: RayJobs, name: str, request: Request, metadata: dict[str, str]) -> None:
+def _send(client: RayJobs, name: str, request: SubmitRequest, metadata: dict[str, str]) -> None:
     until_s = time.monotonic() + READY_S
     while True:
         try:
@@ -207,7 +207,7 @@ def follow(client: RayJobs, name: str) -> int:
     """Show the job's log until it has ended; returns its exit code. An interrupt ends the following, not the job."""
     try:
         with interruptible():
-            end = Follower(client, name, partial(print_result, end="")).follow()
+            end = LogFollower(client, name, partial(print_result, end="")).follow()
     except KeyboardInterrupt:
         _log.info(
             f"not following any more; {name} goes on. Follow it again: the same command. "

@@ -42,7 +42,7 @@ from draftmill.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class CheckedMetrics:
     """Metrics that can be measured; `reference` and `joiner` as in draftmill.actors.measuring.measure.MeasureJob."""
 
     metrics: tuple[ReadyMetric, ...]
@@ -57,7 +57,7 @@ def ready_metrics(
     kept: Sequence[str],
     *,
     reference: str | None = None,
-) -> Ready:
+) -> CheckedMetrics:
     """Check metrics against a job whose results keep the columns `kept`; UserError, with the path, if one can't be measured.
 
     `fields` are the metrics' paths in the spec or their words on the command line; `reference` names another kept column.
@@ -88,7 +88,7 @@ def ready_metrics(
             settings["reference"] = [column, joiner]
         measured = MeasuredMetric(settings, part.columns(), part.estimates())
         ready.append(ReadyMetric(part, measured, fields[index], **more))
-    return Ready(tuple(ready), column, joiner)
+    return CheckedMetrics(tuple(ready), column, joiner)
 
 
 def kept_columns(plan: Plan) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def kept_columns(plan: Plan) -> tuple[str, ...]:
     return () if plan.keep is None else tuple(plan.keep.names)
 
 
-def check_columns(ready: Ready, sets: Mapping[str, MetricSet]) -> None:
+def check_columns(ready: CheckedMetrics, sets: Mapping[str, MetricSet]) -> None:
     """Raise UserError if the run has a metric of the same column that was measured with other settings."""
     there = {
         column: metric for metric_set in sets.values() for metric in metric_set.metrics for column in metric.columns
@@ -195,7 +195,7 @@ class MeasureDisplay(Display):
         self._display.line(share, f"measured {done:,}/{rows:,} samples ({share:.0%})  {figures}")
 
 
-def units_to_measure(store: Store, passes: Sequence[Pass], ready: Ready) -> dict[int, UnitToMeasure]:
+def units_to_measure(store: Store, passes: Sequence[Pass], ready: CheckedMetrics) -> dict[int, UnitToMeasure]:
     """The units of all finished passes that lack some of the metrics, each with those that it lacks, by their numbers.
 
     The units of the first pass have their own numbers, those of later passes the following ones. Reads listings and the
@@ -228,7 +228,7 @@ def measure_units(
     store: Store,
     spec: JobSpec,
     passes: Sequence[Pass],
-    ready: Ready,
+    ready: CheckedMetrics,
     *,
     backend: Backend,
     display: Display,
@@ -275,7 +275,9 @@ def measure_units(
     return is_done
 
 
-def _job_of(store: Store, plan: Plan, ready: Ready, units: Mapping[int, UnitToMeasure], *, row_s: float) -> MeasureJob:
+def _job_of(
+    store: Store, plan: Plan, ready: CheckedMetrics, units: Mapping[int, UnitToMeasure], *, row_s: float
+) -> MeasureJob:
     return MeasureJob(
         store=store.place.at(absolute(store.url)),
         fingerprint=plan.fingerprint,
@@ -288,7 +290,7 @@ def _job_of(store: Store, plan: Plan, ready: Ready, units: Mapping[int, UnitToMe
     )
 
 
-def _allocate_measurers(backend: Backend, spec: JobSpec, ready: Ready, units: int) -> Allocation:
+def _allocate_measurers(backend: Backend, spec: JobSpec, ready: CheckedMetrics, units: int) -> Allocation:
     """As many workers as the run's own `workers` allow, of one kind; they get GPUs only if there is a judge."""
     if not any(metric.place is not None for metric in ready.metrics):
         workers = spec.shapes[0].model_copy(update={"gpus": 0, "gpus_per_model": 1, "labels": {}})

@@ -25,7 +25,7 @@ from draftmill.storage.runs.commit import Manifest, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA
-from draftmill.storage.stores.interface import Level, Store, level_of
+from draftmill.storage.stores.interface import FolderLevel, Store, level_of
 from draftmill.storage.stores.store import open_store
 
 FOLDER = "passes/"
@@ -75,7 +75,7 @@ class NoPlanYet(UserError):
         self.driver = driver
 
 
-def is_unplanned(level: Level) -> bool:
+def is_unplanned(level: FolderLevel) -> bool:
     """Whether a folder is a run directory that has no plan yet: it has a lease, and nothing else but parts of a plan."""
     return LEASE in level.files and PLAN not in level.files and set(level.folders) <= {"plan", "attempts", "input"}
 

@@ -16,7 +16,7 @@ from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import Level, Place, Stat, Store, level_of
+from draftmill.storage.stores.interface import FolderLevel, Place, Stat, Store, level_of
 from draftmill.storage.stores.parallel import thread_pool
 from draftmill.storage.stores.store import open_store
 
@@ -35,7 +35,7 @@ class FoundRun:
 
     name: str
     store: Store
-    level: Level
+    level: FolderLevel
 
     @property
     def success(self) -> Stat | None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.loop.loading import build, load_networks, most_canvases
-from draftmill.actors.loop.memory import Room, fit
+from draftmill.actors.loop.memory import BatchLimits, fit
 from draftmill.actors.planning.surveying import CONSTRAINED
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
@@ -77,7 +77,7 @@ class LoadedModel:
     exact: bool
     memory_bytes: int
     where: str
-    room: Room | None = None
+    room: BatchLimits | None = None
     device: Mapping[str, Any] = field(default_factory=dict)
 
 

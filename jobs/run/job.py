@@ -37,7 +37,7 @@ from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import Resolved, resolve
-from draftmill.jobs.results.measure import Ready, kept_columns, measure_units, ready_metrics, units_to_measure
+from draftmill.jobs.results.measure import CheckedMetrics, kept_columns, measure_units, ready_metrics, units_to_measure
 from draftmill.jobs.results.passes import (
     PRUNED,
     Pass,
@@ -158,7 +158,7 @@ def plan_run(resolved: Resolved, store: Store, backend: Backend, display: Displa
         return make_plan(resolved, store, display, epoch=epoch, sift=sift)
 
 
-def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
+def ready_for(spec: JobSpec, plan: Plan | None) -> CheckedMetrics | None:
     """The spec's metrics, checked before anything is decoded; None if it has none."""
     if not spec.metrics:
         return None
@@ -167,7 +167,7 @@ def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
     return ready_metrics(spec.metrics, fields, spec, kept)
 
 
-def measure_run(store: Store, spec: JobSpec, ready: Ready | None, options: RunOptions) -> None:
+def measure_run(store: Store, spec: JobSpec, ready: CheckedMetrics | None, options: RunOptions) -> None:
     """Measure what a finished run lacks, under its lease; nothing without metrics.
 
     Raises Ended if it is interrupted, AnotherDriver if another driver has the run.
@@ -187,7 +187,7 @@ def measure_run(store: Store, spec: JobSpec, ready: Ready | None, options: RunOp
 def _measure(
     store: Store,
     spec: JobSpec,
-    ready: Ready,
+    ready: CheckedMetrics,
     options: RunOptions,
     *,
     backend: Backend,

@@ -42,7 +42,7 @@ SESSIONS = "-session.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepRule:
     """Which runs stay: the `newest` ones, and those whose date is less than `age` ago."""
 
     newest: int | None = None
@@ -70,7 +70,7 @@ class Candidate:
         return f"{counted(len(self.objects), 'file')}, {size_text(sum(stat.size for stat in self.objects))}"
 
 
-def candidates(base: Store, keep: Keep, now: datetime) -> list[Candidate]:
+def candidates(base: Store, keep: KeepRule, now: datetime) -> list[Candidate]:
     """Every run below the base path, oldest first, and whether it goes."""
     runs = [(run, facts_of(run)) for run in runs_below(base) if run.name]
     runs.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
@@ -97,7 +97,7 @@ def _obstacle(facts: RunFacts) -> str | None:
     return None if facts.is_success else "it is not finished"
 
 
-def _rule(facts: RunFacts, keep: Keep, newest: set[str], now: datetime) -> str | None:
+def _rule(facts: RunFacts, keep: KeepRule, newest: set[str], now: datetime) -> str | None:
     """Why a run stays by the rule; None if it goes."""
     if facts.is_pruned:  # what a prune that was killed has left
         return None
@@ -147,7 +147,7 @@ def _prove(candidate: Candidate, objects: Sequence[Stat]) -> None:
         store.create(PRUNED, (json.dumps(facts) + "\n").encode())
 
 
-def prune(base: Place, keep: Keep, *, yes: bool = False) -> int:
+def prune(base: Place, keep: KeepRule, *, yes: bool = False) -> int:
     """Show, and with `yes` delete, what goes; returns the exit code. UserError if `base` is no base path."""
     store = open_store(base)
     check_base(store)
@@ -190,7 +190,7 @@ def delete(runs: Sequence[Candidate], stop: StopFlag) -> int:
     return OK
 
 
-def print_candidates(store: Store, keep: Keep, runs: Sequence[Candidate], verb: str) -> None:
+def print_candidates(store: Store, keep: KeepRule, runs: Sequence[Candidate], verb: str) -> None:
     """Print a line for each run: why it stays, or what goes."""
     rows = [[one.facts.name, f"{verb}: {one.what}" if one.stays is None else f"stays: {one.stays}"] for one in runs]
     head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"

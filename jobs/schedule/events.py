@@ -54,7 +54,7 @@ class MoreRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class WorkerAnswered:
     """A worker answered; most samples of the `spent` leases have a slot, and it has generated `tokens` since its last answer.
 
     `moved` if it made progress since its last answer: this renews its leases. An answer without progress does not.
@@ -99,7 +99,9 @@ class Drain:
     """Stop leasing units; finish when the running ones have ended."""
 
 
-Event = Tick | WorkerUp | WorkerDied | WorkerLeaving | MoreRoom | Heard | UnitDone | ProbeDone | UnitFailed | Drain
+Event = (
+    Tick | WorkerUp | WorkerDied | WorkerLeaving | MoreRoom | WorkerAnswered | UnitDone | ProbeDone | UnitFailed | Drain
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ A unit that was once suspected stays `alone`: its worker holds nothing else, so 
 
 The states of a worker: starting (requested, not yet up), up, leaving (its machine will be removed: it finishes what it decodes,
 gets nothing more, and another worker replaces it), and gone (forgotten). A worker holds at most four leases.
-If `Heard` does not renew a lease for `lease_s`, because its worker is silent or makes no progress, the worker is killed.
+If `WorkerAnswered` does not renew a lease for `lease_s`, because its worker is silent or makes no progress, the worker is killed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
-from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Verdict
+from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, QuarantinedRows
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
     Drain,
     Event,
     Finish,
-    Heard,
     KillWorker,
     LetGo,
     MoreRoom,
@@ -43,6 +42,7 @@ from draftmill.jobs.schedule.events import (
     Tick,
     UnitDone,
     UnitFailed,
+    WorkerAnswered,
     WorkerDied,
     WorkerLeaving,
     WorkerUp,
@@ -51,7 +51,7 @@ from draftmill.jobs.schedule.unit_leases import (
     COPIES,
     MAX_ROUNDS,
     Bisection,
-    Cause,
+    FailureCause,
     Limits,
     Range,
     SchedulerState,
@@ -59,7 +59,7 @@ from draftmill.jobs.schedule.unit_leases import (
     UnitLease,
     Worker,
 )
-from draftmill.jobs.schedule.units import UnitSize, UnitSizes, Waiting
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
 
 DEFAULT = Limits()
 
@@ -96,7 +96,7 @@ class Scheduler:
             return []
         self._out = []
         # Most events by far change nothing; with many workers, assigning units is expensive.
-        if isinstance(event, Heard) and not self._heard(event):
+        if isinstance(event, WorkerAnswered) and not self._heard(event):
             return []
         if isinstance(event, Tick) and not self._tick(event.now_s):
             return []
@@ -134,7 +134,7 @@ class Scheduler:
                 for worker in self.state.workers.values():
                     self._unburden(worker)
 
-    def _heard(self, event: Heard) -> bool:
+    def _heard(self, event: WorkerAnswered) -> bool:
         """Renew a worker's leases if it made progress; returns whether it may now have room for other units."""
         if event.moved:
             self.state.renew(event.worker, self.now_s + self.limits.lease_s)
@@ -181,7 +181,7 @@ class Scheduler:
         worker, leases = known
         if not worker.leaving:
             self._count_loss(worker, reason)
-        cause = Cause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
+        cause = FailureCause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
         for lease in leases:
             if worker.leaving or idle:  # the death was announced, or had another cause: no row is to blame
                 self._give_back(lease)
@@ -201,7 +201,7 @@ class Scheduler:
         elif self._deaths_in_a_row >= max(self.limits.fruitless, 3 * self.wanted):
             self._finish("failed", f"workers keep dying: {reason}")
 
-    def _lost_device(self, lease: UnitLease, cause: Cause) -> None:
+    def _lost_device(self, lease: UnitLease, cause: FailureCause) -> None:
         """A worker lost its device: blame the machine, unless it happens to this unit on several workers."""
         unit = self.state.touched[lease.unit]
         unit.lost_devices += 1
@@ -229,7 +229,7 @@ class Scheduler:
             return
         lease = self.state.release(event.lease)
         if event.kind == "TASK":
-            self._note_failure(lease, Cause(event.error_kind, event.stage, event.error), death=False)
+            self._note_failure(lease, FailureCause(event.error_kind, event.stage, event.error), death=False)
         else:
             self._rest(lease, event.error, event.error_kind)
 
@@ -241,7 +241,7 @@ class Scheduler:
 
     # ---- what follows a failure
 
-    def _note_failure(self, lease: UnitLease, cause: Cause, *, death: bool) -> None:
+    def _note_failure(self, lease: UnitLease, cause: FailureCause, *, death: bool) -> None:
         unit = self.state.touched[lease.unit]
         if lease.rows is not None:
             return self._end_probe(lease, cause)
@@ -272,7 +272,7 @@ class Scheduler:
         self.state.resting.add(lease.unit)
         self.state.delicate.discard(lease.unit)
 
-    def _open_bisection(self, unit: Unit, cause: Cause) -> None:
+    def _open_bisection(self, unit: Unit, cause: FailureCause) -> None:
         number, everything = unit.size.unit, (0, unit.size.rows)
         unit.rounds += 1
         unit.alone = True
@@ -285,7 +285,7 @@ class Scheduler:
             unit.bisection.suspect(everything, cause)
         self.state.enqueue(number)
 
-    def _end_probe(self, lease: UnitLease, cause: Cause | None) -> None:
+    def _end_probe(self, lease: UnitLease, cause: FailureCause | None) -> None:
         """A probe has ended: its rows are cleared if `cause` is None."""
         unit = self.state.touched[lease.unit]
         assert unit.bisection is not None and lease.rows is not None
@@ -298,7 +298,7 @@ class Scheduler:
         if unit.resting_until_s is None:
             self.state.enqueue(lease.unit)
 
-    def _condemn(self, unit: Unit, verdict: Verdict) -> None:
+    def _condemn(self, unit: Unit, verdict: QuarantinedRows) -> None:
         unit.verdicts += (verdict,)
         self._out.append(Quarantine(unit.size.unit, verdict.start, verdict.stop, verdict.kind, verdict.message))
 
@@ -350,7 +350,7 @@ class Scheduler:
         waiting = self.state.waiting
         return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * self.state.num_up
 
-    def _choose_unit(self, worker: Worker, view: Outlook | None) -> int | None:
+    def _choose_unit(self, worker: Worker, view: WorkLeft | None) -> int | None:
         """The unit for a worker that has room: the next one, or near the end one that fits its speed (see below)."""
         waiting = self.state.waiting
         number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
@@ -367,7 +367,7 @@ class Scheduler:
             if idle and len(self.state.touched[lease.unit].leases) < COPIES:
                 self._lease(idle.pop(0), lease.unit, None)
 
-    def _copy_sooner(self, view: Outlook, idle: list[Worker]) -> None:
+    def _copy_sooner(self, view: WorkLeft, idle: list[Worker]) -> None:
         """Assign copies of the units that will be done last, where an idle worker would finish them sooner; fast ones first.
 
         Where the fastest idle worker would not finish a unit sooner, no other one would.
@@ -384,7 +384,7 @@ class Scheduler:
                 if not stays[number] or ours_s < ends[number]:
                     self._lease(fast.popleft(), lease.unit, None)
 
-    def _ends(self, view: Outlook, worker: Worker) -> Iterator[tuple[int, float]]:
+    def _ends(self, view: WorkLeft, worker: Worker) -> Iterator[tuple[int, float]]:
         """When a worker will have finished each of its leases, if it decodes them in their order."""
         behind = 0
         for number in reversed(worker.leases):
@@ -440,7 +440,7 @@ SILENT_S: Final = 20.0
 """Seconds without a token after which a worker's units are copied first, if workers are idle; it is killed much later."""
 
 
-class Outlook:
+class WorkLeft:
     """What is known while units are given away: all remaining tokens, those that wait, and each worker's load and speed."""
 
     __slots__ = ("_barred", "_first", "_guesses", "loads", "remaining", "speed", "speeds", "waiting")
@@ -485,7 +485,7 @@ class Outlook:
         return (self.loads[name] + tokens) / self.speeds[name]
 
 
-def fitting_unit(waiting: Waiting, view: Outlook, name: str) -> int | None:
+def fitting_unit(waiting: WaitingUnits, view: WorkLeft, name: str) -> int | None:
     """Remove and return the unit that a worker should take; None if other workers should take those that wait.
 
     It is the next one of all as long as that fits. Else it is one of the last windows, or the next one if they are empty.
@@ -502,7 +502,7 @@ def fitting_unit(waiting: Waiting, view: Outlook, name: str) -> int | None:
     return waiting.take() if view.is_first(name, waiting.next_tokens()) else None
 
 
-def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> Outlook | None:
+def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> WorkLeft | None:
     """The outlook for these workers; None as long as no speed is known.
 
     A worker without a known speed counts as an average one, but gets long units only as one of the slowest would. The first to
@@ -515,7 +515,7 @@ def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> O
         return None
     usual, low = sum(known) / len(known), known[len(known) // SLOWEST]
     scale = state.scale
-    return Outlook(
+    return WorkLeft(
         state.waiting.tokens,
         {worker.name: state.tokens_left(worker, scale) for worker in workers},
         {name: speed or usual for name, speed in speeds.items()},

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from draftmill.actors.messages import MOST_UNITS, Verdict, WorkUnit
-from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes, Waiting
+from draftmill.actors.messages import MOST_UNITS, QuarantinedRows, WorkUnit
+from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes, WaitingUnits
 
 STRIKES = 2
 """Failures of a row on its own before it is quarantined."""
@@ -19,16 +19,16 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class FailureCause:
     """Why a range failed; becomes the error of the quarantined rows."""
 
     kind: str
     stage: str
     message: str
 
-    def verdict(self, rows: Range) -> Verdict:
+    def verdict(self, rows: Range) -> QuarantinedRows:
         """The verdict that condemns `rows` for this cause."""
-        return Verdict(rows[0], rows[1], self.kind, self.stage, self.message)
+        return QuarantinedRows(rows[0], rows[1], self.kind, self.stage, self.message)
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Bisection:
         """Whether no range needs a probe or is being probed."""
         return not self.waiting and not self.asked
 
-    def suspect(self, rows: Range, cause: Cause) -> Verdict | None:
+    def suspect(self, rows: Range, cause: FailureCause) -> QuarantinedRows | None:
         """Note that `rows` failed alone. Returns a verdict if that settles it; otherwise queues further probes."""
         start, stop = rows
         if stop - start > 1:
@@ -130,7 +130,7 @@ class Unit:
     rounds: int = 0
     resting_until_s: float | None = None
     bisection: Bisection | None = None
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[QuarantinedRows, ...] = ()
 
     @property
     def suspect(self) -> bool:
@@ -208,7 +208,7 @@ class SchedulerState:
         self.resting: set[int] = set()
         self.leases: dict[int, UnitLease] = {}
         self.workers: dict[str, Worker] = {}
-        self.waiting = Waiting(self.sizes, self.done, workers)
+        self.waiting = WaitingUnits(self.sizes, self.done, workers)
         self._num_leases = 0
         self._num_workers = 0
         self._finished_tokens = self._finished_generated = 0

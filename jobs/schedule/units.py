@@ -104,7 +104,7 @@ Turn = tuple[int, int, int]
 """The place of a unit in the order: its window, its tokens (negative where longer units come first), its number."""
 
 
-class Waiting:
+class WaitingUnits:
     """The waiting units in their order; skips units that have become `done` meanwhile.
 
     The order of all units is fixed at the start, in columns. Units that come back are in a heap.

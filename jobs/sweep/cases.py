@@ -19,7 +19,7 @@ from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import Loaders, Resolved, remembering, resolve
 from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
-from draftmill.jobs.results.measure import Ready, units_to_measure
+from draftmill.jobs.results.measure import CheckedMetrics, units_to_measure
 from draftmill.jobs.results.passes import passes_of
 from draftmill.jobs.run.job import ready_for
 from draftmill.storage.errors import UNUSABLE_ERRORS, UserError
@@ -47,7 +47,7 @@ class SweepCase:
     resolved: Resolved
     plan: Plan | None
     is_closed: bool
-    metrics: Ready | None = None
+    metrics: CheckedMetrics | None = None
     code: int | None = None
     problem: str | None = None
 

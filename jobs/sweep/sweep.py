@@ -53,7 +53,7 @@ FORMAT = 1
 
 
 @dataclass(slots=True)
-class Stops:
+class SweepStops:
     """The stop flag of the case that runs now, and why the sweep as a whole must stop, if it must."""
 
     current: StopFlag = field(default_factory=StopFlag)
@@ -102,7 +102,7 @@ def say_problems(problems: dict[str, str], count: int) -> None:
 
 def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
     """Plan and decode the cases that are not decoded yet, then measure what lacks metrics, under the sweep's lease."""
-    stops = Stops()
+    stops = SweepStops()
     probe(store)
     ready = in_order([case for case in cases if case.is_ready])
     with hold_lease(store, stops.lost), Display() as display:
@@ -129,7 +129,7 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
 def decode_case(
     case: SweepCase,
     options: RunOptions,
-    stops: Stops,
+    stops: SweepStops,
     display: Display,
     backend: Backend,
     *,
@@ -157,7 +157,7 @@ def decode_case(
 
 
 def measure_cases(
-    cases: Sequence[SweepCase], options: RunOptions, stops: Stops, display: Display, backend: Backend
+    cases: Sequence[SweepCase], options: RunOptions, stops: SweepStops, display: Display, backend: Backend
 ) -> None:
     """Measure the metrics that decoded cases lack. It comes last, since the workers that decode must end first."""
     lacking = [case for case in cases if case.lacks_metrics()]
@@ -175,7 +175,7 @@ def measure_cases(
         backend.end_spare()
 
 
-def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Display, backend: Backend) -> None:
+def measure_case(case: SweepCase, options: RunOptions, stops: SweepStops, display: Display, backend: Backend) -> None:
     """Measure one case; a problem of this case alone does not end the sweep."""
     assert case.metrics is not None
     with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set):
@@ -194,7 +194,7 @@ def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Di
 
 
 @contextmanager
-def blame_case(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag]:
+def blame_case(case: SweepCase, stops: SweepStops, display: Display) -> Iterator[StopFlag]:
     """A stop flag for the work on one case. Errors in the block fail this case alone; a signal in it stops the sweep."""
     stop = stops.current = StopFlag()
     try:

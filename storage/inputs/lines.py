@@ -26,14 +26,14 @@ TOO_DEEP = f"its lists and objects are nested more than {MAX_LEVELS} levels deep
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class LineStart:
     """Where to start: row `row`, which starts at byte `offset`."""
 
     row: int = 0
     offset: int = 0
 
 
-Reader = Callable[[BufferedReader, Start], Iterator[Row]]
+Reader = Callable[[BufferedReader, LineStart], Iterator[Row]]
 """Yields the rows of a stream that is positioned at `start.offset`."""
 
 
@@ -47,7 +47,7 @@ class _Line:
     too_long: bool
 
 
-def _lines(stream: BufferedReader, start: Start) -> Iterator[_Line]:
+def _lines(stream: BufferedReader, start: LineStart) -> Iterator[_Line]:
     """Yield the lines from here on, at most one of MAX_ROW_BYTES in memory; UTF-8 marks at the front of a line, where files were
     joined, are dropped."""
     row, offset = start.row, start.offset
@@ -77,7 +77,7 @@ def _skip_line(stream: BufferedReader) -> int:
     return size
 
 
-def jsonl_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+def jsonl_rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
     """One row per non-blank line; the line must hold a JSON object."""
     for line in _lines(stream, start):
         if line.data.strip() or line.too_long:
@@ -154,7 +154,7 @@ def _refuse_deep(data: bytes, values: Any) -> None:
         level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
 
 
-def txt_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+def txt_rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
     """One row per line, blank ones too, in the column `text`."""
     for line in _lines(stream, start):
         if line.too_long:
@@ -172,7 +172,7 @@ def _text_row(row: int, offset: int, text: str) -> Row:
     return Row(row, offset, {"text": text})
 
 
-def whole_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+def whole_rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
     """The whole file as one row, kept to the byte, in the column `text`."""
     data = stream.read(MAX_ROW_BYTES + 1)
     if len(data) > MAX_ROW_BYTES:
@@ -188,7 +188,7 @@ def piece_reader(chunk_chars: int) -> Reader:
     to the text, except that pieces of only white space are skipped.
     """
 
-    def rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+    def rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
         row, offset = start.row, start.offset
         for size, text in _pieces(stream, chunk_chars, at_front=offset == 0):
             if text.strip():
@@ -236,7 +236,7 @@ def csv_reader(name: str, delimiter: str) -> Reader:
 
     header: list[str] | None = None  # cached, since a unit may start the reader once per row
 
-    def rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+    def rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
         nonlocal header
         source = _Lines(stream, start.offset)
         if start.offset == 0:

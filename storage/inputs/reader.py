@@ -21,7 +21,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs import lines
 from draftmill.storage.inputs.fields import lift, types_in
 from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS
-from draftmill.storage.inputs.rows import FIELD, WHOLE, InputFile, Row, Slice, failed_row
+from draftmill.storage.inputs.rows import FIELD, WHOLE, FileSlice, InputFile, Row, failed_row
 from draftmill.storage.inputs.sources import (
     SEEK_BUFFER_BYTES,
     DecompressionCache,
@@ -45,7 +45,11 @@ _UNPACKED = DecompressionCache()
 
 
 def iterate(
-    file: InputFile, *, columns: Mapping[str, str] | None = None, chunk_chars: int | None = None, part: Slice = WHOLE
+    file: InputFile,
+    *,
+    columns: Mapping[str, str] | None = None,
+    chunk_chars: int | None = None,
+    part: FileSlice = WHOLE,
 ) -> Iterator[Row]:
     """Yield every row of the file, or of a slice of it, in order, one at a time: memory does not grow with the file.
 
@@ -62,7 +66,7 @@ def iterate(
                     _refuse_json_array(file, stream)
                 else:
                     stream.seek(part.offset)
-                rows = _reader(file, chunk_chars)(stream, lines.Start(part.row, part.offset))
+                rows = _reader(file, chunk_chars)(stream, lines.LineStart(part.row, part.offset))
                 if (end := part.end) is not None:
                     rows = takewhile(lambda row: row.offset is not None and row.offset < end, rows)
                 yield from _with_fields(rows, columns)
@@ -190,14 +194,14 @@ def _pick_stream_rows(file: InputFile, places: Places, reader: lines.Reader) -> 
     if any(offset is None for _, offset in places):
         numbers = {row for row, _ in places}
         with open_stream(file) as front:
-            rows = (row for row in reader(front, lines.Start()) if row.row in numbers)
+            rows = (row for row in reader(front, lines.LineStart()) if row.row in numbers)
             yield from islice(rows, len(numbers))
         return
     stream = _UNPACKED.open(file) if file.compression is not None else _seekable(file, stamp_of(file))
     for row, offset in places:
         assert offset is not None
         stream.seek(offset)
-        yield from islice(reader(stream, lines.Start(row, offset)), 1)
+        yield from islice(reader(stream, lines.LineStart(row, offset)), 1)
 
 
 @lru_cache(maxsize=64)

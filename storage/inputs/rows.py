@@ -62,7 +62,7 @@ class InputFiles(Sequence[InputFile]):
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class FileSlice:
     """Part of a file, from row `row`, which begins at byte `offset`; the default is the whole file.
 
     The slice ends with the last line that begins before byte `end`; a slice of a Parquet file is the row groups
@@ -80,7 +80,7 @@ class Slice:
         return self.row == 0 and self.offset == 0
 
 
-WHOLE = Slice()
+WHOLE = FileSlice()
 
 
 MAX_ROW_BYTES = 64 * 2**20

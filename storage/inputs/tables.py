@@ -26,7 +26,7 @@ from draftmill.storage.inputs.fields import lift_batch, outer_columns
 from draftmill.storage.inputs.huggingface import load
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.lines import too_long_message
-from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, InputFile, Row, Slice, damage_error, failed_row
+from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, FileSlice, InputFile, Row, damage_error, failed_row
 from draftmill.storage.inputs.sources import check_same, open_bytes
 from draftmill.storage.stores.local import translate_errors
 
@@ -42,7 +42,7 @@ Columns = tuple[str, ...] | None
 """The file's columns to read, None for all; missing ones are skipped."""
 
 
-def group_slices(file: InputFile, slice_bytes: int) -> Iterator[Slice]:
+def group_slices(file: InputFile, slice_bytes: int) -> Iterator[FileSlice]:
     """Cut a Parquet file into slices of whole row groups, each of about `slice_bytes` uncompressed; at least one slice.
 
     Raises UserError if the file is damaged.
@@ -53,9 +53,9 @@ def group_slices(file: InputFile, slice_bytes: int) -> Iterator[Slice]:
         row += metadata.row_group(group).num_rows
         size += metadata.row_group(group).total_byte_size
         if size >= slice_bytes:
-            yield Slice(start, groups=(first, group + 1))
+            yield FileSlice(start, groups=(first, group + 1))
             first, start, size = group + 1, row, 0
-    yield Slice(start, groups=(first, metadata.num_row_groups))
+    yield FileSlice(start, groups=(first, metadata.num_row_groups))
 
 
 def _groups_of(file: InputFile, rows: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
@@ -234,7 +234,7 @@ _ARROW_FILE = b"ARROW1"
 _BATCHES = BatchCache()
 
 
-def table_rows(file: InputFile, columns: Columns, part: Slice = WHOLE) -> Iterator[Row]:
+def table_rows(file: InputFile, columns: Columns, part: FileSlice = WHOLE) -> Iterator[Row]:
     """Yield every row of a slice; UserError if the file is damaged, after the rows before the damage."""
     row = part.row
     try:

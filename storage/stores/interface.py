@@ -207,7 +207,7 @@ def check_name(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class FolderLevel:
     """What is directly below a folder: names of folders, and objects by their last name. A Stat has its whole name."""
 
     folders: tuple[str, ...]
@@ -218,12 +218,12 @@ class Level:
 class HasLevels(Protocol):
     """A store that can list one level by itself."""
 
-    def level(self, folder: str) -> Level:
+    def level(self, folder: str) -> FolderLevel:
         """See `level_of`."""
         ...
 
 
-def level_of(store: Store, folder: str = "") -> Level:
+def level_of(store: Store, folder: str = "") -> FolderLevel:
     """The level below `folder` (a name without a slash at its end; "" is the store itself). Nothing there is an empty level."""
     if isinstance(store, HasLevels):
         return store.level(folder)
@@ -236,4 +236,4 @@ def level_of(store: Store, folder: str = "") -> Level:
             folders[name] = None
         else:
             files[name] = stat
-    return Level(tuple(folders), files)
+    return FolderLevel(tuple(folders), files)

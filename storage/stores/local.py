@@ -12,7 +12,16 @@ from pathlib import Path
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, Level, NotFound, Place, Stat, check_name
+from draftmill.storage.stores.interface import (
+    AlreadyExists,
+    Body,
+    Conflict,
+    FolderLevel,
+    NotFound,
+    Place,
+    Stat,
+    check_name,
+)
 
 _REFUSALS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
@@ -94,7 +103,7 @@ class LocalStore:
                 with suppress(FileNotFoundError):  # deleted since the listing
                     yield self._stat(name, self.root / name)
 
-    def level(self, folder: str) -> Level:
+    def level(self, folder: str) -> FolderLevel:
         folders, files = [], {}
         for name, entry in self._entries(folder):
             if entry.is_dir():
@@ -102,7 +111,7 @@ class LocalStore:
             else:
                 with suppress(FileNotFoundError):
                     files[entry.name] = self._stat(name, self.root / name)
-        return Level(tuple(folders), files)
+        return FolderLevel(tuple(folders), files)
 
     def exists(self, name: str) -> bool:
         with translate_errors(self._path(name)) as path:

@@ -39,7 +39,7 @@ from draftmill.storage.stores.interface import (
     Body,
     Conflict,
     FileBody,
-    Level,
+    FolderLevel,
     NotFound,
     Place,
     S3Options,
@@ -137,7 +137,7 @@ class S3Store:
             for item in page.get("Contents", ()):
                 yield self._item_stat(item)
 
-    def level(self, folder: str) -> Level:
+    def level(self, folder: str) -> FolderLevel:
         """One request for each thousand folders and objects."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         folders, files = [], {}
@@ -146,7 +146,7 @@ class S3Store:
             for item in page.get("Contents", ()):
                 if name := item["Key"].removeprefix(prefix):  # some tools make an empty object for a folder
                     files[name] = self._item_stat(item)
-        return Level(tuple(folders), files)
+        return FolderLevel(tuple(folders), files)
 
     def _pages(self, **query: Any) -> Iterator[dict[str, Any]]:
         query |= {"Bucket": self._bucket, "MaxKeys": PAGE_KEYS}

@@ -10,7 +10,7 @@ import numpy as np
 
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import Turns
-from draftmill.actors.messages import Failure, Receipt, Verdict, WorkUnit
+from draftmill.actors.messages import Failure, QuarantinedRows, Receipt, WorkUnit
 from draftmill.actors.metrics.base import Measuring
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request
@@ -117,7 +117,7 @@ class FakeClerk:
         return Receipt(unit.lease, unit.unit, "w", "n", None, tally_of(samples))
 
 
-def work(unit: int, rows: int, *, lease: int | None = None, verdicts: tuple[Verdict, ...] = ()) -> WorkUnit:
+def work(unit: int, rows: int, *, lease: int | None = None, verdicts: tuple[QuarantinedRows, ...] = ()) -> WorkUnit:
     return WorkUnit(
         lease=unit if lease is None else lease,
         unit=unit,

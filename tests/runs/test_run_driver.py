@@ -6,7 +6,17 @@ from collections.abc import Callable
 import pytest
 
 from draftmill.actors.loop.runner import UnitRunner
-from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Receipt, Reported, TurnReport, Up, WorkUnit
+from draftmill.actors.messages import (
+    HomeLeaving,
+    NodeLeaving,
+    PoolEvent,
+    Receipt,
+    TurnReport,
+    WorkerLoaded,
+    WorkerLost,
+    WorkerReported,
+    WorkUnit,
+)
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.jobs.drive.driver import TOO_MANY, Driver, StopFlag
 from draftmill.jobs.drive.progress import Display
@@ -76,7 +86,7 @@ class FakePool:
 
     def start(self, name: str) -> None:
         self.runners[name] = UnitRunner(FakeDecoder(), self.unit_io(), worker=name)
-        self.events.append(Up(name, "node", 1))
+        self.events.append(WorkerLoaded(name, "node", 1))
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         self.runners[name].add(unit)
@@ -98,9 +108,9 @@ class FakePool:
         if any(getattr(item, "error", "").startswith("SystemExit") for item in items):
             self.kill(name)
             self.deaths += 1
-            return [Died(name, "segmentation fault")]
+            return [WorkerLost(name, "segmentation fault")]
         effort, decoded = self.runners[name].take_effort()
-        return [Reported(name, TurnReport(tuple(items), effort, decoded))]
+        return [WorkerReported(name, TurnReport(tuple(items), effort, decoded))]
 
 
 def driver(
@@ -171,7 +181,7 @@ def test_a_unit_that_does_not_end_is_given_up_after_the_grace_or_a_second_signal
         for _ in range(signals):
             job.stop.set("SIGINT")
         pool.poll = lambda timeout_s: []  # type: ignore[method-assign]
-        return [Up("w0", "node", 1)]
+        return [WorkerLoaded("w0", "node", 1)]
 
     pool.poll = nothing_ends  # type: ignore[method-assign]
     assert job.run() == Finish("drained", "the grace period is over")
@@ -196,7 +206,7 @@ def test_a_driver_whose_node_is_to_go_drains_in_the_time_that_is_left_and_the_si
 def test_a_worker_whose_node_is_to_go_is_replaced_and_counts_as_no_death(store):
     log = log_in(store)
     job = driver(store, workers=2, log=log)
-    pool, notices = job.pool, iter([[], [Leaving("w0", None)], [Leaving("w1", 30.0)]])
+    pool, notices = job.pool, iter([[], [NodeLeaving("w0", None)], [NodeLeaving("w1", 30.0)]])
     real = pool.poll
     pool.poll = lambda timeout_s: [*real(timeout_s), *next(notices, [])]  # type: ignore[method-assign]
     assert job.run() == Finish("done")

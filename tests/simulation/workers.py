@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from draftmill.actors.job import Allocation
-from draftmill.actors.messages import Effort, Failure, PoolEvent, Receipt, Reported, Tally, TurnReport, WorkUnit
+from draftmill.actors.messages import Effort, Failure, PoolEvent, Receipt, Tally, TurnReport, WorkerReported, WorkUnit
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import commit_unit
@@ -135,9 +135,9 @@ class SimPool:
         return self.world.turn(self)
 
 
-def reported(worker: Worker, *items: Receipt | Failure, spent: tuple[int, ...] = ()) -> Reported:
+def reported(worker: Worker, *items: Receipt | Failure, spent: tuple[int, ...] = ()) -> WorkerReported:
     """A worker's report."""
-    return Reported(worker.name, TurnReport(items, Effort(), Tally(), spent))
+    return WorkerReported(worker.name, TurnReport(items, Effort(), Tally(), spent))
 
 
 def result_of(world: World, worker: Worker, unit: WorkUnit) -> Receipt | Failure:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolEvent, Reported, Up
+from draftmill.actors.messages import HomeLeaving, NodeLeaving, PoolEvent, WorkerLoaded, WorkerLost, WorkerReported
 from draftmill.jobs.config.spec import ErrorSettings
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.driver import StopFlag
@@ -304,12 +304,12 @@ class World:
             return
         if not worker.up:
             worker.up = not self.chance(0.2)
-            worker.mail += [Up(worker.name, "node", 1)] if worker.up else []
+            worker.mail += [WorkerLoaded(worker.name, "node", 1)] if worker.up else []
         elif self.misfortune(0.01, f"{worker.name} dies") or (worker.leaving and self.chance(0.2)):
             worker.process.alive = False
         elif self.misfortune(0.01, f"{worker.name}'s node is to go"):
             worker.leaving = True
-            worker.mail.append(Leaving(worker.name, 2.0))
+            worker.mail.append(NodeLeaving(worker.name, 2.0))
         elif self.misfortune(0.01, f"{worker.name} falls silent"):
             worker.silent = True
         elif worker.units and not self.chance(0.4):
@@ -318,7 +318,7 @@ class World:
             spent = tuple(unit.lease for unit in worker.units) if self.chance(0.7) else ()
             worker.mail.append(reported(worker, spent=spent))
         if not worker.process.alive:
-            worker.mail.append(Died(worker.name, "killed"))
+            worker.mail.append(WorkerLost(worker.name, "killed"))
             worker.silent = True
 
     def decode(self, worker: Worker) -> None:
@@ -336,12 +336,12 @@ class World:
         """The reports that arrive now; a worker's come in order, some of them late."""
         if worker.process.busy_s > self.now_s:  # the store has not answered: what is asked of it is in no report yet
             return [reported(worker)]
-        if self.chance(0.2) and not (worker.mail and isinstance(worker.mail[-1], Died)):
+        if self.chance(0.2) and not (worker.mail and isinstance(worker.mail[-1], WorkerLost)):
             return []
         mail, worker.mail = worker.mail, []
-        if worker.mail or not mail or not isinstance(mail[-1], Died) or not self.chance(0.5):
+        if worker.mail or not mail or not isinstance(mail[-1], WorkerLost) or not self.chance(0.5):
             return mail
-        return [item for item in mail if not isinstance(item, Reported)]  # a death takes the last reports with it
+        return [item for item in mail if not isinstance(item, WorkerReported)]  # a death takes the last reports with it
 
     # ---- the end
 

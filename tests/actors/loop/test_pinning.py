@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftmill.actors.job import Allocation
-from draftmill.actors.messages import Leaving, PoolEvent, Up
+from draftmill.actors.messages import NodeLeaving, PoolEvent, WorkerLoaded
 from draftmill.actors.ray.pool import RayPool
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive.allocation import allocate
@@ -85,8 +85,8 @@ def come_up(found: Allocation) -> list[Mapping[str, Any]]:
     try:
         for name in names:
             pool.start(name)
-        events = until(pool, Up, len(names))
-        return [{"kind": pool._members[up.worker].kind, **up.facts} for up in events if isinstance(up, Up)]
+        events = until(pool, WorkerLoaded, len(names))
+        return [{"kind": pool._members[up.worker].kind, **up.facts} for up in events if isinstance(up, WorkerLoaded)]
     finally:
         pool.close()
 
@@ -162,7 +162,7 @@ def test_a_kind_whose_nodes_join_later_is_used_then(cluster):
         pool.resize(after)
         pool.start("w1")
         pool.start("w2")
-        ups = {item.worker: item for item in until(pool, Up, 3) if isinstance(item, Up)}
+        ups = {item.worker: item for item in until(pool, WorkerLoaded, 3) if isinstance(item, WorkerLoaded)}
         assert [pool._members[name].kind for name in ("w0", "w1", "w2")] == [0, 1, 1]
         assert {ups[name].facts["devices"] for name in ("w1", "w2")} == {"0", "1"}
     finally:
@@ -179,10 +179,10 @@ def test_a_node_that_will_be_removed_counts_no_more(cluster):
     pool = RayPool(AnyJob(), placed(shape), worker_class=PinnedWorker)
     try:
         pool.start("w0")
-        until(pool, Up, 1)
+        until(pool, WorkerLoaded, 1)
         told_to_go(cluster, node, in_s=60.0)
-        (leaving,) = until(pool, Leaving, 1)
-        assert isinstance(leaving, Leaving) and leaving.worker == "w0"
+        (leaving,) = until(pool, NodeLeaving, 1)
+        assert isinstance(leaving, NodeLeaving) and leaving.worker == "w0"
         assert leaving.left_s is not None and 0 < leaving.left_s <= 60
         with pytest.raises(UserError, match=r"workers\.labels"):
             placed(shape)

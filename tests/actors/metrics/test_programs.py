@@ -11,7 +11,7 @@ import pytest
 from draftmill.actors.metrics.base import MeasuredRow
 from draftmill.actors.metrics.registry import Programs, fenced_code, program_of
 from draftmill.actors.metrics.settings import PassAtK
-from draftmill.actors.sandbox.sandbox import Ran, Sandbox, problem
+from draftmill.actors.sandbox.sandbox import ProgramResult, Sandbox, problem
 from tests.actors.fakes import answers_of
 
 holds = pytest.mark.skipif(problem("kernel") is not None, reason=f"no kernel sandbox here: {problem('kernel')}")
@@ -24,8 +24,8 @@ def row(name: str, sample: int, text: str | None, **values: Any) -> MeasuredRow:
 class Pretend(Sandbox):
     """Passes where the program says so."""
 
-    def run(self, program: str, *_: Any, **__: Any) -> Ran:
-        return Ran("good" in program, "ended", 0, "")
+    def run(self, program: str, *_: Any, **__: Any) -> ProgramResult:
+        return ProgramResult("good" in program, "ended", 0, "")
 
 
 PLAIN = PassAtK(kind="pass_at_k", k=(1, 2), program="{text}")

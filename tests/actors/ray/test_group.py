@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftmill.actors.job import Allocation, Job, WorkerResources
-from draftmill.actors.messages import Died, Receipt, Reported, Up, WorkUnit
+from draftmill.actors.messages import Receipt, WorkerLoaded, WorkerLost, WorkerReported, WorkUnit
 from draftmill.actors.ray.pool import RayPool, is_running
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.progress import Display
@@ -43,9 +43,9 @@ def news_until(pool: RayPool, wanted: type) -> Any:
         for item in pool.poll(0.2):
             if isinstance(item, wanted):
                 return item
-            if isinstance(item, Reported) and any(isinstance(one, wanted) for one in item.report.answers):
+            if isinstance(item, WorkerReported) and any(isinstance(one, wanted) for one in item.report.answers):
                 return item
-            assert not isinstance(item, Died), item
+            assert not isinstance(item, WorkerLost), item
     raise AssertionError(f"no {wanted}")
 
 
@@ -66,17 +66,17 @@ def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(ray_se
     pool = RayPool(job, Allocation((WorkerResources(cpus=2, gpus=0, threads=1, processes=2),), (1,)))
     try:
         pool.start("w0")
-        up = news_until(pool, Up)
+        up = news_until(pool, WorkerLoaded)
         (second,) = followers()
         assert second != up.pid and is_running(up.node, second)
         os.kill(second, signal.SIGKILL)
         pool.assign("w0", first)
-        died = news_until(pool, Died)
+        died = news_until(pool, WorkerLost)
         assert died.worker == "w0"
         assert ends(up.node, up.pid)
 
         pool.start("w1")  # has room only if Ray has back what the first group had
-        up = news_until(pool, Up)
+        up = news_until(pool, WorkerLoaded)
         (second,) = followers()
         for unit in (first, *others):
             pool.assign("w1", unit)

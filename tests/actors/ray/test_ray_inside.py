@@ -11,7 +11,7 @@ import pytest
 
 from draftmill.actors.ray import ray_inside
 from draftmill.actors.ray.notices import draining, node_of
-from draftmill.actors.ray.ray_inside import Inside, inside, require, silence_workers
+from draftmill.actors.ray.ray_inside import RayName, inside, require, silence_workers
 from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.drive import ray_session
 from draftmill.jobs.drive.allocation import possible_nodes
@@ -19,7 +19,7 @@ from draftmill.jobs.drive.ray_session import check_head, local_nodes
 from draftmill.storage.errors import UserError
 
 ROOT = Path(__file__).parents[3]
-NAMES = {name: value for name, value in vars(ray_inside).items() if isinstance(value, Inside)}
+NAMES = {name: value for name, value in vars(ray_inside).items() if isinstance(value, RayName)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,5 +83,5 @@ def test_a_name_without_which_nothing_is_right_is_a_clear_refusal(another_ray):
 
 
 def test_a_method_that_is_gone_is_noticed_too(capsys):
-    assert inside(Inside("ray._private.node", "Node.start_nothing", "it starts")) is None
+    assert inside(RayName("ray._private.node", "Node.start_nothing", "it starts")) is None
     assert "has no ray._private.node.Node.start_nothing: it starts" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftmill.actors.job import Allocation, WorkerResources
-from draftmill.actors.messages import Died, PoolEvent, Receipt, Reported, Up
+from draftmill.actors.messages import PoolEvent, Receipt, WorkerLoaded, WorkerLost, WorkerReported
 from draftmill.actors.ray.pool import RayPool, is_running
 from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
@@ -40,7 +40,7 @@ def receipts(pool: RayPool, count: int) -> list[int]:
     units: list[int] = []
     for _ in range(200):
         for item in pool.poll(0.2):
-            if isinstance(item, Reported):
+            if isinstance(item, WorkerReported):
                 units += [answer.unit for answer in item.report.answers if isinstance(answer, Receipt)]
         if len(units) >= count:
             return units
@@ -49,8 +49,8 @@ def receipts(pool: RayPool, count: int) -> list[int]:
 
 def test_a_worker_comes_up_takes_units_and_reports_each(pool):
     pool.start("w0")
-    (up,) = until(pool, Up)
-    assert isinstance(up, Up) and up.pid != os.getpid()
+    (up,) = until(pool, WorkerLoaded)
+    assert isinstance(up, WorkerLoaded) and up.pid != os.getpid()
     for unit in range(2):
         pool.assign("w0", work(unit, 2))
     assert sorted(receipts(pool, 2)) == [0, 1]
@@ -58,37 +58,37 @@ def test_a_worker_comes_up_takes_units_and_reports_each(pool):
 
 def test_a_killed_worker_is_reported_dead_in_one_line(pool):
     pool.start("w0")
-    (up,) = until(pool, Up)
-    assert isinstance(up, Up)
+    (up,) = until(pool, WorkerLoaded)
+    assert isinstance(up, WorkerLoaded)
     pool.assign("w0", work(ENDLESS, 1))
-    until(pool, Reported)  # of the knock
-    until(pool, Reported)  # of the unit
+    until(pool, WorkerReported)  # of the knock
+    until(pool, WorkerReported)  # of the unit
     os.kill(up.pid, signal.SIGKILL)
-    died = until(pool, Died)[-1]
-    assert isinstance(died, Died) and died.worker == "w0" and "\n" not in died.reason and not died.idle
+    died = until(pool, WorkerLost)[-1]
+    assert isinstance(died, WorkerLost) and died.worker == "w0" and "\n" not in died.reason and not died.idle
 
 
 def test_the_death_of_a_worker_that_had_nothing_to_do_is_no_fault_of_its_next_unit(pool):
     pool.start("w0")
-    (up,) = until(pool, Up)
-    assert isinstance(up, Up)
+    (up,) = until(pool, WorkerLoaded)
+    assert isinstance(up, WorkerLoaded)
     os.kill(up.pid, signal.SIGKILL)
     while is_running(up.node, up.pid):
         time.sleep(0.01)
     pool.assign("w0", work(0, 2))
     pool.assign("w0", work(1, 2))
-    died = until(pool, Died)[-1]
-    assert isinstance(died, Died) and died.worker == "w0" and died.idle
+    died = until(pool, WorkerLost)[-1]
+    assert isinstance(died, WorkerLost) and died.worker == "w0" and died.idle
 
 
 def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool):
     pool.start("w0")
-    until(pool, Up)
+    until(pool, WorkerLoaded)
     pool.assign("w0", work(0, 2))
     pool.revoke("w0", 0)
     pool.assign("w0", work(1, 2))
     assert receipts(pool, 1) == [1]
-    assert not any(item.report.answers for _ in range(3) for item in pool.poll(0.2) if isinstance(item, Reported))
+    assert not any(item.report.answers for _ in range(3) for item in pool.poll(0.2) if isinstance(item, WorkerReported))
 
 
 def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool):
@@ -96,43 +96,43 @@ def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool):
         pool.start(name)
     ups = 0
     while ups < 2:
-        ups += sum(isinstance(item, Up) for item in pool.poll(0.2))
+        ups += sum(isinstance(item, WorkerLoaded) for item in pool.poll(0.2))
     pool.assign("w0", work(99, 2))
     pool.assign("w1", work(1, 2))
-    events = until(pool, Died)
-    assert [item.worker for item in events if isinstance(item, Died)] == ["w0"]
+    events = until(pool, WorkerLost)
+    assert [item.worker for item in events if isinstance(item, WorkerLost)] == ["w0"]
 
 
 def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool):
     pool.start("w0")
-    until(pool, Up)
+    until(pool, WorkerLoaded)
     pool.assign("w0", work(LOSES_DEVICE, 1))
-    died = until(pool, Died)[-1]
-    assert isinstance(died, Died) and died.device and not died.idle and "illegal memory access" in died.reason
+    died = until(pool, WorkerLost)[-1]
+    assert isinstance(died, WorkerLost) and died.device and not died.idle and "illegal memory access" in died.reason
 
 
 def test_a_worker_that_cannot_be_built_is_reported_dead_with_the_reason(pool):
     pool.start("w9")
-    (died,) = until(pool, Died)
-    assert isinstance(died, Died) and "the model is not there" in died.reason
+    (died,) = until(pool, WorkerLost)
+    assert isinstance(died, WorkerLost) and "the model is not there" in died.reason
 
 
 def test_a_revoked_unit_makes_room_for_the_next(pool):
     pool.start("w0")
-    until(pool, Up)
+    until(pool, WorkerLoaded)
     pool.assign("w0", work(ENDLESS, 1))
     pool.revoke("w0", ENDLESS)
     pool.assign("w0", work(1, 2))
     assert receipts(pool, 1) == [1]
     # A turn that was under way may still report, but nothing of the revoked unit and no second receipt.
     late = [item for _ in range(3) for item in pool.poll(0.2)]
-    assert all(isinstance(item, Reported) and not item.report.answers for item in late)
+    assert all(isinstance(item, WorkerReported) and not item.report.answers for item in late)
 
 
 def test_a_closed_pool_has_no_process_left(pool):
     pool.start("w0")
-    (up,) = until(pool, Up)
-    assert isinstance(up, Up) and is_running(up.node, up.pid)
+    (up,) = until(pool, WorkerLoaded)
+    assert isinstance(up, WorkerLoaded) and is_running(up.node, up.pid)
     pool.assign("w0", work(ENDLESS, 1))
     pool.close()
     assert not is_running(up.node, up.pid)
@@ -141,7 +141,7 @@ def test_a_closed_pool_has_no_process_left(pool):
 def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool):
     for name in ("w0", "w1"):
         pool.start(name)
-    ups = [item for item in until_count(pool, Up, 2) if isinstance(item, Up)]
+    ups = [item for item in until_count(pool, WorkerLoaded, 2) if isinstance(item, WorkerLoaded)]
     for number, name in enumerate(("w0", "w1")):
         pool.assign(name, work(number, rows=2))
     assert sorted(receipts(pool, 2)) == [0, 1]
@@ -151,7 +151,7 @@ def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool):
     other = RayPool(JOB, ALLOCATION, worker_class=FakeWorker, early=actors)
     try:
         other.start("again")
-        (up,) = [item for item in until(other, Up) if isinstance(item, Up)]
+        (up,) = [item for item in until(other, WorkerLoaded) if isinstance(item, WorkerLoaded)]
         assert (up.worker, up.pid) == ("again", ups[1].pid)
         other.assign("again", work(5, rows=2))
         assert receipts(other, 1) == [5]
@@ -164,7 +164,7 @@ def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool):
 def test_a_worker_that_does_not_rest_in_time_is_ended(pool, monkeypatch):
     monkeypatch.setattr("draftmill.actors.ray.pool.REST_S", 0.2)
     pool.start("w0")
-    (up,) = [item for item in until(pool, Up) if isinstance(item, Up)]
+    (up,) = [item for item in until(pool, WorkerLoaded) if isinstance(item, WorkerLoaded)]
     os.kill(up.pid, signal.SIGSTOP)
     assert pool.release() == []
     deadline_s = time.monotonic() + 60

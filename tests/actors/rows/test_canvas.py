@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.actors.rows.canvas import Canvas, CanvasMaker, Size, finish_row, runs
+from draftmill.actors.rows.canvas import Canvas, CanvasMaker, CanvasSize, finish_row, runs
 from draftmill.actors.task import Columns, Infill
 from draftmill.decoders.base import HOLE
 from draftmill.storage.errors import RowError
@@ -60,7 +60,7 @@ def test_the_planner_knows_the_size_without_drawing(mask):
         except RowError as error:
             assert isinstance(size, RowError) and size.kind == error.kind
         else:
-            assert size == Size(len(canvas.tokens), canvas.num_masked)
+            assert size == CanvasSize(len(canvas.tokens), canvas.num_masked)
 
 
 @pytest.mark.parametrize("mask", TEXT_MASKS, ids=str)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftmill.actors.rows.canvas import Canvas, Size
+from draftmill.actors.rows.canvas import Canvas, CanvasSize
 from draftmill.actors.rows.makers import PromptMaker
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import Columns, Complete, Score
@@ -100,14 +100,14 @@ def test_a_canvas_is_the_prompt_and_room_for_its_completion():
     canvas = made(maker(max_new_tokens=5), {"prompt": "x = "})
     ids = byte_level().encode("x = ")
     assert canvas.tokens.tolist() == [*ids, *[HOLE] * 5]
-    assert canvas.holes == ((len(ids), len(ids) + 5),) and canvas.size == Size(len(ids) + 5, 5)
+    assert canvas.holes == ((len(ids), len(ids) + 5),) and canvas.size == CanvasSize(len(ids) + 5, 5)
 
 
 def test_the_room_ends_where_the_model_does():
-    assert made(maker(max_new_tokens=5, max_length=8), {"prompt": "7" * 6}).size == Size(8, 2)
-    assert made(maker(max_new_tokens=5, max_length=8), {"prompt": "7" * 7}).size == Size(8, 1)
+    assert made(maker(max_new_tokens=5, max_length=8), {"prompt": "7" * 6}).size == CanvasSize(8, 2)
+    assert made(maker(max_new_tokens=5, max_length=8), {"prompt": "7" * 7}).size == CanvasSize(8, 1)
     assert error_kind(maker(max_new_tokens=5, max_length=8), {"prompt": "7" * 8}) == "too_long"
-    assert made(maker(max_new_tokens=5, max_length=None), {"prompt": "7" * 80}).size == Size(85, 5)
+    assert made(maker(max_new_tokens=5, max_length=None), {"prompt": "7" * 80}).size == CanvasSize(85, 5)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_text_is_scored_behind_the_begin_token():
     canvas = made(maker(score=True, tokenizer=beginning()), {"text": "x = 1", "prompt": "not used"})
     ids = byte_level().encode("x = 1")
     assert canvas.tokens.tolist() == [BEGIN, *ids] and canvas.score_from == 1 and canvas.holes == ()
-    assert canvas.text == "x = 1" and canvas.size == Size(len(ids) + 1, len(ids))
+    assert canvas.text == "x = 1" and canvas.size == CanvasSize(len(ids) + 1, len(ids))
 
 
 def test_without_a_begin_token_the_first_token_is_given():
@@ -310,8 +310,8 @@ def test_given_tokens_are_scored_from_the_second_on():
 def test_a_model_that_needs_no_token_before_scores_the_first_one_too(model):
     canvas = made(maker(score=True, model=model), {"text": "x = 1"})
     assert canvas.tokens.tolist() == byte_level().encode("x = 1") and canvas.score_from == 0
-    assert canvas.text == "x = 1" and canvas.size == Size(5, 5)
-    assert made(maker(score=True, model=model), {"text": "x"}).size == Size(1, 1)
+    assert canvas.text == "x = 1" and canvas.size == CanvasSize(5, 5)
+    assert made(maker(score=True, model=model), {"text": "x"}).size == CanvasSize(1, 1)
     assert error_kind(maker(score=True, model=model), {"text": ""}) == "empty_text"
 
 
@@ -349,5 +349,5 @@ def test_what_the_model_never_generates_is_not_scored():
 
 
 def test_a_text_longer_than_the_model_fails():
-    assert made(maker(score=True, max_length=8), {"text": "7" * 8}).size == Size(8, 7)
+    assert made(maker(score=True, max_length=8), {"text": "7" * 8}).size == CanvasSize(8, 7)
     assert error_kind(maker(score=True, max_length=8), {"text": "7" * 9}) == "too_long"

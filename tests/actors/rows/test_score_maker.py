@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.actors.rows.canvas import Canvas, CanvasMaker, Size
+from draftmill.actors.rows.canvas import Canvas, CanvasMaker, CanvasSize
 from draftmill.actors.rows.makers import ScoreMaker
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Infill, Score
@@ -93,7 +93,7 @@ def test_references_are_the_texts_of_the_markers():
     canvas = score.make({"t": "a<mask>b<mask>", "r": ["xx", "y"]}, 1)
     assert canvas.tokens.tolist() == byte_level().encode("axxby")
     assert canvas.scored is not None and canvas.scored.tolist() == [1, 2, 4] and canvas.holes == ((1, 3), (4, 5))
-    assert score.make({"t": "a<mask>", "r": "xx"}, 1).size == Size(3, 2)
+    assert score.make({"t": "a<mask>", "r": "xx"}, 1).size == CanvasSize(3, 2)
     assert error_kind(score, {"t": "a<mask>b<mask>", "r": "xx"}) == "bad_mask"
     assert error_kind(score, {"t": "a<mask>b<mask>", "r": ["xx", 1]}) == "bad_mask"
     assert error_kind(score, {"t": "ab", "r": "xx"}) == "marker_absent"

@@ -11,7 +11,7 @@ import pytest
 
 import draftmill
 from draftmill.jobs.cli import main
-from draftmill.jobs.compare.show import Remaking, ShownRow, chosen_rows
+from draftmill.jobs.compare.show import SampleReplay, ShownRow, chosen_rows
 from draftmill.jobs.results.passes import passes_of
 from draftmill.storage.stores.store import open_store
 from tests.jobs.test_api import MODEL, job_of
@@ -50,7 +50,7 @@ def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shown(run: Path, *ids: str) -> tuple[list[ShownRow], str | None]:
     """The rows as they are shown, and what is said to be missing."""
     passes = passes_of(open_store(str(run)))
-    remaking = Remaking(passes)
+    remaking = SampleReplay(passes)
     return list(remaking.shown(chosen_rows(passes, ids, failed=False))), remaking.problem
 
 

@@ -21,7 +21,16 @@ import pyarrow as pa
 from pytest import MonkeyPatch
 
 from draftmill.actors.job import Allocation, WorkerResources
-from draftmill.actors.messages import Effort, PoolEvent, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
+from draftmill.actors.messages import (
+    Effort,
+    PoolEvent,
+    Receipt,
+    Tally,
+    TurnReport,
+    WorkerLoaded,
+    WorkerReported,
+    WorkUnit,
+)
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
@@ -84,11 +93,11 @@ class Pool:
         """There is room for all of them."""
 
     def start(self, name: str) -> None:
-        self.events.append(Up(name, "node", 1))
+        self.events.append(WorkerLoaded(name, "node", 1))
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         item = Receipt(unit.lease, unit.unit, name, "node", facts_of(unit.unit), Tally(rows=1, ok=1))
-        self.events.append(Reported(name, TurnReport((item,), Effort(), Tally(rows=1))))
+        self.events.append(WorkerReported(name, TurnReport((item,), Effort(), Tally(rows=1))))
 
     def revoke(self, name: str, lease: int) -> None:
         """Everything is done already."""

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.actors.planning import survey_pool
-from draftmill.actors.planning.survey_pool import Item
+from draftmill.actors.planning.survey_pool import SurveyedRows
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.drive import backend as surveys
 from draftmill.jobs.drive.allocation import NodeRoom
@@ -175,7 +175,7 @@ def test_the_plan_of_tasks_is_the_plan_of_one_process(
 ) -> None:
     write(folder)
     here = planned_here(spec_for(folder, tmp_path / "here", inputs))
-    arrived: list[Item] = []
+    arrived: list[SurveyedRows] = []
     there = planned_there(spec_for(folder, tmp_path / "there", inputs), arrived=arrived.append)
     assert there == here
     assert arrived and os.getpid() not in {item.pid for item in arrived}, "tasks did it"
@@ -221,7 +221,7 @@ def test_a_task_that_is_killed_in_the_middle_is_done_again(
     changes: dict[str, Any] = {"output": {"path": str(tmp_path / "x"), "unit_rows": 512}, "batching": {"window": 4096}}
     killed: list[int] = []
 
-    def kill(item: Item) -> None:
+    def kill(item: SurveyedRows) -> None:
         if len(killed) < 2 and item.pid not in killed:
             killed.append(item.pid)
             os.kill(item.pid, signal.SIGKILL)

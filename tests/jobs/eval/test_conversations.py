@@ -9,7 +9,7 @@ import pytest
 from draftmill.actors.rows.chat import ChatTemplate
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Chat
-from draftmill.jobs.eval.model import Draftmill, Model, render
+from draftmill.jobs.eval.model import CheckpointFacts, DraftmillLM, render
 from draftmill.jobs.eval.spec import EvalSpec
 from draftmill.storage.errors import UserError
 from tests.actors.rows.test_prompts import chat_folder, chatting
@@ -33,9 +33,9 @@ def test_a_conversation_ends_where_the_answer_begins_or_goes_on(chat_folder: Pat
 
 def test_the_arguments_of_the_spec_reach_the_template() -> None:
     template = ChatTemplate("{{ messages[0].content }}{% if thinking is false %} at once{% endif %}", {})
-    model = Draftmill.__new__(Draftmill)
+    model = DraftmillLM.__new__(DraftmillLM)
     model._spec = EvalSpec({}, {}, Chat(template_kwargs={"thinking": False}))
-    model._model = Model("m", model_info(), Tokenizer(byte_level()._core, chat=template))
+    model._model = CheckpointFacts("m", model_info(), Tokenizer(byte_level()._core, chat=template))
     assert model.apply_chat_template(TALK[:1]) == "Is 7 odd? at once"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.eval.requests import Encoder, Scored
+from draftmill.jobs.eval.requests import Encoder, ScoredTokens
 from tests.actors.rows.test_prompts import beginning
 from tests.actors.tokenizers_for_tests import model_info
 
@@ -42,17 +42,17 @@ def test_a_pair_is_cut_where_lm_eval_cuts_it() -> None:
 
     for context, continuation in (("a b", " c"), ("a b ", "c"), ("a\n  ", "c d"), ("re", "turn x"), ("x", "\n")):
         before, after = Theirs()._encode_pair(context, continuation)
-        assert encoder().pair(context, continuation) == Scored(tuple(before), tuple(after))
+        assert encoder().pair(context, continuation) == ScoredTokens(tuple(before), tuple(after))
 
 
 def test_without_a_context_the_prefix_token_comes_first() -> None:
     ids = tuple(beginning().encode("abc"))
-    assert encoder().pair("", "abc") == Scored((BEGIN,), ids)
-    assert encoder().pair("", "<s>abc") == Scored((BEGIN,), ids)
+    assert encoder().pair("", "abc") == ScoredTokens((BEGIN,), ids)
+    assert encoder().pair("", "<s>abc") == ScoredTokens((BEGIN,), ids)
     spaced = tuple(beginning().encode("  abc"))
-    assert encoder().pair("  ", "abc") == Scored((BEGIN,), spaced)
+    assert encoder().pair("  ", "abc") == ScoredTokens((BEGIN,), spaced)
     filling = Encoder(beginning(), model_info())
-    assert filling.pair("", "abc") == Scored((), ids)
+    assert filling.pair("", "abc") == ScoredTokens((), ids)
     assert filling.context("abc") == (BEGIN, *ids)
 
 
@@ -64,7 +64,7 @@ def test_windows_are_lm_evals_of_one_token_less(length: int) -> None:
     ids = beginning().encode(text[:length])
     assert len(ids) == length
     windows = get_rolling_token_windows(token_list=ids, prefix_token=BEGIN, max_seq_len=8 - 1, context_len=1)
-    theirs = [Scored(tuple(before), tuple(after)) for before, after in map(make_disjoint_window, windows)]
+    theirs = [ScoredTokens(tuple(before), tuple(after)) for before, after in map(make_disjoint_window, windows)]
     ours = list(encoder(most=8).windows(text[:length]))
     assert ours == theirs
     assert [token for one in ours for token in one.scored] == ids

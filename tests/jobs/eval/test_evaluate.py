@@ -386,10 +386,12 @@ def refused(world: World, folder: Path, capsys: pytest.CaptureFixture[str], name
 def test_an_unknown_task_is_refused_with_the_nearest_names(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftmill.jobs.eval.model import Finder
+    from draftmill.jobs.eval.model import TaskFinder
 
-    managers = Finder._managers
-    monkeypatch.setattr(Finder, "_managers", lambda self: islice(managers(self), 1))  # the whole index takes a minute
+    managers = TaskFinder._managers
+    monkeypatch.setattr(
+        TaskFinder, "_managers", lambda self: islice(managers(self), 1)
+    )  # the whole index takes a minute
     write_eval_spec(tmp_path)
     said = refused(world, tmp_path, capsys, ["repeatd"])
     assert "--tasks: 'repeatd' is no task of lm-evaluation-harness; nearest: repeated" in said

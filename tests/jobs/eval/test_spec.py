@@ -11,7 +11,7 @@ import yaml
 
 from draftmill.actors.task import Complete, Score
 from draftmill.jobs.eval.requests import Generation
-from draftmill.jobs.eval.runs import Rows, name_of
+from draftmill.jobs.eval.runs import JobRows, name_of
 from draftmill.jobs.eval.spec import EvalSpec, read_eval_spec
 from draftmill.storage.errors import UserError
 
@@ -130,7 +130,7 @@ def test_a_jobs_name_depends_on_what_decides_its_results_alone(tmp_path: Path) -
 
 
 def test_equal_requests_share_a_row_only_where_their_answers_must_be_equal() -> None:
-    rows = Rows()
+    rows = JobRows()
     assert rows.add("a:0:0:0", {"tokens": (1, 2)}, same=(1, 2)) == "a:0:0:0"
     assert rows.add("a:0:0:1", {"tokens": (1, 2)}, same=(1, 2)) == "a:0:0:0"
     assert rows.add("a:0:0:1", {"tokens": (1, 2)}) == "a:0:0:1"

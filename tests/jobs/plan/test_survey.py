@@ -10,7 +10,7 @@ from threading import Barrier, Lock
 import pytest
 
 from draftmill.actors.planning import surveying
-from draftmill.actors.rows.canvas import Canvas, Size
+from draftmill.actors.rows.canvas import Canvas, CanvasSize
 from draftmill.actors.rows.row import Values
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.planning import survey
@@ -32,14 +32,15 @@ class Measures:
     def make(self, values: Values, key: int) -> Canvas:
         raise AssertionError("a batch as a whole can be measured")
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
         with self.lock:
             self.batches += 1
             is_first = self.batches <= THREADS
         if self.barrier is not None and is_first:
             self.barrier.wait(PATIENCE_S)
         return [
-            RowError("odd", "tokenize", "no") if values["n"] % 10 == 7 else Size(values["n"], 1) for values, _ in rows
+            RowError("odd", "tokenize", "no") if values["n"] % 10 == 7 else CanvasSize(values["n"], 1)
+            for values, _ in rows
         ]
 
 

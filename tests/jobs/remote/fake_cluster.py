@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from draftmill.jobs.remote.cluster import Cluster, Exists, NoSuchJob, NotReady, RayJobs, Unreachable
+from draftmill.jobs.remote.cluster import Cluster, JobExists, NoSuchJob, NotReady, RayJobs, Unreachable
 
 
 @dataclass
@@ -51,7 +51,7 @@ class FakeCluster(RayJobs):
             self.known[job.submission_id] = job
         self.late = []
         if name in self.known:
-            raise Exists(name)
+            raise JobExists(name)
         self.known[name] = FakeJob(name, entrypoint, dict(environment), rest["metadata"])
 
     def jobs(self) -> list[Any]:

@@ -15,12 +15,12 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.remote import submit as submit_module
 from draftmill.jobs.remote.cluster import RUN, Unreachable, stem_of
-from draftmill.jobs.remote.request import Request
-from draftmill.jobs.remote.submit import Follower, end_of, follow, jobs_of, start, stop_jobs
+from draftmill.jobs.remote.request import SubmitRequest
+from draftmill.jobs.remote.submit import LogFollower, end_of, follow, jobs_of, start, stop_jobs
 from draftmill.storage.errors import UserError
 from tests.jobs.remote.fake_cluster import FakeCluster, FakeJob
 
-REQUEST = Request("command", {})
+REQUEST = SubmitRequest("command", {})
 
 
 def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:
@@ -130,7 +130,7 @@ def test_each_text_of_a_growing_log_is_shown_once():
             job.end("SUCCEEDED", 0)
 
     cluster.script = script
-    assert Follower(cluster, "j", shown.append, wait=lambda s: None).follow().code == 0
+    assert LogFollower(cluster, "j", shown.append, wait=lambda s: None).follow().code == 0
     assert "".join(shown) == job.log and len(shown) > 1
 
 
@@ -142,7 +142,7 @@ def test_a_long_log_is_read_less_often():
     def wait(s: float) -> None:
         now[0] += 1.0
 
-    assert Follower(cluster, "j", shown.append, clock=lambda: now[0], wait=wait).follow().code == 0
+    assert LogFollower(cluster, "j", shown.append, clock=lambda: now[0], wait=wait).follow().code == 0
     assert "".join(shown) == job.log
     assert cluster.reads == 21  # one in 5 s, 200,000 characters a second, and the last
 
@@ -156,7 +156,7 @@ def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up():
     def wait(s: float) -> None:
         now[0] += 1.0
 
-    follower = Follower(cluster, "j", lambda text: None, clock=lambda: now[0], wait=wait)
+    follower = LogFollower(cluster, "j", lambda text: None, clock=lambda: now[0], wait=wait)
     assert follower.follow().code == 0
     cluster.deaf = 10**6
     with pytest.raises(Unreachable):

@@ -16,10 +16,10 @@ from draftmill.jobs.config.spec import load_spec
 from draftmill.jobs.results.runs import runs_below
 from draftmill.jobs.run import pruning
 from draftmill.jobs.run.catch_up import due_dates
-from draftmill.jobs.run.pruning import Keep, candidates, prune_run
+from draftmill.jobs.run.pruning import KeepRule, candidates, prune_run
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
-from draftmill.storage.stores.interface import Level, S3Options
+from draftmill.storage.stores.interface import FolderLevel, S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.run.recurring_jobs import DATED, KILLS, driver, interrupted, nightly, run
@@ -237,7 +237,7 @@ def test_a_prune_that_was_suspended_over_its_lease_deletes_nothing_of_the_driver
 def test_what_goes_is_what_is_there_once_the_lease_is_held(folder: Path) -> None:
     base = open_store(str(folder / "nightly"))
     run_dir = folder / "nightly" / "2026-11-01"
-    first = candidates(base, Keep(newest=0), datetime.now(UTC))[0]
+    first = candidates(base, KeepRule(newest=0), datetime.now(UTC))[0]
     (run_dir / "metrics").mkdir()
     (run_dir / "metrics" / "unit-00000000.parquet").touch()  # by a `measure` that has ended since
     prune_run(first, lambda reason: None)
@@ -374,5 +374,5 @@ def test_only_run_directories_are_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_name_as_a_bucket_may_have_one_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftmill.jobs.results.runs.level_of", lambda store, name: Level(("", "_own"), {}))
+    monkeypatch.setattr("draftmill.jobs.results.runs.level_of", lambda store, name: FolderLevel(("", "_own"), {}))
     assert runs_below(open_store("memory://nameless")) == []

@@ -15,7 +15,7 @@ import pytest
 
 from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.planning.surveying import table_of
-from draftmill.actors.rows.canvas import Canvas, Size
+from draftmill.actors.rows.canvas import Canvas, CanvasSize
 from draftmill.actors.task import Complete
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE
@@ -129,7 +129,7 @@ def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_text("twelve chars\n" * 1000)
     inputs = list_inputs(str(tmp_path / "a.txt"))
     sample = table_of(
-        0, rows=range(101), offsets=[13 * n for n in range(101)], ids=["x"] * 101, sizes=[Size(1, 1)] * 101
+        0, rows=range(101), offsets=[13 * n for n in range(101)], ids=["x"] * 101, sizes=[CanvasSize(1, 1)] * 101
     )
     assert estimate_rows(inputs, sample) == 1000
     pq.write_table(pa.table({"text": ["a"] * 77}), tmp_path / "b.parquet")

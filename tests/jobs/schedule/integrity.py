@@ -6,10 +6,10 @@ from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS
 from draftmill.jobs.schedule.unit_leases import COPIES, Bisection, SchedulerState
-from draftmill.jobs.schedule.units import Waiting
+from draftmill.jobs.schedule.units import WaitingUnits
 
 
-def waiting_units(waiting: Waiting) -> list[int]:
+def waiting_units(waiting: WaitingUnits) -> list[int]:
     """The waiting units, in no particular order."""
     places = range(waiting._next, len(waiting._order))
     fresh = [waiting._order[place] for place in places if waiting._skip[place] == place]

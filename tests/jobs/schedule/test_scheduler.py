@@ -17,7 +17,6 @@ from draftmill.jobs.schedule.events import (
     Drain,
     Event,
     Finish,
-    Heard,
     KillWorker,
     LetGo,
     MoreRoom,
@@ -28,6 +27,7 @@ from draftmill.jobs.schedule.events import (
     Tick,
     UnitDone,
     UnitFailed,
+    WorkerAnswered,
     WorkerDied,
     WorkerLeaving,
     WorkerUp,
@@ -65,7 +65,7 @@ def holding(scheduler: Scheduler, *, spent: int) -> list[WorkUnit]:
     """Bring up w0 and let it hold the units that it gets, of which the first `spent` have got their slots."""
     held = units_of(started(scheduler))
     while len(held) <= spent:
-        held += units_of(scheduler.on(Heard("w0", tuple(work.lease for work in held))))
+        held += units_of(scheduler.on(WorkerAnswered("w0", tuple(work.lease for work in held))))
     return held
 
 
@@ -119,7 +119,7 @@ def test_as_many_workers_stay_as_units_are_left_even_if_these_rest():
 def test_workers_that_still_start_end_too_once_no_unit_is_left_for_them():
     scheduler = Scheduler(sizes(5, 5, 5), workers=3, limits=Limits(idle_s=20.0))
     assert [type(command) for command in scheduler.on(Tick(0.0))] == [StartWorker] * 3
-    (first, ahead) = units_of(scheduler.on(WorkerUp("w0")) + scheduler.on(Heard("w0", (0,))))
+    (first, ahead) = units_of(scheduler.on(WorkerUp("w0")) + scheduler.on(WorkerAnswered("w0", (0,))))
     for work in (first, ahead):
         scheduler.on(UnitDone(work.lease, work.unit))
     assert scheduler.on(Tick(1.0)) == []
@@ -137,26 +137,26 @@ def test_the_longest_units_go_first_and_the_next_one_when_most_samples_have_a_sl
     scheduler = Scheduler(sizes(5, 9, 7), workers=1)
     (first,) = units_of(started(scheduler))
     assert first.unit == 1
-    assert scheduler.on(Heard("w0")) == []
-    (second,) = units_of(scheduler.on(Heard("w0", (first.lease,))))
+    assert scheduler.on(WorkerAnswered("w0")) == []
+    (second,) = units_of(scheduler.on(WorkerAnswered("w0", (first.lease,))))
     assert second.unit == 2
-    assert scheduler.on(Heard("w0", (first.lease,))) == []
-    assert assigned(scheduler.on(Heard("w0", (first.lease, second.lease)))) == [("w0", 0)]
+    assert scheduler.on(WorkerAnswered("w0", (first.lease,))) == []
+    assert assigned(scheduler.on(WorkerAnswered("w0", (first.lease, second.lease)))) == [("w0", 0)]
 
 
 def test_a_worker_never_holds_more_than_a_few_units():
     scheduler = Scheduler(sizes(*[5] * 9), workers=1)
     held = holding(scheduler, spent=MOST_UNITS - 1)
     assert len(held) == MOST_UNITS
-    assert scheduler.on(Heard("w0", tuple(work.lease for work in held))) == []
+    assert scheduler.on(WorkerAnswered("w0", tuple(work.lease for work in held))) == []
 
 
 def test_a_worker_that_reports_a_lease_it_has_lost_gets_nothing_for_it():
     scheduler = Scheduler(sizes(9, 8, 7), workers=1)
     (first,) = units_of(started(scheduler))
     (second,) = units_of(scheduler.on(UnitDone(first.lease, first.unit)))
-    assert scheduler.on(Heard("w0", (first.lease,))) == []
-    assert assigned(scheduler.on(Heard("w0", (first.lease, second.lease)))) == [("w0", 2)]
+    assert scheduler.on(WorkerAnswered("w0", (first.lease,))) == []
+    assert assigned(scheduler.on(WorkerAnswered("w0", (first.lease, second.lease)))) == [("w0", 2)]
 
 
 def test_no_more_workers_are_started_than_units_remain():
@@ -206,7 +206,7 @@ def test_a_dead_worker_is_replaced_and_its_units_are_leased_again():
     holding(scheduler, spent=1)
     assert scheduler.on(WorkerDied("w0", "killed")) == [StartWorker("w1")]
     (first,) = units_of(scheduler.on(WorkerUp("w1")))
-    (second,) = units_of(scheduler.on(Heard("w1", (first.lease,))))
+    (second,) = units_of(scheduler.on(WorkerAnswered("w1", (first.lease,))))
     assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
 
 
@@ -248,7 +248,7 @@ def test_a_lost_device_is_the_machines_fault_and_its_units_rest_and_go_elsewhere
     assert scheduler.on(WorkerDied("w0", "illegal memory access", device=True)) == [StartWorker("w1")]
     assert not units_of(scheduler.on(WorkerUp("w1")))
     (first,) = units_of(scheduler.on(Tick(1.0)))
-    (second,) = units_of(scheduler.on(Heard("w1", (first.lease,))))
+    (second,) = units_of(scheduler.on(WorkerAnswered("w1", (first.lease,))))
     assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
     assert not any(unit.suspect for unit in scheduler.state.touched.values())
 
@@ -330,7 +330,7 @@ def test_a_worker_that_is_not_heard_of_is_killed_and_its_late_answer_still_count
     scheduler = Scheduler(sizes(9), workers=1, limits=Limits(lease_s=10.0))
     (work,) = units_of(started(scheduler))
     scheduler.on(Tick(9.0))
-    scheduler.on(Heard("w0"))
+    scheduler.on(WorkerAnswered("w0"))
     assert scheduler.on(Tick(15.0)) == []
     kill, start = scheduler.on(Tick(20.0))
     assert isinstance(kill, KillWorker) and kill.worker == "w0" and start == StartWorker("w1")
@@ -341,7 +341,7 @@ def test_a_worker_that_answers_but_gets_nowhere_is_killed_too():
     scheduler = Scheduler(sizes(9), workers=1, limits=Limits(lease_s=10.0))
     started(scheduler)
     scheduler.on(Tick(9.0))
-    scheduler.on(Heard("w0", moved=False))
+    scheduler.on(WorkerAnswered("w0", moved=False))
     kill, _ = scheduler.on(Tick(10.5))
     assert isinstance(kill, KillWorker) and kill.reason == "no progress for 10 s"
 
@@ -546,7 +546,7 @@ def random_step(world: World, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(busy))
         held = [work.lease for work in world.up[name]]
         spent, tokens = held[: data.draw(st.integers(0, len(held)))], data.draw(st.sampled_from([0, 1, 5, 100]))
-        world.tell(Heard(name, tuple(spent), tokens=tokens))
+        world.tell(WorkerAnswered(name, tuple(spent), tokens=tokens))
     elif choice == "die":
         world.die(data.draw(st.sampled_from(sorted(world.up))))
     elif choice == "die idle":
@@ -569,7 +569,7 @@ def fair_end(world: World) -> None:
             return
         world.tick(0.5)
         for name in list(world.up):
-            world.tell(Heard(name, tuple(work.lease for work in world.up[name]), tokens=int(name[1:]) % 3))
+            world.tell(WorkerAnswered(name, tuple(work.lease for work in world.up[name]), tokens=int(name[1:]) % 3))
         while world.starting:
             name = world.starting.pop()
             world.up[name] = []

@@ -10,17 +10,17 @@ from draftmill.actors.messages import WorkUnit
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
-    Heard,
     Revoke,
     Tick,
     UnitDone,
     UnitFailed,
+    WorkerAnswered,
     WorkerDied,
     WorkerUp,
 )
-from draftmill.jobs.schedule.scheduler import Outlook, Scheduler, fitting_unit
+from draftmill.jobs.schedule.scheduler import Scheduler, WorkLeft, fitting_unit
 from draftmill.jobs.schedule.unit_leases import KNOWN_S
-from draftmill.jobs.schedule.units import UnitSize, UnitSizes, Waiting
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
 from tests.jobs.schedule.integrity import check_integrity, waiting_units
 
 
@@ -37,7 +37,7 @@ class Team:
         for name in self.speeds:
             self.tell(WorkerUp(name))
 
-    def tell(self, event: Tick | WorkerUp | Heard | UnitDone | UnitFailed | WorkerDied) -> list[Command]:
+    def tell(self, event: Tick | WorkerUp | WorkerAnswered | UnitDone | UnitFailed | WorkerDied) -> list[Command]:
         commands = self.scheduler.on(event)
         for command in commands:
             if isinstance(command, Assign):
@@ -54,7 +54,7 @@ class Team:
         self.now_s += seconds
         self.tell(Tick(self.now_s))
         for name, speed in self.speeds.items():
-            self.tell(Heard(name, tokens=int(speed * seconds)))
+            self.tell(WorkerAnswered(name, tokens=int(speed * seconds)))
 
     def finish(self, name: str) -> None:
         """A worker finishes its oldest unit."""
@@ -86,7 +86,9 @@ def test_a_speed_counts_as_known_only_after_some_seconds():
 def test_near_the_end_the_fast_worker_takes_the_long_unit_and_the_slow_one_a_short_one():
     team = Team(units(1000, 1000, 900, 500, 60, 50), 100, 10)
     team.decode(9.9)  # w0 is about to finish, w1 has a tenth
-    team.tell(Heard("w1", tuple(work.lease for work in team.held["w1"])))  # w1 has room: it has far too much already
+    team.tell(
+        WorkerAnswered("w1", tuple(work.lease for work in team.held["w1"]))
+    )  # w1 has room: it has far too much already
     assert team.taken == {"w0": [0], "w1": [1]}
     team.finish("w0")
     assert team.taken == {"w0": [0, 2], "w1": [1]}
@@ -154,8 +156,8 @@ def test_an_idle_worker_copies_nothing_that_its_holder_finishes_sooner():
 
 
 def test_every_share_is_in_proportion_to_the_speed_and_grows_more_certain_near_the_end():
-    early = Outlook(waiting=1000, loads={"a": 0, "b": 0}, speeds={"a": 3.0, "b": 1.0})
-    late = Outlook(waiting=0, loads={"a": 500, "b": 500}, speeds={"a": 3.0, "b": 1.0})
+    early = WorkLeft(waiting=1000, loads={"a": 0, "b": 0}, speeds={"a": 3.0, "b": 1.0})
+    late = WorkLeft(waiting=0, loads={"a": 500, "b": 500}, speeds={"a": 3.0, "b": 1.0})
     assert (early.fitting("a"), early.fitting("b")) == (0.8 * 750, 0.8 * 250)
     assert (round(late.fitting("a")), round(late.fitting("b"))) == (0.9 * 750 - 500, 0.9 * 250 - 500)
     early.give("a", 600)
@@ -171,7 +173,7 @@ def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data: st.Dat
         windows=tuple(sorted(data.draw(st.lists(st.integers(0, 3), min_size=30, max_size=30)))),
     )
     done: set[int] = set()
-    waiting, there = Waiting(UnitSizes(sizes), done, 1), {size.unit for size in sizes}
+    waiting, there = WaitingUnits(UnitSizes(sizes), done, 1), {size.unit for size in sizes}
     last_window = waiting._last_window
     gone: list[UnitSize] = []
     for _ in range(40):
@@ -210,10 +212,10 @@ def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data: st.Dat
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_some_worker_always_takes_a_unit_that_waits(tokens: list[int], speeds: list[int]):
     sizes = units(*tokens)
-    waiting = Waiting(UnitSizes(sizes), set(), len(speeds))
+    waiting = WaitingUnits(UnitSizes(sizes), set(), len(speeds))
     loads = {f"w{number}": 0.0 for number in range(len(speeds))}
     known = {f"w{number}": float(speed) for number, speed in enumerate(speeds)}
-    view = Outlook(sum(tokens), loads, known)
+    view = WorkLeft(sum(tokens), loads, known)
     taken: list[int] = []
     while waiting:
         found = [(name, unit) for name in loads if (unit := fitting_unit(waiting, view, name)) is not None]

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.makespans import makespan_bound, refill_makespan
-from draftmill.jobs.schedule.units import LAST_UNITS, UnitSize, UnitSizes, Waiting, first_of_last
+from draftmill.jobs.schedule.units import LAST_UNITS, UnitSize, UnitSizes, WaitingUnits, first_of_last
 from tests.jobs.schedule.integrity import waiting_units
 
 
@@ -21,7 +21,7 @@ def windows(*tokens: list[int]) -> list[UnitSize]:
 
 
 def dealt(units: list[UnitSize], workers: int) -> list[int]:
-    waiting = Waiting(UnitSizes(units), set(), workers)
+    waiting = WaitingUnits(UnitSizes(units), set(), workers)
     return [unit for _ in units if (unit := waiting.take()) is not None]
 
 
@@ -46,7 +46,7 @@ def test_nowhere_but_at_the_end_does_a_long_unit_follow_a_short_one() -> None:
 def test_units_that_are_done_are_passed_over_and_those_that_come_back_have_their_turn() -> None:
     done: set[int] = set()
     units = windows(*([5, 4, 3] for _ in range(9)))
-    waiting = Waiting(UnitSizes(units), done, workers=1)
+    waiting = WaitingUnits(UnitSizes(units), done, workers=1)
     assert [waiting.take() for _ in range(4)] == [0, 1, 2, 5]
     done |= {4}
     waiting.put(units[1])

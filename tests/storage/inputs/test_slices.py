@@ -9,7 +9,7 @@ import pytest
 
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import count_lines, has_lines, iterate
-from draftmill.storage.inputs.rows import InputFile, Row, Slice
+from draftmill.storage.inputs.rows import FileSlice, InputFile, Row
 from draftmill.storage.inputs.tables import group_slices
 
 
@@ -24,7 +24,7 @@ def text_of(rng: random.Random) -> bytes:
     return rng.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + rng.choice([b"", b'{"a": 2}'])
 
 
-def cut(file: InputFile, step: int) -> Iterator[Slice]:
+def cut(file: InputFile, step: int) -> Iterator[FileSlice]:
     """The slices of a file of lines by ranges of `step` bytes."""
     assert file.size is not None
     row = 0
@@ -32,7 +32,7 @@ def cut(file: InputFile, step: int) -> Iterator[Slice]:
         stop = min(start + step, file.size)
         first, count = count_lines(file, start, stop)
         if count:
-            yield Slice(row, first, stop)
+            yield FileSlice(row, first, stop)
         row += count
 
 
