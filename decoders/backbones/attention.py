@@ -119,6 +119,8 @@ def cut_rows(
     _, _, key_heads, _, width = cache.layers_2SKWd[0].shape
     end_N = rows.high_IN.where(rows.low_IN < rows.high_IN, 0).amax(0).tolist()
     slots, counts = rows.slots_G.tolist(), rows.owner_N.bincount(minlength=shape.num_slots).tolist()
+    # The rows of an ordered slot see the same columns, which each of its tiles would copy.
+    most_lines = max(_MOST_LINES, _CPU_SCORES // (num_heads * num_columns)) if ordered else _MOST_LINES
 
     def cost(cut: Cut) -> int:
         lines = cut.num_lines + _READ + (_COPY if cut.is_copied else 0)
@@ -143,7 +145,7 @@ def cut_rows(
 
     cuts, first, can_join = list[Cut](), 0, False
     for slot, count in enumerate(counts):
-        parts = -(-count // _MOST_LINES)
+        parts = -(-count // most_lines)
         for part in range(parts):
             start, end = first + count * part // parts, first + count * (part + 1) // parts
             seen = min(num_columns, max(1, -(-max(end_N[start:end]) // multiple)) * multiple)
