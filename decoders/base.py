@@ -59,6 +59,7 @@ class Request:
     randomness. `canvas` is int32 [length] with HOLE where a token is to be generated; it may be empty or hole-free.
     `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
     scored has no holes: its tokens at the positions `scored` (int64, ascending) are scored, by default all from `score_from` on.
+    `earlier` are texts of the row in other runs, int32, as their outcomes have them: a drafter may use them.
 
     A `probe` generates nothing: its outcome has no tokens, and its `logprob` says how well a canvas fits (Algorithm.probe).
 
@@ -73,6 +74,7 @@ class Request:
     settings: RowSettings = JOB_SETTINGS
     scored: NDArray[np.int64] | None = None
     probe: bool = False
+    earlier: tuple[NDArray[np.int32], ...] = ()
 
     def to_score(self) -> NDArray[np.int64]:
         """The positions to score, ascending; ValueError if there is none, or if the canvas has a hole."""
@@ -104,7 +106,8 @@ class Outcome:
     their log-probabilities, the best first. `accept_hist[j]` counts the iterations that committed j tokens.
     Times are seconds; `started_at_s` is Unix time. `batch_rows` is the mean number of active rows over its forwards.
     `pad_fraction` is computed-but-unused over computed token rows in its forwards. Where `error_kind` is not None the
-    sample failed and `tokens` is empty. `nfe_kinds` splits `nfe` by the purpose of a forward (block decoders only).
+    sample failed and `tokens` is empty. `nfe_kinds` splits `nfe` by the purpose of a forward (block decoders only). `reused` are
+    the tokens that were drafted by an earlier run and held.
 
     Of a score: `is_greedy` says whether every scored token is the one that temperature 0 would choose, the most likely of the
     ids that can be generated; None where the score does not tell. `logprob_stderr` is the standard error of `logprob`, None
@@ -137,6 +140,7 @@ class Outcome:
     nfe_kinds: dict[str, int] | None = None
     is_greedy: bool | None = None
     logprob_stderr: float | None = None
+    reused: int = 0
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ class PathMark:
 
 MODEL: Final = PathMark(("s3",), is_model=True)
 FOLDER: Final = PathMark(other="auto|none", is_model=True)
+RUN: Final = PathMark(("s3",), other="last")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MOST_SAMPLES: Final = 4096
@@ -40,6 +41,10 @@ MOST_TOP_LOGPROBS: Final = 20
 
 def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _as_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _as_tuple(value)
 
 
 def _token(value: Any) -> Any:
@@ -208,8 +213,9 @@ class DecoderChoice(Settings):
                 "depends on its drafts, so it would depend on its neighbours; allowed with 'rejection': any other drafter; "
                 "with 'suffix': acceptance 'coupled'"
             )
-        for field in ("k", "gamma"):
-            if getattr(self, field, None) == "auto":
+        by_run = isinstance(drafter := getattr(self, "drafter", None), RunDrafterSettings)
+        for field, owner in (("drafter.k", drafter),) if by_run else (("k", self), ("gamma", self)):
+            if getattr(owner, field.rpartition(".")[2], None) == "auto":
                 raise ValueError(
                     f"decoder.{field}: 'auto' chooses by time, and under sampling.acceptance 'rejection' the results would "
                     "depend on it; allowed with 'rejection': a number"
@@ -221,6 +227,18 @@ class DrafterPlace(Settings):
 
     path: Annotated[str, MODEL] = Field(min_length=1, description="where the model is, as in model.path")
     revision: str | None = Field(default=None, description="of a hub model")
+
+
+class RunDrafterSettings(Settings):
+    """Finished runs draft: each row's text there, found by its id, and the row's own text where that text foretells badly."""
+
+    kind: Literal["run"]
+    path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list), RUN] = Field(
+        min_length=1, description="a run directory, or several; last: the last finished date of this job"
+    )
+    k: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
+        default="auto", description="most tokens of a draft; auto: as many as pay (not under rejection)"
+    )
 
 
 class Estimate(Settings):

@@ -23,6 +23,8 @@ S is 0..D with `rows: all`, {0, D} with `rows: ends`. A draft head corrects a st
 decides at least one token, so NFE <= number of holes. This goes beyond the paper, whose iterations take two forwards. The
 distribution is sequential by the argument of Leviathan et al. (2023).
 
+With `drafter: {kind: run}` texts of earlier runs draft, and one forward verifies them as above.
+
 `k: auto`: a window of one token, without drafts if fused, is an iteration of `any_subset`.
 
 Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled parallel sampling" (ASSD), Algorithms 1 and 2
@@ -38,6 +40,7 @@ from typing import Any, Final
 
 from draftmill.decoders.any_subset.sequential import joint
 from draftmill.decoders.any_subset.settings import AssdSettings
+from draftmill.decoders.common_settings import RunDrafterSettings
 from draftmill.decoders.engine.algorithm import Algorithm, any_subset_model
 from draftmill.decoders.engine.asks import (
     DRAFT,
@@ -46,11 +49,13 @@ from draftmill.decoders.engine.asks import (
     JUST_ONE,
     MARKOV,
     NO_DRAFT,
+    SURE,
     Decoding,
     Roll,
     SampleFrom,
 )
 from draftmill.decoders.engine.auto import AutoLength
+from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 from draftmill.decoders.engine.setup import Setup
 
@@ -83,6 +88,22 @@ def assd(s: Sample, length: Length, *, ngram: bool, head: int, auto: bool) -> De
             accepted, tokens, log_ps = sure + good, tokens + judged, log_ps + judged_log_ps
             s.cached = n + min(accepted, count - 1)
         s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
+
+
+def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Decoding:
+    """Texts of earlier runs draft. One forward verifies, and gives the token after the drafts that hold; without drafts it is that
+    of `any_subset`."""
+    texts = texts_of(s)
+    while s.decided < s.length:
+        n = s.decided
+        drafts = texts.drafts(s.length - n - 1)
+        end = n + len(drafts)
+        s.tokens[n:end] = drafts
+        judged = [*drafts, NO_DRAFT]
+        accepted, tokens, log_ps, _ = yield s.two_stream(end, fresh_queries(n, len(judged)), SURE, judged)
+        s.cached = n + accepted
+        s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
+    texts.count()
 
 
 def by_marginals(s: Sample, count: int, head: int) -> Drafting:
@@ -186,6 +207,10 @@ def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
 
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     """How the engine runs these settings."""
+    if isinstance(settings.drafter, RunDrafterSettings):
+        texts_of, most, auto = texts_by(settings.drafter)
+        decode = partial(by_earlier_texts, texts_of=texts_of)
+        return any_subset_model(probe=joint, decode=decode, window=most + 1, auto=auto)
     ngram, ends, is_fused = settings.drafter == "ngram", settings.rows == "ends", settings.fused == "rows"
     k, auto = settings.k, None
     if k == "auto":

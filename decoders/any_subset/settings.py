@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelKind
-from draftmill.decoders.common_settings import FOLDER, DecoderChoice
+from draftmill.decoders.common_settings import FOLDER, DecoderChoice, RunDrafterSettings
 
 
 class AnySubsetSettings(DecoderChoice):
@@ -44,7 +44,9 @@ class AssdSettings(DecoderChoice):
     k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
         default=5, description="most tokens of a draft; auto: as many as pay (not under rejection)"
     )
-    drafter: Literal["self", "ngram"] = Field(default="self", description="the model itself, or n-grams of the canvas")
+    drafter: Literal["self", "ngram"] | RunDrafterSettings = Field(
+        default="self", description="the model itself, n-grams of the canvas, or finished runs"
+    )
     head: Annotated[str, FOLDER] = Field(
         default="auto", min_length=1, description="auto: the model's own; none; or a draft head's folder"
     )
@@ -53,10 +55,14 @@ class AssdSettings(DecoderChoice):
 
     @model_validator(mode="after")
     def _consistent(self) -> AssdSettings:
+        by_run = isinstance(self.drafter, RunDrafterSettings)
         if self.drafter != "self" and self.fused != "none":
+            shown = "run" if by_run else self.drafter
             raise ValueError(
-                f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter {self.drafter!r} it must be 'none'"
+                f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter {shown!r} it must be 'none'"
             )
+        if by_run and "k" in self.model_fields_set:
+            raise ValueError(f"decoder.k: {self.k!r}, but the drafts of a run are as long as decoder.drafter.k allows")
         return self
 
     @property

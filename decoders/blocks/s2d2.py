@@ -38,7 +38,8 @@ without drafts. Models that predict the next token need no copies, since their m
     holds     main          | copies         | ahead
 
 With a `drafter` no masks stand ahead: before each round another block-diffusion model runs the text that is new to it,
-causally, and masks after it, which see all of both. What it predicts there in one forward is drafted.
+causally, and masks after it, which see all of both. What it predicts there in one forward is drafted. Or texts of earlier runs
+draft.
 
 The text is that of block size 1 (and of `s2d2` over a causal cache that verifies always): token for token under coupled
 acceptance and at temperature 0, in distribution under rejection, since drafting and verification use different random numbers.
@@ -49,7 +50,7 @@ beyond it.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -59,8 +60,11 @@ from draftmill.decoders.blocks.block_diffusion import algorithm_of, denoise, not
 from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import Rules, S2d2Settings
 from draftmill.decoders.blocks.verifier import SelfVerifier, measure_of
+from draftmill.decoders.common_settings import DrafterPlace, RunDrafterSettings
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, Answer, Ask, Decoding, Run, Span
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, SURE, Answer, Ask, Decoding, Run, Span
+from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by
+from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
 # ---- verifications that draft ------------------------------------------------------------------------------------------
@@ -81,30 +85,43 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class Round:
     """A round after `n` decided tokens: the positions that it verifies, and those that masks ahead of `drafts.guess` predict.
-    With `redraft` the positions after n are drafted once more, from the copies."""
+    With `redraft` the positions after n are drafted once more, from the copies. No draft is longer than `most`."""
 
     n: int
+    most: int
     drafts: Drafts
     judged: list[int]
     ahead: list[int]
     redraft: bool
 
 
-def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool, drafter: ModelInfo | None = None) -> Decoding:
-    """Verify in every forward, and draft in it, if no `drafter` does. `by_ratio`: a verified token is no draft, so copies are
-    asked for drafts, too."""
-    size = rules.size
+def s2d2_fused(
+    s: BlockSample,
+    rules: Rules,
+    *,
+    by_ratio: bool,
+    most: int,
+    drafter: ModelInfo | None = None,
+    texts_of: Callable[[Sample], EarlierTexts] | None = None,
+) -> Decoding:
+    """Verify in every forward, and draft in it, if neither a `drafter` nor earlier texts do. `by_ratio`: a verified token is no
+    draft, so copies are asked for drafts, too."""
     s.widen(s.length)
+    texts = texts_of(s) if texts_of else None
+    drafts_here = texts is None and drafter is None
     purpose, drafts = PREFILL if rules.start(s.prompt) else DRAFTED, Drafts()
     while not s.is_over:
         s.draws += 1
         if drafter is not None:
             drafts = yield from drafts_by(s, rules, drafter)
+        elif texts is not None:
+            tokens = texts.drafts(s.length - s.decided - 1)
+            drafts = Drafts(tokens, [_AHEAD] * len(tokens))
         n, k, g = s.decided, len(drafts.tokens), drafts.guess
         judged = list(range(n, min(n + k + 1, s.length)))
-        ahead = [] if drafter else list(range(n + g + 1, min(n + g + 1 + size, s.length)))
-        now = Round(n, drafts, judged, ahead, redraft=by_ratio and g > 0)
-        answer = yield ask_of(s, rules, now, purpose)
+        ahead = list(range(n + g + 1, min(n + g + 1 + most, s.length))) if drafts_here else []
+        now = Round(n, most, drafts, judged, ahead, redraft=by_ratio and g > 0)
+        answer = yield ask_of(s, rules, now, purpose, SURE if texts else JUDGE)
         purpose = VERIFY
         s.proposed += k
         s.accepted += answer.accepted
@@ -112,8 +129,10 @@ def s2d2_fused(s: BlockSample, rules: Rules, *, by_ratio: bool, drafter: ModelIn
         s.reveal(news[: answer.accepted + 1], drafts.tokens)
         after = n + min(answer.accepted + 1, len(judged))
         s.cached, s.is_over = after - 1, s.is_complete
-        if drafter is None:
-            drafts = next_drafts(now, answer, range(after, min(after + size, s.length)))
+        if drafts_here:
+            drafts = next_drafts(now, answer, range(after, min(after + most, s.length)))
+    if texts is not None:
+        texts.count()
 
 
 def drafts_by(s: BlockSample, rules: Rules, drafter: ModelInfo) -> Generator[Any, Answer, Drafts]:
@@ -134,9 +153,9 @@ def drafts_by(s: BlockSample, rules: Rules, drafter: ModelInfo) -> Generator[Any
     return Drafts(list(answer.tokens), [_AHEAD] * count)
 
 
-def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
-    """The rows of a round: main, ahead, copies, in this order; what is judged comes first among those sampled."""
-    n, g, size, cached = now.n, now.drafts.guess, rules.size, s.cached
+def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int, kind: int) -> Ask:
+    """The rows of a round: main, ahead, copies, in this order; what is judged, by rows of a `kind`, comes first."""
+    n, g, size, cached = now.n, now.drafts.guess, now.most, s.cached
     main = n + len(now.drafts.tokens) - cached
     spans: tuple[int, ...] = Span(main, cached, cached) if main else ()
     masks, column = len(now.ahead) + bool(now.ahead), n + 2 * (size + 1)
@@ -150,7 +169,7 @@ def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int) -> Ask:
     runs = list[int]()
     # The row after all drafts judges none, so its bank does not matter.
     for row, position, bank in zip(says, now.judged, [*now.drafts.banks, _COPIES], strict=False):
-        runs += Run(row, 1, position, JUDGE, bank=bank)
+        runs += Run(row, 1, position, kind, bank=bank)
     runs += s.runs(DRAFT, [main + position - n - g - rules.shift for position in now.ahead], now.ahead, _AHEAD)
     if now.redraft:
         runs += s.runs(DRAFT, says[1:], now.judged[1:], _COPIES)
@@ -192,17 +211,23 @@ def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
 def _fused_algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     rules, sampling = Rules.of(settings, setup.info), setup.sampling
     by_ratio = sampling.temperature != 0.0 and sampling.acceptance == "rejection"
-    assert (settings.drafter is None) == (setup.drafter_info is None), (
+    texts_of, most, auto = None, rules.size, None
+    if isinstance(settings.drafter, RunDrafterSettings):
+        texts_of, most, auto = texts_by(settings.drafter)
+    assert isinstance(settings.drafter, DrafterPlace) == (setup.drafter_info is not None), (
         "decoder.drafter names a model, but none was loaded"
     )
-    decode = partial(s2d2_fused, rules=rules, by_ratio=by_ratio, drafter=setup.drafter_info)
+    decode = partial(
+        s2d2_fused, rules=rules, by_ratio=by_ratio, most=most, drafter=setup.drafter_info, texts_of=texts_of
+    )
     base = algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True)
     return replace(
         base,
-        window=2 * rules.size + 1,
-        columns=lambda length: length + 3 * (rules.size + 1),
+        window=2 * most + 1,
+        columns=lambda length: length + 3 * (most + 1),
         temper=settings.temper,
-        keeps_laws=True,
+        auto=auto,
+        keeps_laws=texts_of is None,
         banks=2,
-        windows=None if settings.drafter is None else "short",
+        windows="short" if isinstance(settings.drafter, DrafterPlace) else None,
     )

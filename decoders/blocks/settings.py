@@ -21,7 +21,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, DrafterPlace, Sampling, Settings, Tasks
+from draftmill.decoders.common_settings import (
+    DecoderChoice,
+    DrafterPlace,
+    RunDrafterSettings,
+    Sampling,
+    Settings,
+    Tasks,
+)
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -246,8 +253,8 @@ class S2d2Settings(BlockSettings):
     temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, if it is used")
     causal_draft: bool = Field(default=False, description="draft with the decided front of the block run causally")
     paper_compat: bool = Field(default=False, description="at temperature 0: untempered, as the public code")
-    drafter: DrafterPlace | None = Field(
-        default=None, description="a block-diffusion model that drafts; null: the model itself"
+    drafter: DrafterPlace | RunDrafterSettings | None = Field(
+        default=None, description="a block-diffusion model that drafts, or finished runs; null: the model itself"
     )
 
     def check_model(self, info: ModelInfo) -> None:
@@ -291,8 +298,9 @@ class S2d2Settings(BlockSettings):
     @model_validator(mode="after")
     def _drafter_fits(self) -> S2d2Settings:
         if self.drafter is not None and (self.fused or not self.leaves_text):
+            shown = repr(self.drafter.path) if isinstance(self.drafter, DrafterPlace) else "a run"
             raise ValueError(
-                f"decoder.drafter: {self.drafter.path!r} drafts where every token is verified over a causal cache; allowed with "
+                f"decoder.drafter: {shown} drafts where every token is verified over a causal cache; allowed with "
                 "it: causal_cache true, fused false, no router, sub_block, tau_edit and paper_compat"
             )
         return self

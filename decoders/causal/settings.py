@@ -7,7 +7,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import FOLDER, DecoderChoice, DrafterPlace, Settings, Tasks
+from draftmill.decoders.common_settings import (
+    FOLDER,
+    DecoderChoice,
+    DrafterPlace,
+    RunDrafterSettings,
+    Settings,
+    Tasks,
+)
 
 
 class CausalSettings(DecoderChoice):
@@ -81,9 +88,15 @@ class SpeculativeSettings(CausalSettings):
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
         default=5, description="most tokens of a draft; auto: as many as pay (not under rejection)"
     )
-    drafter: ModelDrafterSettings | HeadDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings = Field(
-        default=NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts"
-    )
+    drafter: (
+        ModelDrafterSettings | HeadDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings | RunDrafterSettings
+    ) = Field(default=NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts")
+
+    @model_validator(mode="after")
+    def _one_k(self) -> SpeculativeSettings:
+        if isinstance(self.drafter, RunDrafterSettings) and "k" in self.model_fields_set:
+            raise ValueError(f"decoder.k: {self.k!r}, but the drafts of a run are as long as decoder.drafter.k allows")
+        return self
 
     @property
     def drafts_of_neighbours(self) -> bool:

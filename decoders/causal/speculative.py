@@ -33,6 +33,7 @@ from draftmill.decoders.causal.settings import (
     SuffixDrafterSettings,
 )
 from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
+from draftmill.decoders.common_settings import RunDrafterSettings
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import (
     DRAFT,
@@ -49,6 +50,7 @@ from draftmill.decoders.engine.asks import (
     Span,
 )
 from draftmill.decoders.engine.auto import AutoLength
+from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
@@ -171,6 +173,18 @@ def among_texts(s: Sample, length: Length, index: SuffixIndex) -> Decoding:
     read()
 
 
+def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Decoding:
+    """The sample's texts in earlier runs draft. A look-up is counted as above."""
+    texts = texts_of(s)
+
+    def draft(room: int) -> Drafting:
+        yield from ()
+        return texts.drafts(room)
+
+    yield from speculative(s, lambda: FAR, lambda _: draft, SURE)
+    texts.count()
+
+
 class Lookup:
     """Knows where each n-gram of one sample's text last ended, if a token followed it; O(max_n) a token."""
 
@@ -214,6 +228,10 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         return autoregressive.algorithm(setup, settings)
     if isinstance(settings.drafter, HeadDrafterSettings):
         return _with_head(setup, settings.k)
+    if isinstance(settings.drafter, RunDrafterSettings):
+        texts_of, most, auto = texts_by(settings.drafter)
+        decode = partial(by_earlier_texts, texts_of=texts_of)
+        return Algorithm(decode=decode, window=most + 1, auto=auto, reusable=prompt_but_one)
     k, auto = settings.k, None
     if k == "auto":
         k, auto = (

@@ -73,7 +73,7 @@ def decoding_order(
 class Sample:
     """One request at work.
 
-    Decoders read it, and write `tokens`, `cached`, `cached_draft` and `nfe_draft`; all else is the engine's. A
+    Decoders read it, and write `tokens`, `cached`, `cached_draft`, `nfe_draft` and `reused`; all else is the engine's. A
     decoder that wants columns copied after an answer sets `copies`: (from column, to column, count), one after the other.
 
     Of a forward the engine counts for each of its samples all rows, and of its seconds an equal share: `device_s`, of which
@@ -83,7 +83,7 @@ class Sample:
     __slots__ = (
         "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
         "device_s", "draft_lag", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "key", "length",
-        "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "slot",
+        "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "reused", "slot",
         "stats", "stops", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ class Sample:
         self.tops: list[list[tuple[int, float]]] | None = [] if request.settings.top_logprobs else None
         self.tops_at: Tops = {}
         self.nfe = self.nfe_draft = 0
-        self.iterations = self.proposed = self.accepted = 0
+        self.iterations = self.proposed = self.accepted = self.reused = 0
         self.histogram: list[int] = []
         self.is_greedy: bool | None = None
         # How the sample ends where nothing stops it; None where texts have no ends.
@@ -344,6 +344,7 @@ class Sample:
             token_logprobs=scores,
             top_logprobs=tops,
             is_greedy=None if broken else self.is_greedy,
+            reused=self.reused,
         )
 
 

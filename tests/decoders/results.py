@@ -98,6 +98,9 @@ def _short(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).replace('"', "")
 
 
+RUN: Final = {"kind": "run", "path": ["earlier"], "k": 3}
+
+
 # ---- the matrix ----------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +113,7 @@ def causal_cases() -> Iterator[Case]:
             {"kind": "speculative", "k": k, "drafter": {"kind": "ngram", "max_n": 2}},
             {"kind": "speculative", "k": k, "drafter": model},
         ]
+    drafted += [{"kind": "speculative", "drafter": RUN}]
     for gamma, steps, order in ((1, 1, "left_to_right"), (3, 1, "native"), (3, 2, "left_to_right"), (4, 2, "native")):
         given = {"kind": "specdiff", "gamma": gamma, "steps": steps, "order": order, "drafter": {"path": "drafter"}}
         drafted.append(given | {"head": "none"})
@@ -131,6 +135,8 @@ def any_subset_cases() -> Iterator[Case]:
     """With the model's own drafts, of a head, of an n-gram; in two forwards or one."""
     yield Case({"kind": "any_subset"}, samplings=(*COUPLED, *REJECTION))
     yield Case({"kind": "parallel"}, samplings=(*COUPLED, *REJECTION))
+    for samplings in (COUPLED, REJECTION):
+        yield Case({"kind": "assd", "drafter": RUN}, samplings=samplings)
     for k, (drafter, head, fused) in itertools.product(
         (1, 2, 4),
         (
@@ -231,6 +237,7 @@ def block_cases() -> Iterator[Case]:
             yield Case(ours | shape | one, **more, samplings=samplings)
         if causal:
             yield Case(ours | shape | {"fused": True}, **more, samplings=(*COUPLED[:2], *REJECTION))
+            yield Case(ours | shape | {"drafter": RUN}, **more, samplings=(*COUPLED[:2], *REJECTION))
     for one, shift in itertools.product(parts, (0, 1)):
         for kind in (block, ours):
             verifies = {"router": {"kind": "min_span", "span": 2}} if kind is ours else {}
@@ -321,6 +328,9 @@ def requests_of(case: Case, *, with_rows: bool = False) -> list[Request]:
         if case.settings["kind"] in ("stepwise", "threshold", "factor", "ssd", "ancestral"):
             settings = replace(settings, token_logprobs=False)
         found.append(Request(index, sample_key(1, str(index)), canvas, order, settings=settings, scored=scored))
+    if case.settings.get("drafter") == RUN:  # other texts of the rows, of which some end early; some rows have none, or two
+        texts = [rng.integers(0, VOCAB, int(rng.integers(0, LENGTH + 1))).astype(np.int32) for _ in range(18)]
+        found = [replace(one, earlier=tuple(texts[2 * n : 2 * n + n % 3])) for n, one in enumerate(found)]
     # n = 3 samples of one row, and one with a key of its own beside its like.
     copies = [replace(found[5], index=9 + copy_, key=sample_key(1, f"5#{copy_}")) for copy_ in range(2)]
     return found + copies
@@ -330,7 +340,7 @@ def engine_of(case: Case, sampling: Sampling, slots: int, stops: Stops | None = 
     """What decodes or scores with these settings; its models have empty caches."""
     settings, family = _ADAPTER.validate_python(case.settings), case.family
     diffuses = settings.name() == "specdiff"
-    drafts = isinstance(case.settings.get("drafter"), dict) and "path" in case.settings["drafter"]
+    drafts = isinstance(given := case.settings.get("drafter"), dict) and "path" in given and given.get("kind") != "run"
     drafter = (MODELS["masked"]() if diffuses else copy(_table(VOCAB, 2))) if drafts else None
     backbone = MODELS[family]()
     setup = Setup(

@@ -14,7 +14,7 @@ import pytest
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafterSettings
-from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.common_settings import RunDrafterSettings, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine import sampler
 from draftmill.decoders.engine.asks import NO_DRAFT
@@ -90,6 +90,15 @@ CASES = [
 def test_speculation_has_the_autoregressive_law_to_1e_12(drafter, prompt, k):
     law = law_of(setup(), spec(k, drafter), [request(PROMPTS[prompt])], 0)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    assert total_variation(law, chain_rule(PROMPTS[prompt])) < 1e-12
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("earlier", [[1, 2, 0, 1], [1], []])
+def test_with_texts_of_earlier_runs_the_law_is_the_same(earlier, prompt):
+    drafter = RunDrafterSettings(kind="run", path=("earlier",), k=3)
+    given = replace(request(PROMPTS[prompt]), earlier=(np.array(earlier, dtype=np.int32),))
+    law = law_of(setup(), decoder_settings("speculative", drafter=drafter), [given], 0)
     assert total_variation(law, chain_rule(PROMPTS[prompt])) < 1e-12
 
 
