@@ -9,6 +9,7 @@ from typing import Any
 from draftmill.actors.recipe import RowRecipe
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.runs.run_texts import FinishedRun
 from draftmill.storage.runs.unit_table import PlanPart
 from draftmill.storage.stores.interface import Place
 
@@ -39,7 +40,7 @@ class Job:
     `store` is the run directory. `max_rows` and `max_tokens` bound a worker's batch; if None, the worker chooses, knowing that
     units have up to `unit_rows` rows.
     `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the serialised Arrow
-    schema of the input columns that are copied into the results, None if there are none.
+    schema of the input columns that are copied into the results, None if there are none. Texts of `earlier` runs draft.
     """
 
     store: Place
@@ -54,6 +55,7 @@ class Job:
     files: Sequence[InputFile]
     parts: tuple[PlanPart, ...]
     keep: bytes | None = None
+    earlier: tuple[FinishedRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

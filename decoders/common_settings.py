@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -176,6 +176,17 @@ class DecoderChoice(Settings):
         return False
 
     @property
+    def drafting_runs(self) -> tuple[str, ...]:
+        """The finished runs whose texts draft."""
+        drafter = getattr(self, "drafter", None)
+        return drafter.path if isinstance(drafter, RunDrafterSettings) else ()
+
+    def with_drafting_runs(self, runs: tuple[str, ...]) -> Self:
+        """The settings with other runs that draft."""
+        drafter = self.drafter.model_copy(update={"path": runs})  # type: ignore[attr-defined]
+        return self.model_copy(update={"drafter": drafter})
+
+    @property
     def draft_head(self) -> str:
         """Which draft head to use: `auto`, `none`, or a folder."""
         return "none"
@@ -234,7 +245,7 @@ class RunDrafterSettings(Settings):
 
     kind: Literal["run"]
     path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list), RUN] = Field(
-        min_length=1, description="a run directory, or several; last: the last finished date of this job"
+        description="a run directory, or several; last: the last finished date of this job"
     )
     k: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
         default="auto", description="most tokens of a draft; auto: as many as pay (not under rejection)"

@@ -232,7 +232,7 @@ def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:
 
 
 _COSTS: Final = ("nfe", "nfe_draft", "wait_s", "prefill_s", "decode_s", "total_s", "device_s")
-_DRAFTS: Final = ("iterations", "proposed", "accepted")
+_DRAFTS: Final = ("iterations", "proposed", "accepted", "reused")
 
 
 def costs(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Sample:
     of them, if not all from there on.
     `settings` are the row's own; `note` is the UnitIO's data. With an `infilling`, holes are filled one after another:
     `canvas` is the current hole's canvas, `parts` are the holes decoded so far, and `outcome` is their combined outcome. With a
-    `search`, canvases of several lengths are tried first.
+    `search`, canvases of several lengths are tried first. `earlier` are the row's texts in other runs, which draft.
     """
 
     index: int
@@ -44,6 +44,7 @@ class Sample:
     asked: AskedHole | None = None
     parts: list[TextPart] = field(default_factory=list)
     queued_at_s: float | None = None
+    earlier: tuple[NDArray[np.int32], ...] = ()
 
     def request(self, handle: int) -> Request:
         """The request for a decoder; its outcome has the index `handle`."""
@@ -51,7 +52,20 @@ class Sample:
         if self.search is not None and not self.search.is_over:
             return self.search.request(handle)
         key = hole_key(self.key, len(self.parts))
-        return Request(handle, key, self.canvas, score_from=self.score_from, settings=self.settings, scored=self.scored)
+        return Request(
+            handle,
+            key,
+            self.canvas,
+            score_from=self.score_from,
+            settings=self.settings,
+            scored=self.scored,
+            earlier=self._earlier_rest(),
+        )
+
+    def _earlier_rest(self) -> tuple[NDArray[np.int32], ...]:
+        """The texts that draft; of holes that are filled one after another the part that this hole and later ones may have."""
+        filled = sum(len(part.outcome.tokens) for part in self.parts)
+        return tuple(text[filled:] for text in self.earlier) if filled else self.earlier
 
     def take(self, outcome: Outcome) -> bool:
         """Store the outcome of a request; returns True if the sample has another request: for its next hole, or another length.

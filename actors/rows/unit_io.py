@@ -7,6 +7,7 @@ affects no other row.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -34,18 +35,21 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome
 from draftmill.decoders.causal.settings import NgramDrafterSettings, SuffixDrafterSettings
-from draftmill.decoders.common_settings import DrafterPlace
+from draftmill.decoders.common_settings import DrafterPlace, RunDrafterSettings
 from draftmill.decoders.draws.keys import nth_key, sample_key
-from draftmill.storage.errors import ChangedInput, RowError, brief
+from draftmill.storage.errors import ChangedInput, RowError, StoreError, brief
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, kept_values, names_read, schema_from_bytes
 from draftmill.storage.inputs.reader import fetch_ahead, read_rows
 from draftmill.storage.inputs.rows import Row, default_id
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.records import TRACE_SCHEMA, schema_of, table_from_rows
+from draftmill.storage.runs.run_texts import RunTexts
 from draftmill.storage.runs.unit_table import PlannedRow, PlanTable
 from draftmill.storage.secrets import redacted
 from draftmill.storage.stores.store import open_store
+
+_log = logging.getLogger(__name__)
 
 MAX_ERROR_CHARS = 2000
 """Limits error messages, which may quote a long row."""
@@ -164,7 +168,7 @@ def _score_columns(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None
 
 
 _COUNTS = (
-    *("nfe", "nfe_draft", "nfe_kinds", "iterations", "proposed", "accepted", "accept_hist"),
+    *("nfe", "nfe_draft", "nfe_kinds", "iterations", "proposed", "accepted", "accept_hist", "reused"),
     *("wait_s", "prefill_s", "decode_s", "total_s", "device_s", "batch_rows", "pad_fraction"),
 )
 
@@ -219,6 +223,7 @@ class RowUnitIO:
         kept = names_read(self._keep.names if self._keep is not None else ())
         self._columns = read_columns(job.recipe) | kept
         self._exact = exact
+        self._earlier = [RunTexts(run) for run in job.earlier]
         self._latest: tuple[Row, int, Canvas] | None = None
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
@@ -231,6 +236,7 @@ class RowUnitIO:
         for sample, row in zip(readable, rows, strict=True):
             self._prepare(sample, row)
         self._latest = None
+        self._find_earlier([sample for sample in samples if sample.error is None])
         return samples
 
     def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
@@ -304,6 +310,23 @@ class RowUnitIO:
             if canvas.infilling is not None:
                 sample.infilling = canvas.infilling
                 sample.ask()
+
+    def _find_earlier(self, samples: Sequence[Sample]) -> None:
+        """Give rows their texts in the runs that draft. Where these can't be read, rows do without; under rejection, where a text
+        depends on its drafts, the unit fails."""
+        rows = [(sample.note.planned.id, sample.note.planned.sample) for sample in samples]
+        for run in self._earlier:
+            try:
+                found = run.find(rows)
+            except StoreError as error:
+                if self._recipe.sampling.acceptance == "rejection":
+                    raise
+                _log.warning("decoder.drafter: its texts do not draft: %s", redacted(str(error)))
+                continue
+            for sample, text in zip(samples, found, strict=True):
+                ids = self._tokenizer.encode_behind(text) if self._tokenizer and isinstance(text, str) else text
+                if ids:
+                    sample.earlier = (*sample.earlier, np.array(ids, dtype=np.int32))
 
     def _canvas(self, sample: Sample, row: Row) -> Canvas:
         """The canvas of the sample's row, which is made with the row's key: all samples of a row have the same one."""
@@ -403,6 +426,8 @@ def drafter_of(job: Job, has_head: bool) -> str | None:
             return "ngram"
         case SuffixDrafterSettings():
             return "suffix"
+        case RunDrafterSettings():
+            return "run"
         case "self" if has_head:
             return "head"
         case drafter:

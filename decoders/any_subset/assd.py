@@ -91,8 +91,7 @@ def assd(s: Sample, length: Length, *, ngram: bool, head: int, auto: bool) -> De
 
 
 def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Decoding:
-    """Texts of earlier runs draft. One forward verifies, and gives the token after the drafts that hold; without drafts it is that
-    of `any_subset`."""
+    """Texts of earlier runs draft. One forward verifies, and gives the token after the drafts that hold."""
     texts = texts_of(s)
     while s.decided < s.length:
         n = s.decided

@@ -61,7 +61,7 @@ class AssdSettings(DecoderChoice):
             raise ValueError(
                 f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter {shown!r} it must be 'none'"
             )
-        if by_run and "k" in self.model_fields_set:
+        if by_run and self.k != type(self).model_fields["k"].default:
             raise ValueError(f"decoder.k: {self.k!r}, but the drafts of a run are as long as decoder.drafter.k allows")
         return self
 

@@ -94,7 +94,7 @@ class SpeculativeSettings(CausalSettings):
 
     @model_validator(mode="after")
     def _one_k(self) -> SpeculativeSettings:
-        if isinstance(self.drafter, RunDrafterSettings) and "k" in self.model_fields_set:
+        if isinstance(self.drafter, RunDrafterSettings) and self.k != type(self).model_fields["k"].default:
             raise ValueError(f"decoder.k: {self.k!r}, but the drafts of a run are as long as decoder.drafter.k allows")
         return self
 

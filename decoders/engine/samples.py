@@ -83,8 +83,8 @@ class Sample:
     __slots__ = (
         "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
         "device_s", "draft_lag", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "key", "length",
-        "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "reused", "slot",
-        "stats", "stops", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
+        "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "reused",
+        "slot", "stats", "stops", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
     )  # fmt: skip
 
     def __init__(

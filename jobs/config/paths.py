@@ -32,7 +32,7 @@ def place_problem(data: Any) -> str | None:
             return f"{found.key}: {problem}"
     if problem := date_problem(data.output.path):
         return f"output.path: {problem}"
-    for found in places_of(data.input, "input"):
+    for found in (*places_of(data.input, "input"), *places_of(data.decoder, "decoder")):
         if problem := given_problem(found.value, data.output.path):
             return f"{found.key}: {problem}"
     output = with_date(data.output.path, EXAMPLE)
@@ -120,10 +120,15 @@ def places_of(data: Any, *keys: str | int) -> Iterator[FoundPlace]:
             mark = next((item for item in field.metadata if isinstance(item, PathMark)), None)
             if mark is None:
                 yield from places_of(value, *keys, name)
-            elif isinstance(value, str) and not re.fullmatch(mark.other, value):
-                yield FoundPlace((*keys, name), value, mark)
-            elif isinstance(value, tuple):
-                yield from (FoundPlace((*keys, name, index), path, mark) for index, path in enumerate(value))
+            elif isinstance(value, str | tuple):
+                several = (
+                    {(*keys, name): value}
+                    if isinstance(value, str)
+                    else {(*keys, name, n): v for n, v in enumerate(value)}
+                )
+                yield from (
+                    FoundPlace(at, path, mark) for at, path in several.items() if not re.fullmatch(mark.other, path)
+                )
     elif isinstance(data, tuple | Mapping):
         for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
             yield from places_of(value, *keys, key)
@@ -140,11 +145,13 @@ def with_absolute(settings: Given) -> Given:
     return settings
 
 
-def _with(settings: Given, keys: Sequence[str | int], value: str) -> Given:
+def _with(settings: Any, keys: Sequence[str | int], value: str) -> Any:
+    if not keys:
+        return value
     name, *inner = keys
-    assert isinstance(name, str), "a list of paths"
-    new = _with(getattr(settings, name), inner, value) if inner else value
-    return settings.model_copy(update={name: new})
+    if isinstance(name, int):
+        return (*settings[:name], _with(settings[name], inner, value), *settings[name + 1 :])
+    return settings.model_copy(update={name: _with(getattr(settings, name), inner, value)})
 
 
 def absolute(path: str) -> str:

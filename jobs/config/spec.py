@@ -275,6 +275,12 @@ class JobSpec(Settings):
         """A place that this job reads or writes."""
         return Place(url, self.s3.options())
 
+    def with_drafting_runs(self, runs: tuple[str, ...]) -> JobSpec:
+        """The job with other finished runs that draft; as it is if none do."""
+        if runs == self.decoder.drafting_runs:
+            return self
+        return self.model_copy(update={"decoder": self.decoder.with_drafting_runs(runs)})
+
     @property
     def input_places(self) -> list[Place]:
         """The places of `input.path`."""
@@ -464,7 +470,8 @@ def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
 
 
 def at_date(spec: JobSpec, now: datetime) -> JobSpec:
-    """The job with the date filled into its output path, `input.path` and `input.run`: its logical date, or else `now`.
+    """The job with the date filled into its output path, `input.path`, `input.run` and the runs that draft: its logical date, or
+    else `now`.
 
     Without a date in its output path, `spec` itself.
     """
@@ -478,7 +485,8 @@ def at_date(spec: JobSpec, now: datetime) -> JobSpec:
         "run": None if spec.input.run is None else with_date(spec.input.run, chosen),
     }
     sections = {"output": spec.output.model_copy(update=filled), "input": spec.input.model_copy(update=given)}
-    return spec.model_copy(update=sections)
+    dated = spec.model_copy(update=sections)
+    return dated.with_drafting_runs(tuple(with_date(path, chosen) for path in dated.decoder.drafting_runs))
 
 
 def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:

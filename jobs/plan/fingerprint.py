@@ -33,12 +33,14 @@ def results_key(
     ends: Sequence[int] = (),
     fim: dict[str, Any] | None = None,
     run: dict[str, str] | None = None,
+    runs: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Everything that results depend on, as JSON data; excludes the paths of the checkpoint and the inputs.
 
     SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, an external draft head, the drafter model and
     a LoRA adapter. The ids that begin and end a text, which may come from the checkpoint's generation config. The special
-    tokens with which a causal model fills in the middle. The state of the run whose rows are the input. `with_files` adds the
+    tokens with which a causal model fills in the middle. The state of the run whose rows are the input; the fingerprints
+    of the `runs` that draft. `with_files` adds the
     inputs.
     """
     key = spec.results_key()
@@ -48,6 +50,8 @@ def results_key(
         key["task"] |= {"fim": fim, "ends": list(ends)}
     if drafter is not None:
         key["decoder"]["drafter"] |= {"weights": drafter}
+    if runs is not None:
+        key["decoder"]["drafter"] |= {"runs": list(runs)}
     if adapter is not None:
         key["model"] |= {"adapter": adapter}
     facts = {"checkpoint": model, "tokenizer": tokenizer, "head": head, "family": info.family, "mask_id": info.mask_id}

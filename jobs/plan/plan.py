@@ -29,12 +29,14 @@ from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.json_text import parse_json, shaped
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
-from draftmill.storage.stores.interface import AlreadyExists, NotFound, Store
+from draftmill.storage.stores.interface import AlreadyExists, NotFound, Place, Store
 from draftmill.version import __version__
 
 FORMATS: Final = {"format": 1, "schema_version": SCHEMA_VERSION}
 """The versions of `_plan.json` and of the results. A run of another version is not read."""
 
+PASSES: Final = "passes/"
+"""The folder, in a run directory, with the run directories of its later passes (jobs/results/passes.py)."""
 
 T = TypeVar("T")
 
@@ -45,6 +47,11 @@ SampleName = tuple[str, int]
 def names_of(table: pa.Table) -> list[SampleName]:
     """The names of the rows of a plan's or a result's table."""
     return list(zip(table["id"].to_pylist(), table["sample"].to_pylist(), strict=True))
+
+
+def pass_place(place: Place, number: int) -> Place:
+    """The run directory of a pass, inside the run's own."""
+    return place if number == 1 else place.below(f"{PASSES}{number:04d}")
 
 
 class NothingLeft(UserError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
@@ -46,6 +47,7 @@ from draftmill.jobs.config.rules import sampling_problem
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.checks import check_chat, check_constraint, check_penalties, check_stop, check_task
+from draftmill.jobs.plan.earlier_runs import earlier_runs
 from draftmill.jobs.plan.fingerprint import digest, results_key, with_files
 from draftmill.jobs.plan.plan import Plan, compare_inputs, compare_plan, compare_settings, load_plan
 from draftmill.storage.errors import RowError, UserError
@@ -56,6 +58,7 @@ from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.inputs.sources import with_known_hashes
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, is_closed
+from draftmill.storage.runs.run_texts import FinishedRun
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Place, Store, about
 from draftmill.storage.stores.store import open_store
@@ -69,7 +72,7 @@ class Resolved:
 
     `recipe` has the task, prompt and sampling that are used: with the schemas, the rows of the examples, the chat's date and the
     checkpoint's settings. `results` is everything that results depend on, but for the inputs' contents. `plan` is the run
-    directory's plan of the same job, or None; `constraints` describes the automata of the task.
+    directory's plan of the same job, or None; `constraints` describes the automata of the task; `earlier` runs draft.
 
     A new job whose input is a run has no inputs yet: jobs/results/run_input.py makes them.
     """
@@ -83,6 +86,7 @@ class Resolved:
     inputs: list[InputFile]
     plan: Plan | None = None
     constraints: tuple[str, ...] = ()
+    earlier: tuple[FinishedRun, ...] = ()
 
     @property
     def recorded(self) -> JobSpec:
@@ -135,12 +139,15 @@ def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
     ends = end_ids(recipe.task, folder, tokenizer, info)
     recipe = replace(recipe, ends=ends)
+    same_tokens = tokenizer_hash(folder, model.tokenizer)
+    earlier = earlier_runs(spec, same_tokens, plan, display or Notes())
     results = results_key(
         recorded(spec, recipe),
         info,
         model=_hash_model(folder, display or Notes()),
         adapter=adapter_hash(folder),
-        tokenizer=tokenizer_hash(folder, model.tokenizer),
+        tokenizer=same_tokens,
+        runs=None if earlier is None else earlier.fingerprints,
         head=head_hash(spec),
         drafter=drafter_hash(spec, folder, info, tokenizer),
         begin=None if tokenizer is None else tokenizer.bos_id,
@@ -155,7 +162,8 @@ def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         compare_plan(plan, recorded(spec, recipe), with_files(results, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
-    return Resolved(spec, recipe, results, folder, info, tokenizer, inputs, plan, constraints)
+    drafts = () if earlier is None else earlier.runs
+    return Resolved(spec, recipe, results, folder, info, tokenizer, inputs, plan, constraints, drafts)
 
 
 def resolved_of(plan: Plan) -> Resolved:
@@ -164,7 +172,11 @@ def resolved_of(plan: Plan) -> Resolved:
     model, recipe = spec.model, spec.recipe(plan.results["task"].get("ends", ()))
     folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
     tokenizer = load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
-    return Resolved(spec, recipe, plan.results, folder, inspect(spec, folder), tokenizer, list(plan.files), plan)
+    info, earlier = inspect(spec, folder), None
+    with suppress(UserError):  # a run that drafted is gone
+        earlier = earlier_runs(spec, plan.results["model"]["tokenizer"], plan, Notes())
+    drafts = () if earlier is None else earlier.runs
+    return Resolved(spec, recipe, plan.results, folder, info, tokenizer, list(plan.files), plan, earlier=drafts)
 
 
 def with_schemas(task: Task) -> Task:

@@ -37,6 +37,7 @@ def make_job(resolved: Resolved, plan: Plan) -> Job:
             spec.s3.options(),
         ),
         parts=parts_of(plan.parts),
+        earlier=resolved.earlier,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
     )
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftmill.jobs.config.sweep_spec import CASES, RECORD
-from draftmill.jobs.plan.plan import Plan, load_plan, names_of
+from draftmill.jobs.plan.plan import PASSES, Plan, load_plan, names_of, pass_place
 from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.runs.commit import Manifest, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
@@ -28,7 +28,7 @@ from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA
 from draftmill.storage.stores.interface import FolderLevel, Store, level_of
 from draftmill.storage.stores.store import open_store
 
-FOLDER = "passes/"
+FOLDER = PASSES
 
 PRUNED = "_pruned.json"
 """In a run whose results `draftmill prune` has deleted: when, how much, and the sums of the run."""
@@ -97,7 +97,7 @@ def require_plan(store: Store) -> Plan:
 
 def pass_store(store: Store, number: int) -> Store:
     """The run directory of a pass, inside the run's own directory."""
-    return store if number == 1 else open_store(store.place.below(f"{FOLDER}{number:04d}"))
+    return store if number == 1 else open_store(pass_place(store.place, number))
 
 
 def passes_of(store: Store) -> list[Pass]:

@@ -61,7 +61,7 @@ from draftmill.jobs.run.outcome import (
     raise_unfinished,
 )
 from draftmill.jobs.run.session import Run, RunOptions, decode
-from draftmill.jobs.run.since import new_files, runs_store
+from draftmill.jobs.run.since import new_files, runs_store, with_last_run
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
@@ -107,6 +107,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
             check_places(job)
             stack.enter_context(base_lease(runs_store(spec, path), stop.set))
         store = open_store(job.place(job.output.path))
+        job = with_last_run(job, store, path)
         outcome = stack.enter_context(RunOutcome(job, store))
         new_inputs = new_files(job, store, path)
         if new_inputs is not None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftmill.jobs.config.dates import has_date
+from draftmill.jobs.config.dates import has_date, read_date
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.plan import planned_inputs
+from draftmill.jobs.plan.earlier_runs import LAST
+from draftmill.jobs.plan.plan import load_plan, planned_inputs
 from draftmill.jobs.plan.resolve import Loaders
-from draftmill.jobs.results.runs import FoundRun, base_store, finished_runs
+from draftmill.jobs.results.runs import FoundRun, base_store, finished_runs, runs_of
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.inputs.rows import InputFile
@@ -71,6 +73,21 @@ def new_files(spec: JobSpec, store: Store, path: str) -> NewInputs | None:
     if spec.input.since is None or store.exists(PLAN):
         return None
     return new_inputs(spec, runs_store(spec, path))
+
+
+def with_last_run(spec: JobSpec, store: Store, path: str) -> JobSpec:
+    """The job with its last finished date before this one in place of `last` among the runs that draft; without it on the first
+    date. A plan keeps the run that it has."""
+    names = spec.decoder.drafting_runs
+    if LAST not in names:
+        return spec
+    if (plan := load_plan(store)) is not None:
+        return spec.with_drafting_runs(plan.spec.decoder.drafting_runs)
+    runs_store(spec, path)  # refuses a path without a date
+    now = read_date(spec.output.logical_date or "")
+    finished = [run for date, run in runs_of(spec.place(path)).items() if date < now and run.success is not None]
+    last = [run.store.url for run in finished[-1:]]
+    return spec.with_drafting_runs(tuple(chain.from_iterable(last if name == LAST else [name] for name in names)))
 
 
 def runs_store(spec: JobSpec, path: str) -> Store:

@@ -43,7 +43,7 @@ from draftmill.jobs.run.first_rows import (
     take_sample,
 )
 from draftmill.jobs.run.job import ready_for
-from draftmill.jobs.run.since import new_files
+from draftmill.jobs.run.since import new_files, with_last_run
 from draftmill.storage.errors import MOST_NAMES, RowError, printable
 from draftmill.storage.inputs.reader import read_rows
 from draftmill.storage.runs.sums import EXAMPLES, Sums
@@ -212,7 +212,7 @@ def validate(spec: JobSpec) -> int:
     path, spec = spec.output.path, at_date(spec, datetime.now(UTC))
     check_places(spec)
     store = open_store(spec.place(spec.output.path))
-    new_inputs = new_files(spec, store, path)
+    spec, new_inputs = with_last_run(spec, store, path), new_files(spec, store, path)
     if new_inputs is not None:
         print(f"since     {new_inputs.text}")
         if not new_inputs.files:

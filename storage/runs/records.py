@@ -68,7 +68,7 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("top_logprobs", pa.list_(pa.list_(_LIKELY))),
         pa.field("length_logprob", pa.float64()),
         pa.field("constraint", pa.string()),
-        pa.field("lengths_tried", pa.int32()),
+        *_fields(pa.int32(), "lengths_tried reused"),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""

@@ -328,7 +328,9 @@ def requests_of(case: Case, *, with_rows: bool = False) -> list[Request]:
         if case.settings["kind"] in ("stepwise", "threshold", "factor", "ssd", "ancestral"):
             settings = replace(settings, token_logprobs=False)
         found.append(Request(index, sample_key(1, str(index)), canvas, order, settings=settings, scored=scored))
-    if case.settings.get("drafter") == RUN:  # other texts of the rows, of which some end early; some rows have none, or two
+    if (
+        case.settings.get("drafter") == RUN
+    ):  # other texts of the rows, of which some end early; some rows have none, or two
         texts = [rng.integers(0, VOCAB, int(rng.integers(0, LENGTH + 1))).astype(np.int32) for _ in range(18)]
         found = [replace(one, earlier=tuple(texts[2 * n : 2 * n + n % 3])) for n, one in enumerate(found)]
     # n = 3 samples of one row, and one with a key of its own beside its like.

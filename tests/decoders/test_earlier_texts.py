@@ -102,8 +102,8 @@ def test_under_rejection_a_number_is_needed_as_k(kind):
 
 @pytest.mark.parametrize("kind", ["speculative", "assd"])
 def test_a_k_beside_a_run_is_refused(kind):
-    with pytest.raises(ValueError, match=r"decoder\.k: 5"):
-        DECODERS[kind].model_validate({"kind": kind, "k": 5, "drafter": results.RUN})
+    with pytest.raises(ValueError, match=r"decoder\.k: 4"):
+        DECODERS[kind].model_validate({"kind": kind, "k": 4, "drafter": results.RUN})
 
 
 # ---- pointers ----------------------------------------------------------------------------------------------------------
