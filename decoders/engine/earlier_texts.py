@@ -39,26 +39,39 @@ MOST: Final = 64
 _NOWHERE: Final = 1 << 60
 
 
-class Pointer:
-    """Where in `source` the next token is foretold. `grows`: the source is the text itself, as far as it is decided."""
+class Foretold:
+    """How many tokens a text has foretold, and how many not."""
 
-    __slots__ = ("_ends", "_grows", "_known", "_next", "_source", "hits", "misses")
+    __slots__ = ("hits", "misses")
 
-    def __init__(self, source: list[int], *, grows: bool = False) -> None:
-        self._source, self._grows = source, grows
-        self._next = _NOWHERE if grows else 0
-        # A finished text is trusted for a few tokens; the sample's own has to earn it.
-        self.hits, self.misses = (0.5, 1.5) if grows else (1.7, 0.3)
-        self._known = 0
-        # The places after each run of 2 or 3 tokens, ascending.
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-        if not grows:
-            self._index(1, len(source))
+    def __init__(self, hits: float, misses: float) -> None:
+        self.hits, self.misses = hits, misses
 
     @property
     def rate(self) -> float:
         """The share of tokens that it foretold."""
         return self.hits / (self.hits + self.misses)
+
+    def note(self, hit: bool) -> None:
+        """One more comparison."""
+        self.hits, self.misses = self.hits * _MEMORY + hit, self.misses * _MEMORY + (not hit)
+
+
+class Pointer(Foretold):
+    """Where in `source` the next token is foretold. `grows`: the source is the text itself, as far as it is decided."""
+
+    __slots__ = ("_ends", "_grows", "_known", "_next", "_source")
+
+    def __init__(self, source: list[int], *, grows: bool = False) -> None:
+        # A finished text is trusted for a few tokens; the sample's own has to earn it.
+        super().__init__(*((0.5, 1.5) if grows else (1.7, 0.3)))
+        self._source, self._grows = source, grows
+        self._next = _NOWHERE if grows else 0
+        self._known = 0
+        # The places after each run of 2 or 3 tokens, ascending.
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        if not grows:
+            self._index(1, len(source))
 
     def read(self, tokens: Sequence[int], decided: int) -> None:
         """Compare what was decided since the last call."""
@@ -85,7 +98,7 @@ class Pointer:
 
     def _compare(self, tokens: Sequence[int], rank: int, *, hit: bool) -> None:
         if self._next < _NOWHERE:
-            self.hits, self.misses = self.hits * _MEMORY + hit, self.misses * _MEMORY + (not hit)
+            self.note(hit)
             self._next += 1
         if hit:
             return
@@ -141,6 +154,33 @@ class EarlierTexts:
         if self._is_earlier:
             s.reused += s.accepted - self._accepted
         self._accepted = s.accepted
+
+
+class PlacedTexts:
+    """The earlier texts of a canvas whose holes are filled in any order: they foretell the token of each hole, by its place."""
+
+    __slots__ = ("_accepted", "_is_earlier", "_s", "_texts")
+
+    def __init__(self, s: Sample, holes: Sequence[int]) -> None:
+        self._s, self._accepted, self._is_earlier = s, 0, False
+        self._texts = [
+            (Foretold(1.7, 0.3), dict(zip(holes, text.tolist(), strict=False))) for text in s.request.earlier
+        ]
+
+    def redraft(self, drafts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Drafts (position, token) with the tokens of the text that foretells best, if that is more than half of them."""
+        best, tokens = max(self._texts, key=lambda text: text[0].rate, default=(Foretold(0.0, 1.0), dict[int, int]()))
+        self._is_earlier = best.rate > 0.5 and bool(drafts)
+        return [(place, tokens.get(place, token)) for place, token in drafts] if self._is_earlier else drafts
+
+    def learn(self, news: Sequence[tuple[int, int]]) -> None:
+        """Compare what was revealed, and count the drafts that held."""
+        for text, tokens in self._texts:
+            for place, token in news:
+                text.note(tokens.get(place) == token)
+        if self._is_earlier:
+            self._s.reused += self._s.accepted - self._accepted
+        self._accepted = self._s.accepted
 
 
 def texts_by_rank(s: Sample) -> list[list[int]]:

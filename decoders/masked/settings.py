@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.common_settings import DecoderChoice, Tasks
+from draftmill.decoders.common_settings import DecoderChoice, RunDrafterSettings, Tasks
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
@@ -98,6 +98,15 @@ class SelfSpeculativeSettings(MaskedSettings):
     kind: Literal["ssd"]
     draft_length: int = Field(default=4, ge=1, le=64, description="most drafts N in a forward, of N + 1 canvases")
     tree: Literal["chain", "mixed"] = Field(default="chain", description="mixed: 2 N canvases, for swapped drafts")
+    drafter: RunDrafterSettings | None = Field(
+        default=None, description="finished runs give the tokens of drafts; null: the last forward"
+    )
+
+    @model_validator(mode="after")
+    def _length_is_its_own(self) -> SelfSpeculativeSettings:
+        if self.drafter is not None and self.drafter.k != "auto":
+            raise ValueError(f"decoder.drafter.k: {self.drafter.k}, but drafts have decoder.draft_length; leave k out")
+        return self
 
 
 class ThresholdSettings(MaskedSettings):

@@ -32,6 +32,8 @@ Drafts end where the next one is due: at the block's end, or with `refresh` afte
 the next block. With `dual_relaxed` they continue past it, and the cache is rebuilt after the round: fewer forwards, but the
 text may differ from that of `stepwise`.
 
+With `drafter: {kind: run}` the tokens of the drafts are those of the row's text in an earlier run, while it foretells well.
+
 `proposed` counts nodes beside the root: NFE + `proposed` are a sample's sequence-forwards.
 
 Source: "Self speculative decoding for diffusion large language models" (SSD, Algorithm 1, figure 4). Differs on purpose: the
@@ -49,6 +51,7 @@ from typing import Final
 
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Decoding
+from draftmill.decoders.engine.earlier_texts import PlacedTexts
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import (
     Caching,
@@ -114,10 +117,10 @@ class Tree:
 
 def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
     """Draft, run all nodes, reveal what the right ones choose."""
-    windows, known = Windows(s, tree.caching), Predictions()
+    windows, known, earlier = Windows(s, tree.caching), Predictions(), PlacedTexts(s, s.holes)
     while s.holes:
         runs = windows.next_runs(s.block(s.holes[0]))
-        drafts = candidates(s, tree, windows, known)
+        drafts = earlier.redraft(candidates(s, tree, windows, known))
         nodes = build_tree(s.holes, drafts, mixed=tree.mixed)
         near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0)
         placed = NodeLayout(
@@ -136,6 +139,7 @@ def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
             windows.last = nodes[last].block
             s.copies = evictions(nodes[last].visible, windows.window(windows.last))
         s.reveal(news, len(nodes) - 1, [token for _, token in drafts])
+        earlier.learn([pick[1:3] for pick in news])
 
 
 def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions) -> list[tuple[int, int]]:

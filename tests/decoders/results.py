@@ -192,6 +192,10 @@ def masked_cases() -> Iterator[Case]:
                 ends=ENDS[:2] if number % 4 == 1 else (None,),
             )
 
+    for tree, shift in itertools.product(("chain", "mixed"), (0, 1)):
+        given = {"kind": "ssd", "draft_length": 3, "tree": tree, "drafter": {"kind": "run", "path": ["earlier"]}}
+        yield Case(given, shift=shift, slots=(3,), ends=ENDS[:2])
+
 
 def ancestral_cases() -> Iterator[Case]:
     """Steps fewer and more than masks."""

@@ -106,6 +106,26 @@ def test_a_k_beside_a_run_is_refused(kind):
         DECODERS[kind].model_validate({"kind": kind, "k": 4, "drafter": results.RUN})
 
 
+@pytest.mark.parametrize("tree", ["chain", "mixed"])
+@pytest.mark.parametrize("sampling", results.COUPLED[:3])
+def test_ssd_reveals_what_stepwise_does_whatever_earlier_texts_say(tree, sampling):
+    rng, step = np.random.default_rng(3), results.Case({"kind": "stepwise"})
+    requests = results.requests_of(step)
+    plain = decoded(step, requests, sampling)
+    same, forwards = texts(plain), dict[str, int]()
+    junk = {index: rng.integers(0, results.VOCAB, 9).tolist() for index in same}
+    for name, found in {"none": (), "same": (same,), "junk": (junk,), "both": (junk, same)}.items():
+        settings = {"kind": "ssd", "draft_length": 3, "tree": tree, "drafter": {"kind": "run", "path": ["earlier"]}}
+        new = decoded(results.Case(settings), with_texts(requests, *found), sampling)
+        assert texts(new) == same
+        for index, one in new.items():
+            assert one.logprob == pytest.approx(plain[index].logprob, rel=1e-6)
+            assert one.reused <= one.accepted and (found or one.reused == 0)
+        forwards[name] = sum(one.nfe for one in new.values())
+        assert name != "same" or any(one.reused for one in new.values())
+    assert forwards["same"] <= forwards["none"]
+
+
 # ---- pointers ----------------------------------------------------------------------------------------------------------
 
 
