@@ -45,12 +45,14 @@ _CATCH_UP: Final = 8.0
 class AutoLength:
     """How many drafts an iteration may have, `least` .. `most`: decoders call it, and the engine tells it what steps took.
 
-    An iteration with `least` drafts must be that of the decoder's baseline. With `shares_cost` several drafts cost little more
+    An iteration with `least` drafts must be that of the decoder's baseline; the first ones have `start`. With `shares_cost` several drafts cost little more
     than one, so several are tried first. The first `settling` steps after a change do not count: one that verifies drafts of the
     length before, and one in which a drafting model catches up. The number changes in `note_step` alone.
     """
 
-    def __init__(self, most: int, *, least: int = 0, shares_cost: bool = False, settling: int = 1) -> None:
+    def __init__(
+        self, most: int, *, least: int = 0, start: int = 0, shares_cost: bool = False, settling: int = 1
+    ) -> None:
         doubled = {1 << power for power in range(most.bit_length())}
         self.lengths = sorted({least, most} | {length for length in doubled if length > least})
         last = len(self.lengths) - 1
@@ -59,7 +61,7 @@ class AutoLength:
             next((index for index, length in enumerate(self.lengths) if length >= first), last),
             min(1, last),
         ]
-        self._best = self._now = 0
+        self._best = self._now = self.lengths.index(max(start, least))
         # The rate of the best length just before a trial, and the step in which each length was tried last beside it.
         self._rate, self._tried_at = 0.0, dict[int, int]()
         self._step, self._next_trial, self._batch = 0, 0, 1

@@ -34,6 +34,8 @@ _MEMORY: Final = 0.9
 """What a comparison counts after another one."""
 MOST_AUTO: Final = 16
 """The largest worth of a token in rows (`k: auto`)."""
+START: Final = 2
+"""The worth at first: most texts of a job that runs again have not changed."""
 MOST: Final = 64
 """The longest draft where `k` is auto."""
 _NOWHERE: Final = 1 << 60
@@ -196,6 +198,6 @@ def texts_by_rank(s: Sample) -> list[list[int]]:
 def texts_by(settings: RunDrafterSettings) -> tuple[Callable[[Sample], EarlierTexts], int, AutoLength | None]:
     """What makes the drafts of a sample, how long they are at most, and what chooses the worth of a token."""
     if settings.k == "auto":
-        auto = AutoLength(MOST_AUTO)
+        auto = AutoLength(MOST_AUTO, start=START)
         return partial(EarlierTexts, most=MOST, worth=auto), MOST, auto
     return partial(EarlierTexts, most=settings.k, worth=lambda: 1), settings.k, None
