@@ -45,9 +45,10 @@ _CATCH_UP: Final = 8.0
 class AutoLength:
     """How many drafts an iteration may have, `least` .. `most`: decoders call it, and the engine tells it what steps took.
 
-    An iteration with `least` drafts must be that of the decoder's baseline; the first ones have `start`. With `shares_cost` several drafts cost little more
-    than one, so several are tried first. The first `settling` steps after a change do not count: one that verifies drafts of the
-    length before, and one in which a drafting model catches up. The number changes in `note_step` alone.
+    An iteration with `least` drafts must be that of the decoder's baseline; the first ones have `start`. With `shares_cost`
+    several drafts cost little more than one, so several are tried first. The first `settling` steps after a change do not count:
+    one that verifies drafts of the length before, and one in which a drafting model catches up. The number changes in `note_step`
+    alone.
     """
 
     def __init__(

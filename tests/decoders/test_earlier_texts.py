@@ -83,10 +83,11 @@ def test_the_text_is_the_same_for_any_length_that_auto_may_choose(kind, monkeypa
 
 
 @KINDS
-def test_an_unchanged_text_takes_few_forwards_and_says_what_it_reused(kind):
+@pytest.mark.parametrize("k", [64, "auto"])
+def test_an_unchanged_text_takes_few_forwards_and_says_what_it_reused(kind, k):
     requests, sampling = requests_of(kind), Sampling()
     same = texts(baseline(kind, requests, sampling))
-    new = decoded(case_of(kind, k=64), with_texts(requests, same), sampling)
+    new = decoded(case_of(kind, k=k), with_texts(requests, same), sampling)
     for one in new.values():
         # Every draft holds; each forward gives one token that was not drafted.
         assert one.accepted == one.proposed and len(one.tokens) == one.accepted + one.nfe
