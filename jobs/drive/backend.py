@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -20,7 +20,7 @@ from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import Maker
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import Demand, NodeRoom, allocate, lacking, possible_nodes, request_of_ray
-from draftmill.jobs.drive.driver import Workers
+from draftmill.jobs.drive.driver import WorkerPool
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import (
     check_reachable,
@@ -46,22 +46,6 @@ if TYPE_CHECKING:
 
 BYTES_PER_EARLY_WORKER = 2**20
 """Input bytes per worker that is started early, before the number of units is known."""
-
-
-class WorkerPool(Workers, Protocol):
-    """What a run needs of a pool: what the driver uses, and the two ways to end it."""
-
-    def close(self) -> None:
-        """End all workers."""
-        ...
-
-    def resize(self, allocation: Allocation) -> None:
-        """There is room for so many workers now."""
-        ...
-
-    def release(self) -> list[Any]:
-        """Hand the workers over for another pool, with their networks; none writes anything more for this job."""
-        ...
 
 
 class Backend:

@@ -7,11 +7,7 @@ and loading can't be told apart there.
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 HOUR_S = 3600.0
 
@@ -47,65 +43,6 @@ class DeviceSums:
     def open_s(self) -> float:
         """Busy seconds that went to no committed unit: in progress while the session runs, wasted afterwards."""
         return max(0.0, self.busy_s - self.counted_s)
-
-    def to_json(self) -> dict[str, float]:
-        """The sums as JSON data."""
-        return {name: round(value, 6) for name, value in dataclasses.asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> DeviceSums:
-        """The sums in a session's record; raises KeyError, TypeError or ValueError if it has none."""
-        return cls(**{name: float(record[name]) for name in cls.__slots__})
-
-
-@dataclass(slots=True)
-class _Life:
-    """A worker that is up: when it began to load and when it last reported, in seconds of the clock."""
-
-    began_s: float
-    heard_s: float
-
-
-@dataclass(slots=True)
-class DeviceTime:
-    """Counts the device time of one session."""
-
-    clock: Callable[[], float] = time.monotonic
-    _ended: DeviceSums = DeviceSums()
-    _lives: dict[str, _Life] = field(default_factory=dict)
-
-    def up(self, worker: str, load_s: float = 0.0) -> None:
-        """A worker is up, after loading for `load_s`."""
-        now_s = self.clock()
-        self._lives[worker] = _Life(now_s - load_s, now_s)
-        self._ended += DeviceSums(loading_s=load_s)
-
-    def heard(self, worker: str, busy_s: float) -> None:
-        """A worker reports that it held units for `busy_s` since its last report."""
-        if worker in self._lives:
-            self._lives[worker].heard_s = self.clock()
-        self._ended += DeviceSums(busy_s=busy_s)
-
-    def add_unit(self, spent_s: float) -> None:
-        """A unit was committed for the first time; its worker spent `spent_s` on it."""
-        self._ended += DeviceSums(counted_s=spent_s)
-
-    def end_worker(self, worker: str, *, lost: bool = False) -> None:
-        """A worker has ended; `lost` if it died with units, so that what it did since its last report is lost."""
-        life = self._lives.pop(worker, None)
-        if life is not None:
-            now_s = self.clock()
-            self._ended += DeviceSums(up_s=now_s - life.began_s, lost_s=now_s - life.heard_s if lost else 0.0)
-
-    def stop(self) -> None:
-        """The session is over: all workers have ended."""
-        for worker in list(self._lives):
-            self.end_worker(worker)
-
-    @property
-    def sums(self) -> DeviceSums:
-        """The sums up to now."""
-        return self._ended + DeviceSums(up_s=sum(self.clock() - life.began_s for life in self._lives.values()))
 
 
 def device_time_rows(sums: DeviceSums, *, open_s: float = 0.0) -> list[tuple[str, str]]:

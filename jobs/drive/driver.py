@@ -13,12 +13,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
+from draftmill.actors.job import Allocation
 from draftmill.actors.messages import (
     Failure,
     HomeLeaving,
@@ -49,10 +50,7 @@ from draftmill.jobs.schedule.events import (
     StartWorker,
     Tick,
     UnitDone,
-    UnitFailed,
     WorkerAnswered,
-    WorkerDied,
-    WorkerLeaving,
     WorkerUp,
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -90,6 +88,16 @@ class Workers(Protocol):
     def kill(self, name: str) -> None: ...
 
     def poll(self, timeout_s: float) -> list[PoolEvent]: ...
+
+
+class WorkerPool(Workers, Protocol):
+    """What a run needs of it."""
+
+    def resize(self, allocation: Allocation) -> None: ...
+
+    def release(self) -> list[Any]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -201,7 +209,7 @@ def _end_by_force(signals: socket.socket, most_s: float) -> None:
 
 
 class Watcher:
-    """Is called with what happens in a run, and decides nothing. Each method must return at once; by default it does nothing."""
+    """Looks on in a run, and decides nothing. Each method must return at once; by default it does nothing."""
 
     name = "watcher"
 
@@ -211,34 +219,8 @@ class Watcher:
     def reported(self, worker: str, report: TurnReport) -> None:
         """A worker reports a turn."""
 
-    def committed(self, receipt: Receipt) -> None:
-        """A unit was committed, for the first time."""
-
-    def failed(self, failure: Failure) -> None:
-        """A unit failed on a worker that survived."""
-
-    def died(self, worker: str) -> None:
-        """A worker died or was killed."""
-
     def over(self, totals: Totals, scheduler: Scheduler) -> None:
         """The driver's loop has ended."""
-
-
-class Watchers:
-    """Several watchers; one that raises is not called again, and the run continues."""
-
-    def __init__(self, watchers: Sequence[Watcher] = (), *, note: Callable[[str], None] = lambda message: None) -> None:
-        self._watchers = list(watchers)
-        self._note = note
-
-    def each(self, call: Callable[[Watcher], None]) -> None:
-        """Call each watcher."""
-        for watcher in list(self._watchers):
-            try:
-                call(watcher)
-            except Exception as error:  # noqa: BLE001 - a run does not depend on its watchers
-                self._watchers.remove(watcher)
-                self._note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
 
 
 @dataclass(slots=True)
@@ -247,7 +229,7 @@ class Driver:
 
     `hopeless` tells whether this many failed samples make the job pointless; the driver then drains. `room` returns how many
     workers fit now, including those that exist. `look` gets each committed unit and its worker; what it raises ends the run.
-    `need` is called now and then with the number of units that are left.
+    `need` is called now and then with the number of units that are left. A watcher that raises is not called again.
     """
 
     scheduler: Scheduler
@@ -261,12 +243,11 @@ class Driver:
     hopeless: Callable[[int], bool] = lambda failed: False
     room: Callable[[], int] = lambda: 0
     need: Callable[[int], None] = lambda units: None
-    watchers: Watchers = field(default_factory=Watchers)
+    watchers: list[Watcher] = field(default_factory=list)
     committed: CommittedUnits = field(default_factory=CommittedUnits)
     _looked_s: float | None = None
     _watched_s: float = 0.0
     _deadline_s: float | None = None
-    _loading: set[str] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(default_factory=set)
     _room: int | None = None
     _room_at_s: float = 0.0
@@ -281,14 +262,22 @@ class Driver:
                 self._drain(self.stop.reason)
             for event in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
                 self._take(event)
-            self.totals.loading = len(self._loading)
             self._count_held()
             self.display.show(self.totals)
-            self.watchers.each(lambda watcher: watcher.look(self.totals, self.scheduler))
+            self.watch(lambda watcher: watcher.look(self.totals, self.scheduler))
             if self.scheduler.finished is not None:
                 return self._mark_hopeless(self.scheduler.finished)
             if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
                 return self._mark_hopeless(Finish("drained", "the grace period is over"))
+
+    def watch(self, call: Callable[[Watcher], None]) -> None:
+        """Call each watcher."""
+        for watcher in list(self.watchers):
+            try:
+                call(watcher)
+            except Exception as error:  # noqa: BLE001 - a run does not depend on its watchers
+                self.watchers.remove(watcher)
+                self.display.note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
 
     def _mark_hopeless(self, finish: Finish) -> Finish:
         """Report a job that was drained because too many samples failed as hopeless, not as drained."""
@@ -331,50 +320,39 @@ class Driver:
     def _take(self, event: PoolEvent) -> None:
         match event:
             case WorkerLoaded(worker, node, pid, facts):
-                self._loading.discard(worker)
-                self.totals.worker_up(facts.get("device"))
-                self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
+                self.totals.worker_up(worker, facts)
                 self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
-            case WorkerLost():
-                self._worker_died(event)
+            case WorkerLost(worker, reason):
+                held = self.scheduler.state.workers.get(worker)
+                if self.scheduler.finished is None:
+                    message = f"worker {worker} died: {reason}"
+                    self.display.event("worker_died", message, level=logging.WARNING, worker=worker, reason=reason)
+                died, lost = self.scheduler.finished is None, held is not None and bool(held.leases)
+                self.totals.worker_ended(worker, died=died, lost=lost)
+                self._tell(event)
             case NodeLeaving(worker, left_s):
                 within = "" if left_s is None else f" within {left_s:.0f} s"
                 message = f"worker {worker} is on a node that is being drained{within}"
                 self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
-                self._tell(WorkerLeaving(worker, left_s))
+                self._tell(event)
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
                 self.stop.warn("this node is being drained")
             case WorkerReported(worker, report):
-                self.totals.add_report(report)
-                self.totals.waiting[worker] = report.waiting
-                self.totals.devices.heard(worker, report.effort.wall_s)
-                self.watchers.each(lambda watcher: watcher.reported(worker, report))
+                self.totals.add_report(worker, report)
+                self.watch(lambda watcher: watcher.reported(worker, report))
                 for item in report.answers:
                     self._answer(item)
                 self._tell(WorkerAnswered(worker, report.spent, report.moved, report.effort.engine.committed))
 
-    def _worker_died(self, died: WorkerLost) -> None:
-        self._loading.discard(died.worker)
-        self.totals.waiting.pop(died.worker, None)
-        held = self.scheduler.state.workers.get(died.worker)
-        self.totals.devices.end_worker(died.worker, lost=held is not None and bool(held.leases))
-        if self.scheduler.finished is None:
-            self.totals.worker_ended(died=True)
-            self.watchers.each(lambda watcher: watcher.died(died.worker))
-            message = f"worker {died.worker} died: {died.reason}"
-            self.display.event("worker_died", message, level=logging.WARNING, worker=died.worker, reason=died.reason)
-        self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
-
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):
-            self.watchers.each(lambda watcher: watcher.failed(item))
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
             self.display.event(
                 "failed", self._trouble(item), level=logging.WARNING, unit=item.unit, worker=item.worker, **facts
             )
-            self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
+            self._tell(item)
         elif item.committed is None:
             self._tell(ProbeDone(item.lease, item.unit))
         else:
@@ -400,8 +378,6 @@ class Driver:
             self.committed.add(committed)
             self._reported.clear()
             self.totals.add_receipt(receipt)
-            self.totals.devices.add_unit(receipt.spent_s)
-            self.watchers.each(lambda watcher: watcher.committed(receipt))
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
             facts = asdict(committed) | {"sums": json.loads(committed.sums or "null")}
@@ -417,24 +393,16 @@ class Driver:
     def _obey(self, command: Command) -> None:
         match command:
             case StartWorker(worker):
-                self._loading.add(worker)
+                self.totals.loading.add(worker)
                 self.pool.start(worker)
             case KillWorker(worker, reason):
-                self._loading.discard(worker)
-                self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
-                self.totals.worker_ended(died=True)
-                self.watchers.each(lambda watcher: watcher.died(worker))
-                self.totals.devices.end_worker(worker, lost=True)
+                self.totals.worker_ended(worker, died=True, lost=True)
                 message = f"worker {worker} killed: {reason}"
                 self.display.event("worker_killed", message, level=logging.WARNING, worker=worker, reason=reason)
             case LetGo(worker, lost):
-                self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
-                if worker not in self._loading:
-                    self.totals.worker_ended(died=False)
-                self._loading.discard(worker)
-                self.totals.devices.end_worker(worker, lost=lost)
+                self.totals.worker_ended(worker, lost=lost)
                 self.display.event("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)

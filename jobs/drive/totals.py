@@ -11,7 +11,7 @@ from typing import Any
 
 from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.drive.cost import DeviceTime
+from draftmill.jobs.drive.cost import DeviceSums
 from draftmill.jobs.formatting import counted, device_text, duration, rate_text
 from draftmill.storage.runs.commit import all_exact
 
@@ -20,11 +20,12 @@ from draftmill.storage.runs.commit import all_exact
 class Totals:
     """Counts of one driver's session, in addition to what was committed before it. Times in seconds of `clock`.
 
-    `loading` counts the workers that are not up yet. `started_on` counts the workers that came up, by what they compute with.
+    `loading` are the workers that are not up yet; `lives` has, for each that is up, when it began to load and when it last
+    reported. `started_on` counts the workers that came up, by what they compute with.
     `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this session's
-    receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet. `exact` says whether the
-    receipts' results are bit-identical in any batch; None before the first receipt. `counts_open` is False where holes find their
-    lengths: the tokens of all lengths that a sample tries would count.
+    receipts, `errors` their failed samples by class; `waiting` has, for each worker, the ended samples of units that are not
+    committed yet. `exact` says whether the receipts' results are bit-identical in any batch; None before the first receipt.
+    `counts_open` is False where holes find their lengths: the tokens of all lengths that a sample tries would count.
     """
 
     units: int
@@ -34,51 +35,76 @@ class Totals:
     clock: Callable[[], float] = time.monotonic
     started_s: float | None = None
     ended_s: float | None = None
-    workers: int = 0
-    loading: int = 0
+    loading: set[str] = field(default_factory=set)
+    lives: dict[str, tuple[float, float]] = field(default_factory=dict)
     most_workers: int = 0
     units_held: int = 0
     units_done: int = 0
     decoded: Tally = field(default_factory=Tally)
     committed: Tally = field(default_factory=Tally)
+    errors: Counter[str] = field(default_factory=Counter)
     waiting: dict[str, int] = field(default_factory=dict)
     effort: Effort = field(default_factory=Effort)
     deaths: int = 0
     exact: bool | None = None
     counts_open: bool = True
-    devices: DeviceTime = field(default_factory=DeviceTime)
     started_on: Counter[str] = field(default_factory=Counter)
+    _ended: DeviceSums = field(default_factory=DeviceSums)
 
-    def worker_up(self, device: Mapping[str, Any] | None = None) -> None:
-        """Count a worker that takes units now, and its device (actors/loop/device_facts.py). The first one starts the clock."""
-        if device:
+    def worker_up(self, worker: str, facts: Mapping[str, Any]) -> None:
+        """A worker takes units now, with these facts (actors/loop/device_facts.py). The first one starts the clock."""
+        now_s, load_s = self.clock(), float(facts.get("load_s", 0.0))
+        if device := facts.get("device"):
             self.started_on[device_text(device)] += 1
-        self.started_s = self.clock() if self.started_s is None else self.started_s
-        self.workers += 1
+        self.started_s = now_s if self.started_s is None else self.started_s
+        self.loading.discard(worker)
+        self.lives[worker] = now_s - load_s, now_s
+        self._ended += DeviceSums(loading_s=load_s)
         self.most_workers = max(self.most_workers, self.workers)
 
-    def worker_ended(self, *, died: bool) -> None:
-        """Count a worker that died, or ended on request."""
-        self.workers = max(0, self.workers - 1)
+    def worker_ended(self, worker: str, *, died: bool = False, lost: bool = False) -> None:
+        """A worker has ended; `lost` if it held units, so that what it did since its last report is lost."""
         self.deaths += died
+        self.loading.discard(worker)
+        self.waiting.pop(worker, None)
+        if worker in self.lives:
+            now_s, (began_s, heard_s) = self.clock(), self.lives.pop(worker)
+            self._ended += DeviceSums(up_s=now_s - began_s, lost_s=now_s - heard_s if lost else 0.0)
 
-    def add_report(self, report: TurnReport) -> None:
+    def add_report(self, worker: str, report: TurnReport) -> None:
         """Add a worker's report of one turn."""
         self.decoded += report.decoded
         self.effort = add_effort(self.effort, report.effort)
+        self.waiting[worker] = report.waiting
+        if worker in self.lives:
+            self.lives[worker] = self.lives[worker][0], self.clock()
+        self._ended += DeviceSums(busy_s=report.effort.wall_s)
 
     def add_receipt(self, receipt: Receipt) -> None:
         """Add a committed unit; call once per unit."""
         self.units_done += 1
         self.committed += receipt.tally
+        self.errors.update(receipt.error_kinds)
+        self._ended += DeviceSums(counted_s=receipt.spent_s)
         if receipt.committed is not None:
             exact = receipt.committed.exact
             self.exact = exact if self.units_done == 1 else all_exact((self.exact, exact))
 
     def stop(self) -> None:
-        """Stop the clocks."""
+        """The session is over: the clock stops, and all workers have ended."""
         self.ended_s = self.clock()
-        self.devices.stop()
+        for worker in list(self.lives):
+            self.worker_ended(worker)
+
+    @property
+    def workers(self) -> int:
+        """Workers that are up."""
+        return len(self.lives)
+
+    @property
+    def devices(self) -> DeviceSums:
+        """The device time up to now."""
+        return self._ended + DeviceSums(up_s=sum(self.clock() - began_s for began_s, _ in self.lives.values()))
 
     @property
     def wall_s(self) -> float:
@@ -184,13 +210,13 @@ def progress_facts(totals: Totals) -> dict[str, Any]:
         "nfe_per_token": round(ratio(decoded.nfe, decoded.new_tokens), 4) if decoded.new_tokens else None,
         "errors": max(decoded.failed, totals.committed.failed),
         "workers": totals.workers,
-        "loading": totals.loading,
+        "loading": len(totals.loading),
         "eta_s": None if totals.eta_s is None else round(totals.eta_s, 1),
     }
 
 
 def workers_text(totals: Totals) -> str:
     """The number of workers; before the first one is up, the number that load the model."""
-    if not totals.workers and totals.loading:
-        return f"{counted(totals.loading, 'worker')} {'loads' if totals.loading == 1 else 'load'} the model"
+    if loading := 0 if totals.workers else len(totals.loading):
+        return f"{counted(loading, 'worker')} {'loads' if loading == 1 else 'load'} the model"
     return counted(totals.workers, "worker")

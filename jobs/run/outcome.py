@@ -76,7 +76,7 @@ class RunOutcome:
         return [StallWatcher(self.spec.notify, self._stall_notice, self.warn)] if self.spec.notify else []
 
     def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
-        sums = totals.devices.sums
+        sums = totals.devices
         message = f"no progress for {still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
         return {
             **self._head(message, None),

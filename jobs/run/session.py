@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from draftmill.actors.job import Allocation
 from draftmill.jobs.drive.allocation import fitting_threads
-from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
-from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
+from draftmill.jobs.drive.backend import Backend, ReadingBackend
+from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, WorkerPool
 from draftmill.jobs.drive.leases import IfRunning
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import is_connected
@@ -129,7 +129,7 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             hopeless=is_hopeless,
             room=lambda: _room_for(pool, backend, resolved, len(left)),
             need=demand.need if demand else lambda units: None,
-            watchers=Watchers([*run.watchers, *_metrics_of(run)], note=display.note),
+            watchers=[*run.watchers, *_metrics_of(run)],
         )
         is_over = False
         try:
@@ -144,7 +144,7 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             if run.stop.reason is not None:
                 log.patience_s = min(log.patience_s, INTERRUPTED_S)
             log.write_out(totals)
-            driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
+            driver.watch(lambda watcher: watcher.over(totals, driver.scheduler))
             if is_over:
                 backend.retire(pool)
             else:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
-from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, QuarantinedRows
+from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Failure, NodeLeaving, QuarantinedRows, WorkerLost
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
@@ -41,10 +41,7 @@ from draftmill.jobs.schedule.events import (
     StartWorker,
     Tick,
     UnitDone,
-    UnitFailed,
     WorkerAnswered,
-    WorkerDied,
-    WorkerLeaving,
     WorkerUp,
 )
 from draftmill.jobs.schedule.unit_leases import (
@@ -117,9 +114,9 @@ class Scheduler:
             case WorkerUp(name) if name in self.state.workers:
                 self.state.workers[name].up = True
                 self._failed_starts = 0
-            case WorkerDied(name, reason, idle, device):
+            case WorkerLost(name, reason, idle, device):
                 self._worker_died(name, reason, idle=idle, device=device)
-            case WorkerLeaving(name, left_s) if name in self.state.workers:
+            case NodeLeaving(name, left_s) if name in self.state.workers:
                 self._leaves(self.state.workers[name], left_s)
             case MoreRoom(workers):
                 self.wanted = max(self.wanted, workers)
@@ -127,7 +124,7 @@ class Scheduler:
                 self._unit_done(number, unit)
             case ProbeDone(number, _):
                 self._probe_done(number)
-            case UnitFailed():
+            case Failure():
                 self._unit_failed(event)
             case Drain():
                 self.draining = True
@@ -224,7 +221,7 @@ class Scheduler:
             self._deaths_in_a_row = 0
             self._end_probe(self.state.release(number), None)
 
-    def _unit_failed(self, event: UnitFailed) -> None:
+    def _unit_failed(self, event: Failure) -> None:
         if event.lease not in self.state.leases:
             return
         lease = self.state.release(event.lease)

@@ -12,7 +12,8 @@ from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import LocalPool, build_runner
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
-from draftmill.jobs.drive.backend import LocalBackend, WorkerPool
+from draftmill.jobs.drive.backend import LocalBackend
+from draftmill.jobs.drive.driver import WorkerPool
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.resolve import Resolved
 
