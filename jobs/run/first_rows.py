@@ -1,4 +1,4 @@
-"""The first rows of a job's inputs: their sizes, their canvases, and the memory of its decoder, which decodes nothing here."""
+"""The first rows of a job's inputs: their canvases, and the memory of its decoder, which decodes nothing here."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.loop.loading import build, load_networks, most_canvases
 from draftmill.actors.loop.memory import BatchLimits, fit
-from draftmill.actors.planning.surveying import CONSTRAINED
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker
@@ -28,7 +25,7 @@ from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.planning import check_names, each_sample, lacks_a_column, no_column, survey
+from draftmill.jobs.plan.planning import check_names, lacks_a_column, no_column
 from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import local_path
@@ -36,34 +33,39 @@ from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 
 SAMPLE_ROWS = 512
-SHOWN_ROWS = 64
-"""Rows whose canvases are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRow:
+    """A row of the input with this number, where it is there, and its canvas, or why it has none."""
+
+    file: int
+    offset: int | None
+    id: str
+    key: int
+    made: Canvas | RowError
+
+    @property
+    def error(self) -> str | None:
+        """The kind of its error."""
+        return self.made.kind if isinstance(self.made, RowError) else None
 
 
 @dataclass(frozen=True, slots=True)
 class RowSample:
-    """The first rows of the input as the planner sees them; `total` is the number of all rows, `exact` or estimated."""
+    """The first rows of the input; `total` is the number of all samples, `exact` or estimated."""
 
-    table: pa.Table
+    rows: list[FirstRow]
     total: int
     exact: bool
 
     def lengths(self) -> NDArray[np.int32]:
         """Canvas tokens of each row, int32 [rows]."""
-        return np.asarray(self.table["length"].to_numpy(), dtype=np.int32)
+        return np.array([row.made.size.length if isinstance(row.made, Canvas) else 0 for row in self.rows], np.int32)
 
     def masked(self) -> NDArray[np.int32]:
         """Tokens to generate of each row, int32 [rows]."""
-        return np.asarray(self.table["holes"].to_numpy(), dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class RowCanvas:
-    """A row and its canvas."""
-
-    id: str
-    key: int
-    canvas: Canvas
+        return np.array([row.made.size.masked if isinstance(row.made, Canvas) else 0 for row in self.rows], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,60 +84,54 @@ class LoadedModel:
 
 
 def take_sample(resolved: Resolved) -> RowSample:
-    """Survey the first rows; UserError if there are none, or none has the columns. With `sampling.n` each counts n times."""
-    spec, recipe, inputs, each = resolved.spec, resolved.recipe, resolved.inputs, resolved.recipe.sampling.n
-    most = max(1, SAMPLE_ROWS // each)
-    limit = min(most, spec.input.limit or most)
-    tables = list(survey(recipe, resolved.maker(), inputs, limit=limit))
-    if not tables:
+    """Make the canvases of the first rows; UserError if there are no rows, or none has the columns."""
+    spec, recipe, inputs, most = resolved.spec, resolved.recipe, resolved.inputs, resolved.spec.input.limit
+    limit = min(SAMPLE_ROWS, most or SAMPLE_ROWS)
+    rows = list(islice(first_rows(resolved), limit))
+    if not rows:
         raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
-    table = pa.concat_tables(tables)
-    if lacks_a_column(Counter(table["error_kind"].to_pylist())):
+    kinds = Counter(row.error for row in rows)
+    if lacks_a_column(kinds):
         raise no_column(recipe, inputs)
-    exact = table.num_rows < limit or limit == spec.input.limit
-    if exact and table["error_kind"].null_count and not pc.any(table[CONSTRAINED.name]).as_py():
+    exact = len(rows) < limit or limit == most
+    if exact and kinds[None] and not any(isinstance(row.made, Canvas) and any(row.made.rules) for row in rows):
         check_names(recipe)
-    total = table.num_rows if exact else estimate_rows(inputs, table)
-    total = total if spec.input.limit is None else min(total, spec.input.limit)
-    return RowSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
+    total = len(rows) if exact else estimate_rows(inputs, rows)
+    return RowSample(rows, recipe.sampling.n * min(total, most or total), exact)
 
 
-def estimate_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
+def estimate_rows(inputs: Sequence[InputFile], rows: Sequence[FirstRow]) -> int:
     """Rows of all inputs: exact for Parquet files, else extrapolated from the sampled rows per byte; at least the sample's."""
     if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
         return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)
     # The sample's last row begins at `offset`: the bytes before it hold all earlier rows.
-    files, offset = sorted(set(table["file"].to_pylist())), table["offset"][-1].as_py()
-    last = inputs[files[-1]]
-    inside, rows = (last.size or 0, table.num_rows)
+    last, offset = inputs[rows[-1].file], rows[-1].offset
+    inside, count = last.size or 0, len(rows)
     if offset and last.compression is None:
-        inside, rows = offset, table.num_rows - 1
-    read = inside + sum(inputs[file].size or 0 for file in files[:-1])
-    return max(table.num_rows, round(rows * sum(file.size or 0 for file in inputs) / max(1, read)))
+        inside, count = offset, len(rows) - 1
+    read = inside + sum(inputs[file].size or 0 for file in {row.file for row in rows} - {rows[-1].file})
+    return max(len(rows), round(count * sum(file.size or 0 for file in inputs) / max(1, read)))
 
 
-def first_canvases(resolved: Resolved, count: int) -> list[RowCanvas]:
-    """The first rows that have a canvas."""
-    tried = islice(_canvases(resolved), SAMPLE_ROWS)
-    return list(islice((row for row in tried if isinstance(row, RowCanvas)), count))
-
-
-def _canvases(resolved: Resolved) -> Iterator[RowCanvas | RowError]:
+def first_rows(resolved: Resolved) -> Iterator[FirstRow]:
+    """All rows of the inputs, in order."""
     recipe, maker = resolved.recipe, resolved.maker()
     columns = read_columns(recipe)
-    for file in resolved.inputs:
+    for number, file in enumerate(resolved.inputs):
         for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars):
-            make = partial(canvas_of, recipe, maker, row, default_id(file, row.row))
-            yield try_row(make, "tokenize", "tokenize_error")
+            name = default_id(file, row.row)
+            found = try_row(partial(_first_row, recipe, maker, row, number, name), "tokenize", "tokenize_error")
+            yield FirstRow(number, row.offset, name, 0, found) if isinstance(found, RowError) else found
 
 
-def canvas_of(recipe: RowRecipe, maker: Maker, row: Row, name: str) -> RowCanvas:
+def _first_row(recipe: RowRecipe, maker: Maker, row: Row, file: int, name: str) -> FirstRow:
     if row.error is not None:
-        raise row.error
+        return FirstRow(file, row.offset, name, 0, row.error)
     values = row.values or {}
     name = row_id(values, recipe.columns) or name
     key = row_key(values, recipe.columns, job_seed=recipe.seed, sample_id=name)
-    return RowCanvas(name, key, maker.make(values, key))
+    made = try_row(lambda: maker.make(values, key), "tokenize", "tokenize_error")
+    return FirstRow(file, row.offset, name, key, made)
 
 
 def load(resolved: Resolved, unit_rows: int) -> LoadedModel:
