@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -148,22 +148,11 @@ def _prove(candidate: Candidate, objects: Sequence[Stat]) -> None:
 
 
 def prune(base: Place, keep: KeepRule, *, yes: bool = False) -> int:
-    """Show, and with `yes` delete, what goes; returns the exit code. UserError if `base` is no base path."""
-    store = open_store(base)
-    check_base(store)
-    if not yes:
-        print_candidates(store, keep, candidates(store, keep, datetime.now(UTC)), "would be pruned")
-        print("nothing was deleted; --yes deletes it, and keeps what proves that the inputs are done")
-        return OK
-    stop = StopFlag()
-    with base_lease(store, stop.set):
-        runs = candidates(store, keep, datetime.now(UTC))
-        print_candidates(store, keep, runs, "pruned")
-        return delete(runs, stop)
+    """Show, and with `yes` delete, what goes; returns the exit code. A run that a driver has taken meanwhile stays.
 
-
-def check_base(store: Store) -> None:
-    """Raise UserError unless a recurring job has used this as its base path."""
+    UserError if no recurring job has used `base` as its base path.
+    """
+    store, stop = open_store(base), StopFlag()
     if store.exists(PLAN):
         raise UserError(
             f"{store.url} is a run directory; allowed: the base path of a recurring job, the folder above the dates"
@@ -173,25 +162,20 @@ def check_base(store: Store) -> None:
             f"{store.url} is not the base path of a recurring job: there is no {LEASE}; allowed: the folder before the date in "
             "output.path"
         )
-
-
-def delete(runs: Sequence[Candidate], stop: StopFlag) -> int:
-    """Delete what goes; returns the exit code. A run that a driver has taken meanwhile stays."""
-    for candidate in runs:
-        if candidate.stays is not None:
-            continue
-        if stop.reason is not None:
-            _log.warning(f"{stop.reason}; run it again to continue")
-            return INTERRUPTED
-        try:
-            prune_run(candidate, stop.set)
-        except LeaseHeld as error:
-            _log.warning(f"{candidate.facts.name} stays: {error}")
+    with base_lease(store, stop.set) if yes else nullcontext():
+        runs, verb = candidates(store, keep, datetime.now(UTC)), "pruned" if yes else "would be pruned"
+        rows = [[one.facts.name, f"{verb}: {one.what}" if one.stays is None else f"stays: {one.stays}"] for one in runs]
+        head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
+        print("\n".join([head, *table_lines(rows)]), flush=True)
+        if not yes:
+            print("nothing was deleted; --yes deletes it, and keeps what proves that the inputs are done")
+            return OK
+        for candidate in (one for one in runs if one.stays is None):
+            if stop.reason is not None:
+                _log.warning(f"{stop.reason}; run it again to continue")
+                return INTERRUPTED
+            try:
+                prune_run(candidate, stop.set)
+            except LeaseHeld as error:
+                _log.warning(f"{candidate.facts.name} stays: {error}")
     return OK
-
-
-def print_candidates(store: Store, keep: KeepRule, runs: Sequence[Candidate], verb: str) -> None:
-    """Print a line for each run: why it stays, or what goes."""
-    rows = [[one.facts.name, f"{verb}: {one.what}" if one.stays is None else f"stays: {one.stays}"] for one in runs]
-    head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
-    print("\n".join([head, *table_lines(rows)]), flush=True)

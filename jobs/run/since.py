@@ -67,10 +67,22 @@ class NewInputs:
 
 
 def new_files(spec: JobSpec, store: Store, path: str) -> NewInputs | None:
-    """What is new for a run that has no plan yet (see `new_inputs`); None without `input.since`. A plan keeps its own inputs."""
+    """What no finished run of the job already read; None without `input.since`, and for a run that has a plan, which keeps its own.
+
+    `path` is the output path as it is written. UserError if the inputs can't be listed, or if there are none and no run has
+    finished yet.
+    """
     if spec.input.since is None or store.exists(PLAN):
         return None
-    return new_inputs(spec, runs_store(spec, path))
+    base = runs_store(spec, path)
+    runs = finished_runs(base)
+    try:
+        listed = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
+    except NothingThere:  # files may be moved away when they are done
+        if not runs:
+            raise
+        listed = []
+    return difference(listed, done_inputs(base, runs), runs=len(runs))
 
 
 def runs_store(spec: JobSpec, path: str) -> Store:
@@ -81,21 +93,6 @@ def runs_store(spec: JobSpec, path: str) -> Store:
             field="output.path",
         )
     return base_store(spec.place(path))
-
-
-def new_inputs(spec: JobSpec, base: Store) -> NewInputs:
-    """List the inputs and skip what finished runs already read; `base` is the folder with the runs.
-
-    UserError if the inputs can't be listed, or if there are none and no run has finished yet.
-    """
-    runs = finished_runs(base)
-    try:
-        listed = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
-    except NothingThere:  # files may be moved away when they are done
-        if not runs:
-            raise
-        listed = []
-    return difference(listed, done_inputs(base, runs), runs=len(runs))
 
 
 def done_inputs(base: Store, runs: Sequence[FoundRun]) -> pa.Table:
