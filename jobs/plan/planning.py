@@ -136,8 +136,7 @@ def make_plan(
     if num_bytes >= NOTED_BYTES:
         display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, so that a resume can detect changes")
     inputs = with_hashes(resolved.inputs, most_bytes=most_bytes)
-    unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
-    writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
+    writer = PlanWriter(store, window=spec.batching.window, unit_rows=spec.output.unit_rows, epoch=epoch)
     discard_parts(store, epoch)
     kept = KeptTypes(spec.kept) if spec.kept else None
     rows = said = 0
@@ -162,9 +161,17 @@ def make_plan(
         raise
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
-    plan = create_plan(store, resolved.recorded, with_files(resolved.results, inputs), inputs, writer, keep=keep)
+    plan = create_plan(
+        store,
+        resolved.recorded,
+        with_files(resolved.results, inputs),
+        inputs,
+        writer.totals,
+        writer.unit_table(),
+        keep=keep,
+    )
     samples, units = counted(plan.rows, "sample"), counted(plan.units, "unit")
-    display.note(f"planned: {samples}, {plan.holes:,} tokens {recipe.task.goal}, {units}")
+    display.note(f"planned: {samples}, {plan.totals.holes:,} tokens {recipe.task.goal}, {units}")
     return plan
 
 

@@ -16,7 +16,7 @@ from draftmill.actors.task import Score
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.plan.fingerprint import digest, with_files
 from draftmill.jobs.plan.packing import discard_parts
-from draftmill.jobs.plan.plan import Plan, store_plan
+from draftmill.jobs.plan.plan import Plan, create_plan
 from draftmill.jobs.plan.resolve import Resolved, begins_with_request
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.rows import InputFile
@@ -92,14 +92,7 @@ def copy_plan(resolved: Resolved, donor: Plan, store: Store, *, epoch: int) -> P
     parts = [_copy_part(part, number, donor, store, epoch) for number, part in enumerate(donor.parts)]
     failpoint("plan.before_plan")
     results = with_files(resolved.results, donor.files)
-    totals = {
-        "units": donor.units,
-        "rows": donor.rows,
-        "tokens": donor.tokens,
-        "holes": donor.holes,
-        "errors": donor.errors,
-    }
-    return store_plan(store, resolved.recorded, results, donor.files, totals=totals, parts=parts, keep=donor.keep)
+    return create_plan(store, resolved.recorded, results, donor.files, donor.totals, parts, keep=donor.keep)
 
 
 def _copy_part(part: dict[str, Any], number: int, donor: Plan, store: Store, epoch: int) -> dict[str, Any]:
