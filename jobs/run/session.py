@@ -140,7 +140,7 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             is_over = finish.how in {"done", "hopeless"}
         finally:
             if demand is not None:
-                demand.close()
+                demand.need(0)
             totals.stop()
             if run.stop.reason is not None:
                 log.patience_s = min(log.patience_s, INTERRUPTED_S)
