@@ -79,11 +79,9 @@ class _Buckets(ExitStack):
                     file.write(records[order[start:end]].tobytes())
 
     def _parts(self) -> Iterator[NDArray[Any]]:
-        """All records, once, in the order of their first bytes: equal hashes are in one part."""
+        """All records, in the order of their first bytes: equal hashes are in one part."""
         self._spread()
-        for path in sorted(self._folder.glob("??")):
-            yield np.fromfile(path, dtype=self._dtype)
-            path.unlink()
+        return (np.fromfile(path, dtype=self._dtype) for path in sorted(self._folder.glob("??")))
 
 
 class DuplicateFinder(_Buckets):

@@ -161,15 +161,8 @@ def make_plan(
         raise
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
-    plan = create_plan(
-        store,
-        resolved.recorded,
-        with_files(resolved.results, inputs),
-        inputs,
-        writer.totals,
-        writer.unit_table(),
-        keep=keep,
-    )
+    results, table = with_files(resolved.results, inputs), (writer.totals, writer.unit_table())
+    plan = create_plan(store, resolved.recorded, results, inputs, *table, keep=keep)
     samples, units = counted(plan.rows, "sample"), counted(plan.units, "unit")
     display.note(f"planned: {samples}, {plan.totals.holes:,} tokens {recipe.task.goal}, {units}")
     return plan
@@ -187,12 +180,10 @@ def check_survey(
             hashes = hashes_in(table[HASH.name]) if is_hashed else hashes_of(table["id"].to_pylist())
             finder.add(hashes, table["file"].to_numpy(), table["row"].to_numpy())
             before, rows = rows, rows + table.num_rows
-            if (
-                before < spec.batching.window <= rows
-            ):  # as soon as the first window is there, whatever the tables' sizes
-                first = table["error_kind"][: spec.batching.window - before]
-                if lacks_a_column(kinds + kinds_of(first)):
-                    raise no_column(recipe, inputs)
+            # As soon as the first window is there, whatever the tables' sizes.
+            first = table["error_kind"][: spec.batching.window - before]
+            if before < spec.batching.window <= rows and lacks_a_column(kinds + kinds_of(first)):
+                raise no_column(recipe, inputs)
             kinds += kinds_of(table["error_kind"])
             is_constrained |= bool(pc.any(table[CONSTRAINED.name]).as_py())
             yield table.select(SURVEYED.names)
@@ -218,8 +209,6 @@ def check_names(recipe: RowRecipe) -> None:
 
 def kinds_of(kinds: pa.ChunkedArray) -> Counter[str | None]:
     """How often each error kind occurs; None counts the valid rows."""
-    if kinds.null_count == len(kinds):
-        return Counter({None: len(kinds)})
     return Counter({pair["values"]: pair["counts"] for pair in pc.value_counts(kinds).to_pylist()})
 
 
@@ -279,12 +268,8 @@ def _expected_column(task: Task, there: dict[str, Any]) -> str:
 
 
 def _twice(recipe: RowRecipe, inputs: Sequence[InputFile], first: RowPlace, second: RowPlace) -> UserError:
-    name = _id_at(recipe, inputs[second[0]], second[1])
+    file, row = inputs[second[0]], [(second[1], None)]
+    found = next(read_rows(file, row, columns=read_columns(recipe), chunk_chars=recipe.chunk_chars))
+    name = row_id(found.values or {}, recipe.columns) or default_id(file, second[1])
     places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
     return UserError(f"the id {brief(name)} occurs twice: {places}; ids must be unique", field="input.columns.id")
-
-
-def _id_at(recipe: RowRecipe, file: InputFile, row: int) -> str:
-    columns = read_columns(recipe)
-    found = next(read_rows(file, [(row, None)], columns=columns, chunk_chars=recipe.chunk_chars))
-    return row_id(found.values or {}, recipe.columns) or default_id(file, row)

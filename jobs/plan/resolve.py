@@ -60,8 +60,6 @@ from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Place, Store, about
 from draftmill.storage.stores.store import open_store
 
-HEAD_FIELD = "decoder.head"
-
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -99,11 +97,18 @@ def recorded(spec: JobSpec, recipe: RowRecipe) -> JobSpec:
     return spec.model_copy(update={"task": recipe.task, "prompt": recipe.prompt, "sampling": recipe.sampling})
 
 
-def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loaders: Loaders | None = None) -> Resolved:
+def resolve(
+    spec: JobSpec,
+    store: Store,
+    display: Notes | None = None,
+    *,
+    loaders: Loaders | None = None,
+    inputs: list[InputFile] | None = None,
+) -> Resolved:
     """Check the run directory, the model and the inputs; raises UserError if one of them is unusable.
 
     Compares settings with an existing plan first, before it fetches or hashes weights, which may take long. `loaders` are for
-    jobs that have something in common.
+    jobs that have something in common; `inputs` are those that were listed already.
     """
     loaders = loaders or Loaders()
     recipe = replace(spec.recipe(), task=with_schemas(spec.task), prompt=with_examples(spec))
@@ -115,17 +120,15 @@ def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
     info = inspect(spec, folder)
     if spec.sampling.from_checkpoint:
-        recipe = with_sampling(spec, recipe, recommended(spec.sampling, folder))
+        recipe = with_sampling(spec, recipe, folder)
     tokenizer = loaders.tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
     check_chat(recipe.task, tokenizer)
     planned = None if plan is None else plan.results["input"].get("run")
     run = None if spec.input.run is None else run_state(spec.place(spec.input.run), planned)
-    if run is None:
+    if run is not None:
+        inputs = [] if plan is None else copied_files(plan, store)
+    elif inputs is None:
         inputs = loaders.inputs(*spec.input_places, delimiter=spec.input.delimiter)
-    elif plan is not None:
-        inputs = copied_files(plan, store)
-    else:
-        inputs = []
     if plan is not None:
         if spec.input.since is not None:
             inputs = planned_files(inputs, plan.files)
@@ -133,8 +136,8 @@ def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         compare_inputs(plan, inputs)
     elif sees_date(recipe, tokenizer, inputs):
         recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
-    ends = end_ids(recipe.task, folder, tokenizer, info)
-    recipe = replace(recipe, ends=ends)
+    recipe = replace(recipe, ends=end_ids(recipe.task, folder, tokenizer, info))
+    drafter = fetch_drafter(spec.decoder, spec.s3.options())
     results = results_key(
         recorded(spec, recipe),
         info,
@@ -142,9 +145,9 @@ def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, model.tokenizer),
         head=head_hash(spec),
-        drafter=drafter_hash(spec, folder, info, tokenizer),
+        drafter=drafter and check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder),
         begin=None if tokenizer is None else tokenizer.bos_id,
-        ends=ends,
+        ends=recipe.ends,
         fim=fim_key(recipe.task, tokenizer, info),
         run=run,
     )
@@ -169,19 +172,19 @@ def resolved_of(plan: Plan) -> Resolved:
 
 def with_schemas(task: Task) -> Task:
     """The task with the contents of the files that hold JSON Schemas; UserError with every keyword that can't be kept."""
-    given = getattr(task, "constraint", None)
-    if given is None:
-        return task
-    if isinstance(given, dict):
-        read: Any = {name: _with_schema(rule) for name, rule in given.items()}
-    else:
-        read = tuple(map(_with_schema, given)) if isinstance(given, tuple) else _with_schema(given)
+    match getattr(task, "constraint", None):
+        case None:
+            return task
+        case dict() as rules:
+            read: Any = {name: _with_schema(rule) for name, rule in rules.items()}
+        case tuple() as rules:
+            read = tuple(rule and _with_schema(rule) for rule in rules)
+        case rule:
+            read = _with_schema(rule)
     return task.model_copy(update={"constraint": read})
 
 
-def _with_schema(rule: ConstraintSettings | None) -> ConstraintSettings | None:
-    if rule is None:
-        return None
+def _with_schema(rule: ConstraintSettings) -> ConstraintSettings:
     if rule.json_schema is not None and not rule.json_schema.lstrip().startswith("{"):
         path = Path(rule.json_schema).expanduser()
         try:
@@ -202,31 +205,26 @@ def as_planned(spec: JobSpec, recipe: RowRecipe, plan: Plan) -> RowRecipe:
     recipe = replace(recipe, task=with_chat_date(recipe.task, getattr(plan.spec.task, "chat_date", None)))
     if not spec.sampling.from_checkpoint:
         return recipe
-    own = spec.sampling.model_dump(exclude_unset=True)
-    return with_sampling(spec, recipe, plan.spec.sampling.model_copy(update=own))
+    return with_sampling(
+        spec, recipe, plan.spec.sampling.model_copy(update=spec.sampling.model_dump(exclude_unset=True))
+    )
 
 
-def with_sampling(spec: JobSpec, recipe: RowRecipe, sampling: Sampling) -> RowRecipe:
-    """The recipe with other sampling settings; UserError if they do not fit the spec."""
+def with_sampling(spec: JobSpec, recipe: RowRecipe, found: Sampling | Path) -> RowRecipe:
+    """The recipe with other sampling settings, or those of the model in a folder; UserError if they do not fit the spec."""
+    from draftmill.decoders.backbones.checkpoint import GENERATION_FILE, read_generation
+
     try:
-        spec.decoder.check_sampling(sampling)
+        if isinstance(found, Path):
+            found = from_checkpoint(spec.sampling, read_generation(found), found / GENERATION_FILE)
+        spec.decoder.check_sampling(found)
         has_tokenizer = spec.model.tokenizer != "none"
-        problem = sampling_problem(recipe.task, sampling, recipe.columns, has_tokenizer=has_tokenizer)
+        problem = sampling_problem(recipe.task, found, recipe.columns, has_tokenizer=has_tokenizer)
         if problem is not None:
             raise ValueError(problem)
     except ValueError as error:
         raise user_error(error, "sampling.from_checkpoint") from None
-    return replace(recipe, sampling=sampling)
-
-
-def recommended(sampling: Sampling, folder: Path) -> Sampling:
-    """The settings with those of the model's generation_config.json for the keys that are left out."""
-    from draftmill.decoders.backbones.checkpoint import GENERATION_FILE, read_generation
-
-    try:
-        return from_checkpoint(sampling, read_generation(folder), folder / GENERATION_FILE)
-    except ValueError as error:
-        raise UserError(str(error), field="sampling.from_checkpoint") from None
+    return replace(recipe, sampling=found)
 
 
 def with_examples(spec: JobSpec) -> Prompt:
@@ -267,12 +265,6 @@ def with_chat_date(task: Task, day: date | None) -> Task:
     return task.model_copy(update={"chat_date": day})
 
 
-def day_of(spec: JobSpec) -> date:
-    """The date of a new plan: the job's logical date, or today in UTC."""
-    logical = spec.output.logical_date
-    return today() if logical is None else read_date(logical).date()
-
-
 def sees_date(recipe: RowRecipe, tokenizer: Tokenizer | None, inputs: Sequence[InputFile]) -> bool:
     """Whether the rows are rendered with a chat template that may print the date."""
     if isinstance(recipe.task, Infill) or tokenizer is None or tokenizer.chat is None or not tokenizer.chat.has_date:
@@ -282,9 +274,12 @@ def sees_date(recipe: RowRecipe, tokenizer: Tokenizer | None, inputs: Sequence[I
 
 def begins_with_request(recipe: RowRecipe, inputs: Sequence[InputFile]) -> bool:
     """Whether the first row is an OpenAI request; then the others are, too. No inputs are those of a run, which never are."""
-    columns = read_columns(recipe)
     try:
-        rows = (row for file in inputs[:1] for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars))
+        rows = (
+            row
+            for file in inputs[:1]
+            for row in iterate(file, columns=read_columns(recipe), chunk_chars=recipe.chunk_chars)
+        )
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
     except UserError:  # a damaged file: planning says what is wrong
         return False
@@ -343,6 +338,12 @@ def _hash_model(folder: Path, display: Notes) -> str:
     return model_hash(folder, show_progress)
 
 
+def day_of(spec: JobSpec) -> date:
+    """The date of a new plan: the job's logical date, or today in UTC."""
+    logical = spec.output.logical_date
+    return today() if logical is None else read_date(logical).date()
+
+
 @dataclass(frozen=True, slots=True)
 class Loaders:
     """How `resolve` gets what jobs may have in common; `remembering` gets each of these only once."""
@@ -373,11 +374,11 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
         check_model(spec.decoder, info, spec.task.kind)
         for shape in spec.shapes:
             check_split(info.family, folder, shape.gpus_per_model)
+        return info
     except UserError:
         raise
     except ValueError as error:
         raise user_error(error, "model.path") from None
-    return info
 
 
 def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[str, Any] | None:
@@ -385,14 +386,6 @@ def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[st
     if not isinstance(task, Infill) or not fills_in_middle(task, info):
         return None
     return template_of(task.fim, tokenizer, info).key()
-
-
-def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:
-    """SHA-256 of the drafter model, None without one; UserError if it can't be fetched or does not fit the model."""
-    drafter = fetch_drafter(spec.decoder, spec.s3.options())
-    if drafter is None:
-        return None
-    return check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder)
 
 
 def head_hash(spec: JobSpec) -> str | None:
@@ -405,6 +398,6 @@ def head_hash(spec: JobSpec) -> str | None:
     if not all(file.is_file() for file in files):
         raise UserError(
             f"{head!r} lacks draft_head.json or draft_head.safetensors; allowed: auto, none, or a folder that has both",
-            field=HEAD_FIELD,
+            field="decoder.head",
         )
     return hash_files(folder, files)

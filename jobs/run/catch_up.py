@@ -85,9 +85,9 @@ def _is_superseded(spec: JobSpec, run: FoundRun) -> bool:
 
 
 def catch_up(spec: JobSpec, options: RunOptions, first: datetime | None = None) -> int:
-    """Run the due dates one after another; returns the severest exit code. An interruption ends it, an error of one date does not.
+    """Run the due dates one after another, in one Ray; returns the severest exit code.
 
-    One Ray serves all of the runs.
+    An interruption ends it, an error of one date does not.
     """
     due, codes = due_dates(spec, datetime.now(UTC), first), list[int]()
     print_result(f"{spec.output.path}: {counted(len(due), 'date')} to run")

@@ -107,7 +107,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
             if not new_inputs.files:
                 raise NothingLeft(f"nothing is new in {job.input.shown}; no run is started")
         with Display() as display:
-            resolved = resolve(job, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
+            resolved = resolve(job, store, display, inputs=None if new_inputs is None else new_inputs.files)
         ready = ready_for(job, resolved.plan)
         if resolved.plan is not None and is_closed(store):
             if store.exists(PRUNED):

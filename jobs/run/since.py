@@ -19,7 +19,6 @@ from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import planned_inputs
-from draftmill.jobs.plan.resolve import Loaders
 from draftmill.jobs.results.runs import FoundRun, base_store, finished_runs
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
@@ -61,13 +60,9 @@ class NewInputs:
             f"({counted(self.runs, 'finished run')})"
         )
 
-    def loaders(self) -> Loaders:
-        """Loaders for `resolve` that give these inputs."""
-        return Loaders(inputs=lambda *_, **__: self.files)
-
 
 def new_files(spec: JobSpec, store: Store, path: str) -> NewInputs | None:
-    """What no finished run of the job already read; None without `input.since`, and for a run that has a plan, which keeps its own.
+    """What no finished run of the job already read; None without `input.since`, and for a run with a plan, which has its inputs.
 
     `path` is the output path as it is written. UserError if the inputs can't be listed, or if there are none and no run has
     finished yet.

@@ -212,7 +212,7 @@ def validate(spec: JobSpec) -> int:
             return OK
     if spec.input.dedupe is not None:
         print("dedupe    the figures below still count rows whose ids finished runs have as ok; a run leaves them out")
-    resolved = resolve(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
+    resolved = resolve(spec, store, inputs=None if new_inputs is None else new_inputs.files)
     ready_for(spec, resolved.plan)
     check_receivers(spec.notify)
     with TemporaryDirectory(prefix="draftmill-") as place:
