@@ -252,6 +252,8 @@ class Driver:
     _room: int | None = None
     _room_at_s: float = 0.0
     _held_at_s: float = 0.0
+    _moved: tuple[int, ...] = ()
+    _moved_s: float = 0.0
 
     def run(self) -> Finish:
         """Run until the scheduler finishes, or until the grace period after a stop request is over."""
@@ -263,6 +265,7 @@ class Driver:
             for event in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
                 self._take(event)
             self._count_held()
+            self._note_progress()
             self.display.show(self.totals)
             self.watch(lambda watcher: watcher.look(self.totals, self.scheduler))
             if self.scheduler.finished is not None:
@@ -298,6 +301,13 @@ class Driver:
         if self._watched_s >= self._held_at_s or self.scheduler.finished is not None:
             self._held_at_s = self._watched_s + HELD_EVERY_S
             self.totals.units_held = len({lease.unit for lease in self.scheduler.state.leases.values()})
+
+    def _note_progress(self) -> None:
+        totals = self.totals
+        moved = totals.effort.engine.committed, totals.decoded.rows, totals.units_done
+        if moved != self._moved:
+            self._moved, self._moved_s = moved, self._watched_s
+        totals.still_s = self._watched_s - self._moved_s
 
     def _look_for_room(self) -> None:
         """Report room only when it has grown: do not ask again for workers given up because of a bad machine."""

@@ -109,7 +109,6 @@ class MetricsWatcher(Watcher):
         self._metrics: dict[str, Any] = {}
         self._clock = clock
         self._next_s = 0.0
-        self._moved_s = clock()
         self._counted: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._failures: Counter[str] = Counter()
         self._commits_s: list[float] = []
@@ -120,8 +119,6 @@ class MetricsWatcher(Watcher):
 
     def reported(self, worker: str, report: TurnReport) -> None:
         engine = report.effort.engine
-        if report.moved:
-            self._moved_s = self._clock()
         steps = self._steps.setdefault(worker, Counter())
         steps.update(steps=engine.steps, slots=engine.slot_steps, used=engine.active_slot_steps)
         for answer in report.answers:
@@ -156,7 +153,7 @@ class MetricsWatcher(Watcher):
         self._set("draftmill_running", running)
         self._set("draftmill_samples_planned", totals.rows)
         self._set("draftmill_samples_done", totals.rows_done)
-        self._set("draftmill_seconds_without_progress", self._clock() - self._moved_s if running else 0.0)
+        self._set("draftmill_seconds_without_progress", totals.still_s if running else 0.0)
         self._note_slots(scheduler)
         self._set("draftmill_slots", sum(slots for _, slots, _ in self._slots.values()))
         heard = (used for seen_s, _, used in self._slots.values() if self._clock() - seen_s < SILENT_S)

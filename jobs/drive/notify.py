@@ -34,9 +34,6 @@ STALL_S = 1800.0
 SLACK_S = 1.0
 """Seconds beyond the timeout to wait for a command's thread: it has to kill and to report."""
 
-MOST_GAP_S = 10.0
-"""Seconds between two looks that count as a stall, at most: in a longer gap the driver itself was suspended."""
-
 SHOWN_CHARS = 200
 SHOWN_COMMAND_CHARS = 60
 
@@ -115,29 +112,13 @@ class StallWatcher(Watcher):
 
     name = "stall notices"
 
-    def __init__(
-        self,
-        receivers: Sequence[NotifySettings],
-        notice: Callable[[Totals, float], Notice],
-        tell: Tell,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._receivers, self._notice, self._tell, self._clock = receivers, notice, tell, clock
-        self._looked_s = clock()
-        self._still_s = 0.0
-        self._before: tuple[int, ...] = ()
+    def __init__(self, receivers: Sequence[NotifySettings], notice: Callable[[Totals], Notice], tell: Tell) -> None:
+        self._receivers, self._notice, self._tell = receivers, notice, tell
         self._is_sent = False
 
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
-        now_s = self._clock()
-        self._still_s += min(MOST_GAP_S, max(0.0, now_s - self._looked_s))
-        self._looked_s = now_s
-        moved = (totals.tokens, totals.rows_done, totals.units_done)
-        if moved != self._before:
-            self._before, self._still_s, self._is_sent = moved, 0.0, False
-        if self._still_s >= STALL_S and not self._is_sent:
-            self._is_sent = True
-            notice = self._notice(totals, self._still_s)
-            arguments = (self._receivers, "stall", notice, self._tell)
+        is_stalled = totals.still_s >= STALL_S
+        if is_stalled and not self._is_sent:
+            arguments = (self._receivers, "stall", self._notice(totals), self._tell)
             threading.Thread(target=send, args=arguments, name="notify", daemon=True).start()
+        self._is_sent = is_stalled

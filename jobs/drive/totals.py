@@ -21,11 +21,12 @@ class Totals:
     """Counts of one driver's session, in addition to what was committed before it. Times in seconds of `clock`.
 
     `loading` are the workers that are not up yet; `lives` has, for each that is up, when it began to load and when it last
-    reported. `started_on` counts the workers that came up, by what they compute with.
-    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this session's
-    receipts, `errors` their failed samples by class; `waiting` has, for each worker, the ended samples of units that are not
-    committed yet. `exact` says whether the receipts' results are bit-identical in any batch; None before the first receipt.
-    `counts_open` is False where holes find their lengths: the tokens of all lengths that a sample tries would count.
+    reported. `started_on` counts the workers that came up, by what they compute with. `decoded` counts samples as they end (a
+    sample that is decoded twice counts twice); `committed` counts only this session's receipts, `errors` their failed samples by
+    class; `waiting` has, for each worker, the ended samples of units that are not committed yet. In the last `still_s` no token
+    was committed, and no sample or unit ended. `exact` says whether the receipts' results are bit-identical in any batch; None
+    before the first receipt. `counts_open` is False where holes find their lengths: the tokens of all lengths that a sample
+    tries would count.
     """
 
     units: int
@@ -46,6 +47,7 @@ class Totals:
     waiting: dict[str, int] = field(default_factory=dict)
     effort: Effort = field(default_factory=Effort)
     deaths: int = 0
+    still_s: float = 0.0
     exact: bool | None = None
     counts_open: bool = True
     started_on: Counter[str] = field(default_factory=Counter)

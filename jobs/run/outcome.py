@@ -84,17 +84,16 @@ class RunOutcome:
         """The watcher that sends notices when the run makes no progress, if anybody receives notices."""
         return [StallWatcher(self.spec.notify, self._stall_notice, self.warn)] if self.spec.notify else []
 
-    def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
-        sums = totals.devices
-        message = f"no progress for {still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
+    def _stall_notice(self, totals: Totals) -> dict[str, Any]:
+        message = f"no progress for {totals.still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
         return {
             **self._head(message, None),
             "samples": {"planned": totals.rows, "done": totals.rows_done},
             "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
             "workers": totals.workers,
             "tokens": totals.tokens,
-            "seconds_without_progress": round(still_s, 1),
-            "session_device_hours": round(sums.up_s / HOUR_S, 6),
+            "seconds_without_progress": round(totals.still_s, 1),
+            "session_device_hours": round(totals.devices.up_s / HOUR_S, 6),
         }
 
     def _head(self, message: str, code: int | None) -> dict[str, Any]:

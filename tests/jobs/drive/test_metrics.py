@@ -94,6 +94,7 @@ def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
     for unit in range(2):
         totals.add_receipt(receipt(unit))
     clock.now_s += 5.0
+    totals.still_s = 5.0
     watcher.look(totals, scheduler)
     values = exporter.values
     assert {metric.name for metric in METRICS} - {name for name, _ in values} == {

@@ -22,7 +22,6 @@ from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import UserError
-from tests.jobs.drive.test_cost import Hand
 
 SECRET = "xoxb-9f3a1c7e5d2b"
 
@@ -191,25 +190,16 @@ class Sent:
 
 
 def test_a_stall_is_sent_once_until_there_is_progress_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, sent = Hand(), Sent(monkeypatch)
-    totals = Totals(units=2, rows=8, clock=clock)
+    sent, totals = Sent(monkeypatch), Totals(units=2, rows=8)
     scheduler = Scheduler([UnitSize(0, 4, 4)], workers=1)
     receivers = [receiver(command=["sh"]), receiver(command=["sh"])]
-    watcher = StallWatcher(receivers, lambda totals, still_s: {"still_s": still_s}, print, clock=clock)
-
-    def pass_time(seconds: float) -> None:
-        for _ in range(int(seconds)):
-            clock.now_s += 1.0
-            watcher.look(totals, scheduler)
-
-    pass_time(notify.STALL_S - 1)
-    assert not sent.notices
-    pass_time(70)
+    watcher = StallWatcher(receivers, lambda totals: {"still_s": totals.still_s}, print)
+    for still_s in (0.0, notify.STALL_S - 1, notify.STALL_S, notify.STALL_S + 70):
+        totals.still_s = still_s
+        watcher.look(totals, scheduler)
     assert sent.arrived.acquire(timeout=10)
     assert sent.notices == [{"event": "stall", "to": 2, "still_s": notify.STALL_S}]
-    totals.units_done = 1
-    pass_time(notify.STALL_S + 2)
+    for still_s in (1.0, notify.STALL_S + 2):
+        totals.still_s = still_s
+        watcher.look(totals, scheduler)
     assert sent.arrived.acquire(timeout=10) and len(sent.notices) == 2
-    clock.now_s += 3600.0  # the driver itself was suspended
-    watcher.look(totals, scheduler)
-    assert len(sent.notices) == 2
