@@ -364,7 +364,7 @@ class Driver:
             )
             self._tell(item)
         elif item.committed is None:
-            self._tell(ProbeDone(item.lease, item.unit))
+            self._tell(ProbeDone(item.lease))
         else:
             failpoint("driver.receipt")
             self._note_commit(item, item.committed)

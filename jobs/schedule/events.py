@@ -59,7 +59,6 @@ class ProbeDone:
     """The rows of a probe were decoded, and the worker survived."""
 
     lease: int
-    unit: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Scheduler:
             return []
         self._out = []
         # Most events by far change nothing; with many workers, assigning units is expensive.
-        if isinstance(event, WorkerAnswered) and not self._heard(event):
+        if isinstance(event, WorkerAnswered) and not self.state.note_answer(event, self.now_s, self.limits.lease_s):
             return []
         if isinstance(event, Tick) and not self._tick(event.now_s):
             return []
@@ -122,21 +122,15 @@ class Scheduler:
                 self.wanted = max(self.wanted, workers)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
-            case ProbeDone(number, _):
-                self._probe_done(number)
+            case ProbeDone(number) if number in self.state.leases:
+                self._deaths_in_a_row = 0
+                self._end_probe(self.state.release(number), None)
             case Failure():
                 self._unit_failed(event)
             case Drain():
                 self.draining = True
                 for worker in self.state.workers.values():
                     self._unburden(worker)
-
-    def _heard(self, event: WorkerAnswered) -> bool:
-        """Renew a worker's leases if it made progress; returns whether it may now have room for other units."""
-        if event.moved:
-            self.state.renew(event.worker, self.now_s + self.limits.lease_s)
-        self.state.note_tokens(event.worker, event.tokens, self.now_s)
-        return self.state.note_spent(event.worker, event.spent)
 
     def _tick(self, now_s: float) -> bool:
         """Let the time pass; returns whether units should be assigned. Looks for workers that hang once in LOOK_EVERY_S."""
@@ -148,7 +142,7 @@ class Scheduler:
         for name, reason in self.state.overdue(self.now_s, self.limits):
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
-        for name in self.state.out_of_time(self.now_s):
+        for name in sorted(worker.name for worker in self.state.workers.values() if worker.leave_by_s <= self.now_s):
             self._let_go(name)
         if self.limits.idle_s < math.inf and not self.draining:
             for name in self.state.idle_workers(self.now_s, self.limits.idle_s):
@@ -192,7 +186,7 @@ class Scheduler:
         self._deaths_in_a_row += worker.up
         self._failed_starts += not worker.up
         if self._failed_starts >= self.limits.starts * self.wanted:
-            self._failed_starts, self.wanted = 0, self.state.num_up
+            self._failed_starts, self.wanted = 0, len(self.state.staying())
             if not self.wanted:
                 self._finish("failed", f"workers can't start: {reason}")
         elif self._deaths_in_a_row >= max(self.limits.fruitless, 3 * self.wanted):
@@ -215,11 +209,6 @@ class Scheduler:
         for lease in self.state.finish(unit):
             if lease.number != number:
                 self._out.append(Revoke(lease.worker, lease.number))
-
-    def _probe_done(self, number: int) -> None:
-        if number in self.state.leases:
-            self._deaths_in_a_row = 0
-            self._end_probe(self.state.release(number), None)
 
     def _unit_failed(self, event: Failure) -> None:
         if event.lease not in self.state.leases:
@@ -276,7 +265,7 @@ class Scheduler:
         if unit.rounds > MAX_ROUNDS + 1:
             self._finish("failed", f"unit {number} fails even without its rows: {cause.message}")
         elif unit.rounds > MAX_ROUNDS:
-            self._condemn(unit, cause.verdict(everything))
+            self._condemn(unit, QuarantinedRows(*everything, *cause))
         else:
             unit.bisection = Bisection()
             unit.bisection.suspect(everything, cause)
@@ -286,7 +275,7 @@ class Scheduler:
         """A probe has ended: its rows are cleared if `cause` is None."""
         unit = self.state.touched[lease.unit]
         assert unit.bisection is not None and lease.rows is not None
-        unit.bisection.end_probe(lease.rows)
+        unit.bisection.asked.remove(lease.rows)
         verdict = unit.bisection.suspect(lease.rows, cause) if cause else None
         if verdict is not None:
             self._condemn(unit, verdict)
@@ -309,12 +298,9 @@ class Scheduler:
         elif self.draining and not self.state.leases:
             self._finish("drained")
         elif not self.draining:
-            self._staff()
+            while self.state.num_staying < min(self.wanted, self.remaining):
+                self._out.append(StartWorker(self.state.hire(self.now_s).name))
             self._assign()
-
-    def _staff(self) -> None:
-        while self.state.num_staying < min(self.wanted, self.remaining):
-            self._out.append(StartWorker(self.state.hire(self.now_s).name))
 
     def _assign(self) -> None:
         """Assign delicate units first, to workers that hold nothing else; then the waiting units; then copies."""
@@ -323,7 +309,11 @@ class Scheduler:
             while hands and number in self.state.delicate:
                 worker = hands.popleft()  # reserved for this unit, even while the worker still holds others
                 if not worker.leases:
-                    self._lease_delicate(worker, number)
+                    bisection = self.state.touched[number].bisection
+                    rows = bisection.ask() if bisection else None
+                    if bisection is None or not bisection.waiting:
+                        self.state.delicate.discard(number)
+                    self._lease(worker, number, rows)
         idle = self._deal(hands)
         if idle and not self.state.waiting and not self.state.delicate:
             self._copy(idle)
@@ -333,9 +323,13 @@ class Scheduler:
         idle: list[Worker] = []
         view = outlook(self.state, self.state.staying(), self.now_s) if hands and self._is_near_end() else None
         while hands:
-            worker = hands.popleft()
-            number = self._choose_unit(worker, view) if worker.has_room else None
+            worker, waiting = hands.popleft(), self.state.waiting
+            number: int | None = None
+            if worker.has_room:  # the next unit, or near the end one that fits the worker's speed (see below)
+                number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
             if number is not None:
+                if view is not None:
+                    view.give(worker.name, self.state.sizes[number].tokens)
                 self._lease(worker, number, None)
                 hands.append(worker)
             elif not worker.leases:
@@ -345,15 +339,7 @@ class Scheduler:
     def _is_near_end(self) -> bool:
         """Whether so little waits that speeds matter: before that, the next unit fits into every worker's share."""
         waiting = self.state.waiting
-        return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * self.state.num_up
-
-    def _choose_unit(self, worker: Worker, view: WorkLeft | None) -> int | None:
-        """The unit for a worker that has room: the next one, or near the end one that fits its speed (see below)."""
-        waiting = self.state.waiting
-        number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
-        if number is not None and view is not None:
-            view.give(worker.name, self.state.sizes[number].tokens)
-        return number
+        return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * len(self.state.staying())
 
     def _copy(self, idle: list[Worker]) -> None:
         """Assign copies of other workers' units to idle workers."""
@@ -387,13 +373,6 @@ class Scheduler:
         for number in reversed(worker.leases):
             yield number, view.finish_s(worker.name, -behind)
             behind += self.state.touched[self.state.leases[number].unit].size.tokens
-
-    def _lease_delicate(self, worker: Worker, number: int) -> None:
-        bisection = self.state.touched[number].bisection
-        rows = bisection.ask() if bisection else None
-        if bisection is None or not bisection.waiting:
-            self.state.delicate.discard(number)
-        self._lease(worker, number, rows)
 
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
         self._out.append(
@@ -511,10 +490,9 @@ def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> W
     if not known:
         return None
     usual, low = sum(known) / len(known), known[len(known) // SLOWEST]
-    scale = state.scale
     return WorkLeft(
         state.waiting.tokens,
-        {worker.name: state.tokens_left(worker, scale) for worker in workers},
+        {worker.name: state.tokens_left(worker) for worker in workers},
         {name: speed or usual for name, speed in speeds.items()},
         guesses={name: low for name, speed in speeds.items() if not speed},
         barred=[worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)],

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits
+from draftmill.storage.runs.done_units import BLOCK, DoneUnits
 
 CODE = """
 import json, resource

@@ -231,7 +231,7 @@ def test_bisection_finds_the_row_that_kills_and_the_others_come_back():
             assert isinstance(start, StartWorker)
             commands = scheduler.on(WorkerUp(start.worker))
         else:
-            commands = scheduler.on(ProbeDone(work.lease, work.unit))
+            commands = scheduler.on(ProbeDone(work.lease))
         check_integrity(scheduler.state)
     (work,) = units_of(commands)
     assert [(v.start, v.stop, v.kind) for v in work.verdicts] == [(5, 6, "worker_died")]
@@ -264,7 +264,7 @@ def test_a_row_under_which_every_device_is_lost_is_found_and_its_neighbours_come
             assert isinstance(start, StartWorker)
             commands = scheduler.on(WorkerUp(start.worker))
         else:
-            commands = scheduler.on(ProbeDone(works[0].lease, works[0].unit))
+            commands = scheduler.on(ProbeDone(works[0].lease))
     (verdict,) = units_of(commands)[0].verdicts
     assert (verdict.start, verdict.stop, verdict.kind) == (
         5,
@@ -287,7 +287,7 @@ def test_task_failures_are_retried_and_then_the_guilty_row_is_quarantined():
     quarantined = []
     while work.probe:
         guilty = work.start == 0
-        commands = scheduler.on(failure(work) if guilty else ProbeDone(work.lease, work.unit))
+        commands = scheduler.on(failure(work) if guilty else ProbeDone(work.lease))
         quarantined += [c for c in commands if isinstance(c, Quarantine)]
         (work,) = units_of(commands)
     assert [(q.start, q.stop, q.kind) for q in quarantined] == [(0, 1, "boom")]
@@ -414,7 +414,7 @@ def test_workers_that_were_dead_before_a_row_reached_them_do_not_speak_against_i
         assert probe.probe
         assert scheduler.on(WorkerLost(f"w{round_}", "its node is gone", idle=True)) == [StartWorker(f"w{round_ + 1}")]
         (probe,) = units_of(scheduler.on(WorkerUp(f"w{round_ + 1}")))
-    (work,) = units_of(scheduler.on(ProbeDone(probe.lease, 0)))
+    (work,) = units_of(scheduler.on(ProbeDone(probe.lease)))
     assert not work.verdicts
 
 
@@ -507,7 +507,7 @@ class World:
 
     def answer(self, work: WorkUnit) -> None:
         if work.probe:
-            self.tell(ProbeDone(work.lease, work.unit))
+            self.tell(ProbeDone(work.lease))
             return
         if not self.commits[work.unit]:  # conditional creation: the first file stays
             self.commits[work.unit] += 1
