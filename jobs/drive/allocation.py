@@ -85,8 +85,11 @@ def allocate(
     used: list[list[_Free]] = [[] for _ in shapes]
     for index in sorted(range(len(shapes)), key=lambda i: shapes[i].count == "auto"):
         count, taken = shapes[index].count, sum(map(len, used))
-        most = min(units if count == "auto" else count, units - taken)
-        used[index] = _take_room(kinds[index], free, max(most, 0 if taken else 1))
+        most = max(min(units if count == "auto" else count, units - taken), 0 if taken else 1)
+        for node in (node for node in free if node.node.has(kinds[index].labels)):
+            while len(used[index]) < most and node.fits(kinds[index]):
+                node.take(kinds[index])
+                used[index].append(node)
     if not any(used):
         reasons = [f"workers.{index}: {_reason(resources, nodes)}" for index, resources in enumerate(kinds)]
         raise UserError(f"no worker fits on any node: {'; '.join(reasons)}", field="workers")
@@ -144,17 +147,6 @@ class _Free:
     def threads(self) -> int:
         """Torch threads of each worker, for equal shares."""
         return max(1, int(self.node.cpus) // max(1, self.workers))
-
-
-def _take_room(resources: WorkerResources, free: Sequence[_Free], most: int) -> list[_Free]:
-    """Take room for at most so many workers, node by node; returns the node of each."""
-    nodes: list[_Free] = []
-    for node in free:
-        if node.node.has(resources.labels):
-            while len(nodes) < most and node.fits(resources):
-                node.take(resources)
-                nodes.append(node)
-    return nodes
 
 
 def _resources(shape: WorkerShape, nodes: Sequence[NodeRoom]) -> WorkerResources:
@@ -268,28 +260,18 @@ def possible_nodes(shapes: Sequence[WorkerShape], now: Sequence[NodeRoom]) -> li
 
 def _node_types() -> list[str]:
     """The types of the nodes that an autoscaler of either version of Ray's knows."""
-    is_autoscaler_v2 = inside(IS_AUTOSCALER_V2)
-    if is_autoscaler_v2 is None:
-        return []
-    return [name for name in (_types_of_v2() if is_autoscaler_v2() else _types_of_v1()) if name]
-
-
-def _types_of_v1() -> list[str]:
-    kv_get = inside(KV_GET)
-    if kv_get is None:
-        return []
-    try:
-        report = json.loads(kv_get("__autoscaling_status") or b"{}").get("autoscaler_report") or {}
-    except ValueError:
-        return []
-    return [*report.get("active_nodes", {}), *report.get("pending_launches", {})]
-
-
-def _types_of_v2() -> list[str]:
     import ray
 
-    get_cluster_status = inside(CLUSTER_STATUS)
-    if get_cluster_status is None:
+    is_autoscaler_v2, get_cluster_status, kv_get = inside(IS_AUTOSCALER_V2), inside(CLUSTER_STATUS), inside(KV_GET)
+    if is_autoscaler_v2 is None or get_cluster_status is None or kv_get is None:
         return []
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    return [node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]]
+    if is_autoscaler_v2():
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        types = [node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]]
+    else:
+        try:
+            report = json.loads(kv_get("__autoscaling_status") or b"{}").get("autoscaler_report") or {}
+        except ValueError:
+            return []
+        types = [*report.get("active_nodes", {}), *report.get("pending_launches", {})]
+    return [name for name in types if name]

@@ -334,12 +334,11 @@ class Driver:
                 self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
             case WorkerLost(worker, reason):
-                held = self.scheduler.state.workers.get(worker)
-                if self.scheduler.finished is None:
+                known, counts = self.scheduler.state.workers.get(worker), self.scheduler.finished is None
+                self.totals.worker_ended(worker, died=counts, lost=known is not None and bool(known.leases))
+                if counts:
                     message = f"worker {worker} died: {reason}"
                     self.display.event("worker_died", message, level=logging.WARNING, worker=worker, reason=reason)
-                died, lost = self.scheduler.finished is None, held is not None and bool(held.leases)
-                self.totals.worker_ended(worker, died=died, lost=lost)
                 self._tell(event)
             case NodeLeaving(worker, left_s):
                 within = "" if left_s is None else f" within {left_s:.0f} s"
@@ -358,41 +357,33 @@ class Driver:
 
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):
+            message, kind = None, (item.error_kind, item.stage)
+            # Of each kind only the first since a unit was committed has a message; a TASK failure when its rows are quarantined.
+            if item.kind != "TASK" and kind not in self._reported:
+                self._reported.add(kind)
+                what = "stored" if item.stage == "store" else "read"
+                message = f"unit {item.unit} can't be {what}: {item.error}; it is tried again"
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
-            self.display.event(
-                "failed", self._trouble(item), level=logging.WARNING, unit=item.unit, worker=item.worker, **facts
-            )
+            self.display.event("failed", message, level=logging.WARNING, unit=item.unit, worker=item.worker, **facts)
             self._tell(item)
         elif item.committed is None:
             self._tell(ProbeDone(item.lease))
         else:
             failpoint("driver.receipt")
-            self._note_commit(item, item.committed)
+            if item.unit not in self.committed:
+                self._note_commit(item, item.committed)
             self._tell(UnitDone(item.lease, item.unit))
 
-    def _trouble(self, failure: Failure) -> str | None:
-        """The message about a failure: of each kind only the first one since a unit was committed, else None.
-
-        A TASK failure has a message when its rows are quarantined.
-        """
-        kind = failure.error_kind, failure.stage
-        if failure.kind == "TASK" or kind in self._reported:
-            return None
-        self._reported.add(kind)
-        what = "stored" if failure.stage == "store" else "read"
-        return f"unit {failure.unit} can't be {what}: {failure.error}; it is tried again"
-
     def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
-        if receipt.unit not in self.committed:
-            self.look(receipt.worker, committed)
-            self.committed.add(committed)
-            self._reported.clear()
-            self.totals.add_receipt(receipt)
-            if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
-                self.stop.set(TOO_MANY)
-            facts = asdict(committed) | {"sums": json.loads(committed.sums or "null")}
-            names: dict[str, Any] = {"unit": receipt.unit, "worker": receipt.worker, "rows": committed.rows}
-            self.display.event("done", **names, failed=committed.failed, facts=facts)
+        self.look(receipt.worker, committed)
+        self.committed.add(committed)
+        self._reported.clear()
+        self.totals.add_receipt(receipt)
+        if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
+            self.stop.set(TOO_MANY)
+        facts = asdict(committed) | {"sums": json.loads(committed.sums or "null")}
+        names: dict[str, Any] = {"unit": receipt.unit, "worker": receipt.worker, "rows": committed.rows}
+        self.display.event("done", **names, failed=committed.failed, facts=facts)
 
     # ---- commands out
 

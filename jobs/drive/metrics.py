@@ -86,14 +86,9 @@ def ray_metric(metric: Metric) -> Any:
     """The metric of Ray's with this name; Ray must be running."""
     from ray.util import metrics
 
-    labels = ("run", "decoder", *metric.labels)
-    match metric.kind:
-        case "counter":
-            return metrics.Counter(metric.name, metric.help, tag_keys=labels)
-        case "gauge":
-            return metrics.Gauge(metric.name, metric.help, tag_keys=labels)
-        case "histogram":
-            return metrics.Histogram(metric.name, metric.help, boundaries=COMMIT_BUCKETS_S, tag_keys=labels)
+    kind = {"counter": metrics.Counter, "gauge": metrics.Gauge, "histogram": metrics.Histogram}[metric.kind]
+    bounds = {"boundaries": COMMIT_BUCKETS_S} if metric.kind == "histogram" else {}
+    return kind(metric.name, metric.help, tag_keys=("run", "decoder", *metric.labels), **bounds)
 
 
 class MetricsWatcher(Watcher):

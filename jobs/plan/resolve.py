@@ -138,6 +138,9 @@ def resolve(
         recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
     recipe = replace(recipe, ends=end_ids(recipe.task, folder, tokenizer, info))
     drafter = fetch_drafter(spec.decoder, spec.s3.options())
+    fim = None
+    if isinstance(recipe.task, Infill) and fills_in_middle(recipe.task, info):
+        fim = template_of(recipe.task.fim, tokenizer, info)
     results = results_key(
         recorded(spec, recipe),
         info,
@@ -148,7 +151,7 @@ def resolve(
         drafter=drafter and check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder),
         begin=None if tokenizer is None else tokenizer.bos_id,
         ends=recipe.ends,
-        fim=fim_key(recipe.task, tokenizer, info),
+        fim=None if fim is None else fim.key(),
         run=run,
     )
     check_stop(recipe, tokenizer)
@@ -228,19 +231,17 @@ def with_sampling(spec: JobSpec, recipe: RowRecipe, found: Sampling | Path) -> R
 
 
 def with_examples(spec: JobSpec) -> Prompt:
-    """The prompt with the rows of its examples in place of their file: workers need no file, and a plan has what was in it."""
+    """The prompt with the rows of its examples in place of their file: workers need no file, and a plan has what was in it.
+
+    These are the first k rows of the file, or k drawn by the seed, in JSON form; UserError if it has fewer, or if one can't be
+    read.
+    """
     examples = spec.prompt.examples
     if examples is None or examples.path is None:
         return spec.prompt
-    chosen = Examples(rows=tuple(read_examples(examples, spec.place(examples.path))), answer=examples.answer)
-    return spec.prompt.model_copy(update={"examples": chosen})
-
-
-def read_examples(examples: Examples, place: Place) -> list[dict[str, Any]]:
-    """The first k rows of the file, or k drawn by the seed, in JSON form; UserError if it has fewer, or if one can't be read."""
-    assert examples.path is not None and examples.k is not None
+    assert examples.k is not None
     try:
-        rows = chain.from_iterable(iterate(file) for file in list_inputs(place))
+        rows = chain.from_iterable(iterate(file) for file in list_inputs(spec.place(examples.path)))
         if examples.seed is None:
             chosen = list(islice(rows, examples.k))
         else:
@@ -255,7 +256,8 @@ def read_examples(examples: Examples, place: Place) -> list[dict[str, Any]]:
     if bad := [row for row in chosen if row.error is not None]:
         reason = f"row {bad[0].row} of {examples.path} can't be read: {bad[0].error}"
         raise UserError(reason, field="prompt.examples.path")
-    return [plain(row.values or {}) for row in chosen]
+    found = Examples(rows=tuple(plain(row.values or {}) for row in chosen), answer=examples.answer)
+    return spec.prompt.model_copy(update={"examples": found})
 
 
 def with_chat_date(task: Task, day: date | None) -> Task:
@@ -379,13 +381,6 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
         raise
     except ValueError as error:
         raise user_error(error, "model.path") from None
-
-
-def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[str, Any] | None:
-    """The special tokens for filling in the middle; None if the task doesn't need them, UserError if the model has none."""
-    if not isinstance(task, Infill) or not fills_in_middle(task, info):
-        return None
-    return template_of(task.fim, tokenizer, info).key()
 
 
 def head_hash(spec: JobSpec) -> str | None:
