@@ -26,8 +26,8 @@ from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import (
     check_reachable,
     cluster_nodes,
+    is_connected,
     local_nodes,
-    ray_is_ours_to_start,
     ray_session,
 )
 from draftmill.jobs.formatting import counted
@@ -163,7 +163,7 @@ class RayBackend:
     @contextmanager
     def opening(self, display: Display, jobs: Sequence[Resolved]) -> Iterator[list[UserError | None]]:
         """The size of a Ray of our own is known before it starts."""
-        if not ray_is_ours_to_start(self.address):
+        if self.address is not None or is_connected():
             with ray_session(self.address, note=display.note):
                 try:
                     yield [_refusal(self.allocate, job.spec) for job in jobs]

@@ -31,12 +31,16 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric: its name, what it is, its help text, and its labels besides `run` and `decoder`."""
+    """A metric: its name, what it is, its help text, and its labels besides `run` and `decoder`.
+
+    `tally` is the field of Tally of a counter that is a sum over receipts.
+    """
 
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
+    tally: str = ""
 
     @property
     def exported(self) -> str:
@@ -49,13 +53,13 @@ METRICS = (
     Metric("draftmill_samples", "counter", "samples in committed units", ("status",)),
     Metric("draftmill_samples_planned", "gauge", "samples of the plan"),
     Metric("draftmill_samples_done", "gauge", "samples that have ended, in earlier sessions too"),
-    Metric("draftmill_tokens", "counter", "tokens generated (score: scored) in committed units"),
-    Metric("draftmill_prompt_tokens", "counter", "tokens given in committed units"),
+    Metric("draftmill_tokens", "counter", "tokens generated (score: scored) in committed units", tally="new_tokens"),
+    Metric("draftmill_prompt_tokens", "counter", "tokens given in committed units", tally="prompt_tokens"),
     Metric("draftmill_decoded_tokens", "counter", "tokens as they are decoded, also of units that will fail or be decoded again"),
-    Metric("draftmill_nfe", "counter", "forwards of the model, summed over the samples of committed units"),
-    Metric("draftmill_nfe_draft", "counter", "the same of what drafts"),
-    Metric("draftmill_drafts_proposed", "counter", "draft tokens in committed units"),
-    Metric("draftmill_drafts_accepted", "counter", "draft tokens that were accepted"),
+    Metric("draftmill_nfe", "counter", "forwards of the model, summed over the samples of committed units", tally="nfe"),
+    Metric("draftmill_nfe_draft", "counter", "the same of what drafts", tally="nfe_draft"),
+    Metric("draftmill_drafts_proposed", "counter", "draft tokens in committed units", tally="proposed"),
+    Metric("draftmill_drafts_accepted", "counter", "draft tokens that were accepted", tally="accepted"),
     Metric("draftmill_slots", "gauge", "slots of the workers, mean of the last second"),
     Metric("draftmill_slots_used", "gauge", "slots with a sample, mean of the last second"),
     Metric("draftmill_units", "gauge", "units of this session by state", ("status",)),
@@ -68,16 +72,6 @@ METRICS = (
     Metric("draftmill_device_seconds", "counter", "seconds for which workers held their devices"),
 )  # fmt: skip
 """Every metric; docs/watching.md, infra/grafana.json and infra/alerts.yaml use exactly these (tests check it)."""
-
-COUNTED = {
-    "draftmill_tokens": "new_tokens",
-    "draftmill_prompt_tokens": "prompt_tokens",
-    "draftmill_nfe": "nfe",
-    "draftmill_nfe_draft": "nfe_draft",
-    "draftmill_drafts_proposed": "proposed",
-    "draftmill_drafts_accepted": "accepted",
-}
-"""Counters that are sums over receipts, each with its field of Tally."""
 
 Make = Callable[[Metric], Any]
 
@@ -132,8 +126,8 @@ class MetricsWatcher(Watcher):
 
     def _report(self, totals: Totals, scheduler: Scheduler, *, running: int) -> None:
         self._metrics = self._metrics or {metric.name: self._make(metric) for metric in METRICS}
-        for name, field in COUNTED.items():
-            self._count(name, getattr(totals.committed, field))
+        for metric in (metric for metric in METRICS if metric.tally):
+            self._count(metric.name, getattr(totals.committed, metric.tally))
         for status in ("ok", "failed", "skipped"):
             self._count("draftmill_samples", getattr(totals.committed, status), status=status)
         for name, kinds in {"draftmill_errors": totals.errors, "draftmill_unit_failures": self._failures}.items():

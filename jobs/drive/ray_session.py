@@ -119,13 +119,6 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def ray_is_ours_to_start(address: str | None) -> bool:
-    """Whether `ray_session` would start a Ray instead of using an existing one."""
-    import ray
-
-    return address is None and not ray.is_initialized()
-
-
 def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
     import ray
 
@@ -287,7 +280,7 @@ _QUESTION = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
 
 
-def check_head(address: str, *, field: str = "--ray-address", wait_s: float = ANSWER_S) -> None:
+def check_head(address: str, *, wait_s: float = ANSWER_S) -> None:
     """Raise UserError if what listens at host:port is not a Ray head, or refuses our token.
 
     One question, asked before Ray connects. Ray itself repeats it for 20 s (a wrong token) or for minutes (another server's
@@ -302,7 +295,7 @@ def check_head(address: str, *, field: str = "--ray-address", wait_s: float = AN
             asked = {"request_serializer": request.SerializeToString, "response_deserializer": reply.FromString}
             channel.unary_unary(_QUESTION, **asked)(request(), timeout=wait_s)
     except authentication_error():
-        raise UserError(f"the token can't be read: {_TOKEN} to the cluster's token", field=field) from None
+        raise UserError(f"the token can't be read: {_TOKEN} to the cluster's token", field="--ray-address") from None
     except grpc.RpcError as error:
         code, port = grpc.StatusCode, "the head's port is usually 6379, not that of the dashboard (8265)"
         problem = {
@@ -311,4 +304,4 @@ def check_head(address: str, *, field: str = "--ray-address", wait_s: float = AN
             code.DEADLINE_EXCEEDED: f"no Ray cluster answers at {address}; {port}",
         }.get(error.code())
         if problem is not None:
-            raise UserError(problem, field=field) from None
+            raise UserError(problem, field="--ray-address") from None

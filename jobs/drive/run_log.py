@@ -23,9 +23,8 @@ from contextlib import suppress
 from typing import Any
 
 from draftmill.actors.messages import Effort, Tally
-from draftmill.jobs.drive.cost import DeviceSums
 from draftmill.jobs.drive.log import LOST, JsonLines, event_record
-from draftmill.jobs.drive.totals import Totals, add_effort, progress_facts
+from draftmill.jobs.drive.totals import DeviceSums, Totals, add_effort, progress_facts
 from draftmill.storage.errors import StoreError
 from draftmill.storage.json_text import parse_as, shaped
 from draftmill.storage.runs.commit import all_exact

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 from draftmill.jobs.config.spec import JobSpec
-from draftmill.jobs.drive.cost import HOUR_S, purposes_of
 from draftmill.jobs.drive.log import FACTS, is_command, now_text, print_result
 from draftmill.jobs.drive.notify import TIMEOUT_S, StallWatcher, check_receivers, send
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
-from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.drive.totals import HOUR_S, Totals, purposes_of
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, most_failed, too_many_failed
 from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
 from draftmill.jobs.results.passes import Pass, count_failed, finished_passes, passes_of
