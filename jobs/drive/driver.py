@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -121,41 +121,34 @@ class StopFlag:
 
     @property
     def by_signal(self) -> bool:
-        """Whether a signal has set it."""
         return self.reason in signal.Signals.__members__
 
-    @contextmanager
-    def on_signals(self) -> Iterator[StopFlag]:
+    def on_signals(self) -> AbstractContextManager[None]:
         """During the block, SIGINT and SIGTERM set the flag. Enter it after ray.init, which installs its own SIGTERM handler.
 
         In any other thread than the main one, which alone receives signals, nothing sets it.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self.set(signal.Signals(number).name)
-
-        before = {number: signal.signal(number, note) for number in SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            return nullcontext()
+        return _handling(lambda number, frame: self.set(signal.Signals(number).name), *SIGNALS)
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> AbstractContextManager[None]:
     """During the block, SIGTERM raises KeyboardInterrupt, as SIGINT does: resources are released; no unit is finished.
 
     For use before and after the driver's loop; the loop itself uses StopFlag.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return _handling(signal.default_int_handler, signal.SIGTERM)
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], object], *signals: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -274,7 +267,6 @@ class Driver:
                 return self._mark_hopeless(Finish("drained", "the grace period is over"))
 
     def watch(self, call: Callable[[Watcher], None]) -> None:
-        """Call each watcher."""
         for watcher in list(self.watchers):
             try:
                 call(watcher)

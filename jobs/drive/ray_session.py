@@ -235,7 +235,6 @@ def local_nodes() -> list[NodeRoom]:
 
 
 def is_connected() -> bool:
-    """Whether this process is connected to a Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 

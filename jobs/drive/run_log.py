@@ -60,7 +60,6 @@ class RunLog(logging.Handler):
         self._flushed_s = self._progress_s = clock()
         self._session = ""
         """The sums as of the last flush, "" before the first worker has come up."""
-        self._written_session = ""
         self._writer: threading.Thread | None = None
         self._lost: set[str] = set()
         self.patience_s = PATIENCE_S
@@ -118,9 +117,8 @@ class RunLog(logging.Handler):
         session = self._session
         with suppress(Exception):  # best effort, on a thread of its own: the results don't depend on the log
             self._write_lines(store)
-            if session and session != self._written_session:
+            if session:
                 store.put(f"{self._prefix}-session.jsonl", session.encode())
-                self._written_session = session
 
     def _write_lines(self, store: Store) -> None:
         if self._dropped:

@@ -113,7 +113,6 @@ class Totals:
             self._ended += DeviceSums(up_s=now_s - began_s, lost_s=now_s - heard_s if lost else 0.0)
 
     def add_report(self, worker: str, report: TurnReport) -> None:
-        """Add a worker's report of one turn."""
         self.decoded += report.decoded
         self.effort = add_effort(self.effort, report.effort)
         self.waiting[worker] = report.waiting
@@ -139,7 +138,6 @@ class Totals:
 
     @property
     def workers(self) -> int:
-        """Workers that are up."""
         return len(self.lives)
 
     @property
@@ -175,7 +173,6 @@ class Totals:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of this session."""
         return ratio(self.tokens, self.wall_s)
 
     @property

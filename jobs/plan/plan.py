@@ -66,22 +66,18 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """All rows."""
         return self.totals.rows
 
     @property
     def units(self) -> int:
-        """All units."""
         return self.totals.units
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of the result rows."""
         return schema_of(self.keep)
 
     @property
     def is_readable(self) -> bool:
-        """Whether any row can be decoded."""
         return sum(self.totals.errors.values()) < self.rows
 
     def sizes(self) -> Iterator[UnitSize]:

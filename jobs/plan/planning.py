@@ -187,23 +187,27 @@ def check_survey(
             kinds += kinds_of(table["error_kind"])
             is_constrained |= bool(pc.any(table[CONSTRAINED.name]).as_py())
             yield table.select(SURVEYED.names)
-        if rows == 0:
-            raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
-        if lacks_a_column(kinds):
-            raise no_column(recipe, inputs)
-        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
-            raise UserError(f"none of {rows:,} rows can be read{hint}", field="input.delimiter")
-        if kinds[None] and not is_constrained:
-            check_names(recipe)
+        check_kinds(kinds, spec, recipe, inputs, is_constrained=is_constrained)
         twice = finder.first()
         if twice is not None:
             raise _twice(recipe, inputs, *twice)
 
 
-def check_names(recipe: RowRecipe) -> None:
-    """UserError if the spec names constraints; call it where no hole of any row has one."""
+def check_kinds(
+    kinds: Counter[str | None], spec: JobSpec, recipe: RowRecipe, inputs: Sequence[InputFile], *, is_constrained: bool
+) -> None:
+    """UserError if the error kinds of rows, None for valid ones, say that the spec is wrong, not the rows.
+
+    `is_constrained` is whether a hole of any row has a constraint.
+    """
+    if not kinds:
+        raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
+    if lacks_a_column(kinds):
+        raise no_column(recipe, inputs)
+    if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
+        raise UserError(f"none of {kinds.total():,} rows can be read{hint}", field="input.delimiter")
     given = getattr(recipe.task, "constraint", None)
-    if isinstance(given, dict) and recipe.columns.constraint is None:
+    if kinds[None] and not is_constrained and isinstance(given, dict) and recipe.columns.constraint is None:
         raise UserError(f"no marker of any row names one of them: {list_names(given)}", field="task.constraint")
 
 

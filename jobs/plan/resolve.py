@@ -88,7 +88,6 @@ class Resolved:
         return recorded(self.spec, self.recipe)
 
     def maker(self) -> Maker:
-        """The maker of this job's canvases."""
         return maker_for(self.recipe, self.tokenizer, self.info)
 
 
@@ -362,7 +361,6 @@ def remembering() -> Loaders:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's weight files."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

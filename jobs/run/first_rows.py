@@ -24,8 +24,7 @@ from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import try_row
-from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.planning import check_names, lacks_a_column, no_column
+from draftmill.jobs.plan.planning import check_kinds
 from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import local_path
@@ -47,7 +46,6 @@ class FirstRow:
 
     @property
     def error(self) -> str | None:
-        """The kind of its error."""
         return self.made.kind if isinstance(self.made, RowError) else None
 
 
@@ -88,14 +86,9 @@ def take_sample(resolved: Resolved) -> RowSample:
     spec, recipe, inputs, most = resolved.spec, resolved.recipe, resolved.inputs, resolved.spec.input.limit
     limit = min(SAMPLE_ROWS, most or SAMPLE_ROWS)
     rows = list(islice(first_rows(resolved), limit))
-    if not rows:
-        raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
-    kinds = Counter(row.error for row in rows)
-    if lacks_a_column(kinds):
-        raise no_column(recipe, inputs)
     exact = len(rows) < limit or limit == most
-    if exact and kinds[None] and not any(isinstance(row.made, Canvas) and any(row.made.rules) for row in rows):
-        check_names(recipe)
+    is_constrained = not exact or any(isinstance(row.made, Canvas) and any(row.made.rules) for row in rows)
+    check_kinds(Counter(row.error for row in rows), spec, recipe, inputs, is_constrained=is_constrained)
     total = len(rows) if exact else estimate_rows(inputs, rows)
     return RowSample(rows, recipe.sampling.n * min(total, most or total), exact)
 

@@ -52,7 +52,6 @@ class UnitSizes(Mapping[int, UnitSize]):
 
     @property
     def rows(self) -> int:
-        """Sum of the rows of all units."""
         return int(self.row_counts.sum(dtype=np.int64))
 
     def __contains__(self, unit: object) -> bool:
@@ -96,7 +95,6 @@ class WaitingUnits:
         self.tokens = int(tokens.sum())
 
     def __bool__(self) -> bool:
-        """Whether any unit waits."""
         while (next_ := self._free(self._next)) < len(self._order) and self._order[next_] in self._done:
             self._use(next_)
         self._next = next_
