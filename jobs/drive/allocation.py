@@ -58,9 +58,6 @@ def _selects(rule: str, value: str | None) -> bool:
 # ---- workers
 
 
-PARAMETERS_PER_THREAD = 25_000_000
-"""Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread."""
-
 _EPSILON = 1e-6
 
 
@@ -182,7 +179,8 @@ def _check_device(resources: WorkerResources, device: str, nodes: Sequence[NodeR
 
 def fitting_threads(resources: WorkerResources, num_parameters: int) -> WorkerResources:
     """The same, with at most as many torch threads as a model of this size can use."""
-    return replace(resources, threads=min(resources.threads, -(-num_parameters // PARAMETERS_PER_THREAD) or 1))
+    # Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread.
+    return replace(resources, threads=min(resources.threads, -(-num_parameters // 25_000_000) or 1))
 
 
 # ---- what an autoscaler is asked for

@@ -45,10 +45,6 @@ if TYPE_CHECKING:
     from draftmill.decoders.base import ModelInfo
 
 
-BYTES_PER_EARLY_WORKER = 2**20
-"""Input bytes per worker that is started early, before the number of units is known."""
-
-
 class LocalBackend:
     """One worker in this process. With `keep`, the networks of a job stay in memory for the next one.
 
@@ -175,7 +171,7 @@ class RayBackend:
         if first is None:
             yield refusals
             return
-        units = 1 + sum(file.size or 0 for file in first.inputs) // BYTES_PER_EARLY_WORKER
+        units = 1 + sum(file.size or 0 for file in first.inputs) // 2**20  # the number of units is not known yet
         allocation = self._allocate(first.spec, local_nodes(), units=units)
         self._start = _Start(display, allocation, first.info.family, first.spec.decoder.runs)
         try:
@@ -314,18 +310,12 @@ LEAST_BYTES = 64 * 2**20
 """Smaller inputs are read sooner than processes that tokenize have started. A Ray of our own must also start first, so that
 twice as much is needed there."""
 
-LEAST_LIMIT = 1_000_000
-"""With a smaller `input.limit`, most of the input is not read at all."""
-
-MOST_TASKS = 256
-"""Tasks at once, at most: the driver takes about a third of a million rows per second from them."""
-
 
 def pays(resolved: Resolved, num_cpus: int, *, is_ours: bool) -> bool:
     """Whether tasks are worth their start. A tokenizer that needs code of its checkpoint stays in this process."""
     spec = resolved.spec
     size = sum(file.size or 0 for file in resolved.inputs)
-    is_limited = spec.input.limit is not None and spec.input.limit < LEAST_LIMIT
+    is_limited = spec.input.limit is not None and spec.input.limit < 1_000_000  # most of the input is not read at all
     is_large = size >= LEAST_BYTES * (2 if is_ours else 1)
     return num_cpus > 1 and is_large and not is_limited and not spec.model.trust_remote_code
 
@@ -344,7 +334,8 @@ def cluster_survey(resolved: Resolved, num_cpus: int, *, is_ours: bool, note: Ca
 
         tokenizer = pack_tokenizer(resolved.folder, resolved.spec.model.tokenizer)
         job = SurveyJob(recipe, resolved.spec.kept, resolved.info, tokenizer)
-        at_once = min(MOST_TASKS, num_cpus if is_ours else 2 * num_cpus)
+        # The driver takes about a third of a million rows per second from all tasks together.
+        at_once = min(256, num_cpus if is_ours else 2 * num_cpus)
         pool = SurveyPool(job, cpus=0 if is_ours else 1, at_once=at_once, note=note)
         return pool.tables(maker, inputs, kept, limit)
 

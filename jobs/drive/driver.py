@@ -64,16 +64,7 @@ POLL_S = 0.2
 CLOSING_S = 5.0
 """Seconds of the grace period reserved for ending the workers, writing the log and shutting down Ray."""
 
-ROOM_EVERY_S = 5.0
-"""Seconds between two checks of how many workers the cluster has room for."""
-
-HELD_EVERY_S = 1.0
-"""Seconds between two counts of the units that workers hold."""
-
 TOO_MANY = "more samples failed than `errors` allows"
-
-MOST_GAP_S = 10.0
-"""Seconds between two polls that count as the workers' silence, at most: in a longer gap the driver itself was suspended."""
 
 
 class Workers(Protocol):
@@ -284,14 +275,14 @@ class Driver:
         that time is not their fault.
         """
         now_s = self.clock()
-        self._watched_s += min(MOST_GAP_S, max(0.0, now_s - (self._looked_s or now_s)))
+        self._watched_s += min(10.0, max(0.0, now_s - (self._looked_s or now_s)))
         self._looked_s = now_s
         return self._watched_s
 
     def _count_held(self) -> None:
         """Count the units that workers hold, once a second: with many workers, the count takes as long as a report."""
         if self._watched_s >= self._held_at_s or self.scheduler.finished is not None:
-            self._held_at_s = self._watched_s + HELD_EVERY_S
+            self._held_at_s = self._watched_s + 1.0
             self.totals.units_held = len({lease.unit for lease in self.scheduler.state.leases.values()})
 
     def _note_progress(self) -> None:
@@ -305,7 +296,7 @@ class Driver:
         """Report room only when it has grown: do not ask again for workers given up because of a bad machine."""
         if self._watched_s < self._room_at_s:
             return
-        self._room_at_s = self._watched_s + ROOM_EVERY_S
+        self._room_at_s = self._watched_s + 5.0
         self.need(0 if self.scheduler.draining else self.scheduler.remaining)
         before, self._room = self._room, self.room()
         if before is not None and self._room > before:

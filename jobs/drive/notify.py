@@ -31,9 +31,6 @@ TIMEOUT_S = 10.0
 STALL_S = 1800.0
 """Seconds without progress after which a run stalls."""
 
-SLACK_S = 1.0
-"""Seconds beyond the timeout to wait for a command's thread: it has to kill and to report."""
-
 SHOWN_CHARS = 200
 SHOWN_COMMAND_CHARS = 60
 
@@ -57,7 +54,7 @@ def send(
     `tell` gets a message for each that failed.
     """
     data = json.dumps({"event": event, **notice}, default=str).encode()
-    until_s = time.monotonic() + timeout_s + SLACK_S
+    until_s = time.monotonic() + timeout_s + 1.0  # a command's thread has to kill and to report
     threads = []
     for receiver in receivers:
         if event in receiver.on:

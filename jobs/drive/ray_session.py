@@ -38,20 +38,13 @@ from draftmill.jobs.drive.allocation import NodeRoom
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.version import ROOT
 
-CONNECT_S = 5.0
-
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Where Ray's job API leaves the environment of a submitted job, as JSON."""
-
-OBJECT_STORE_BYTES = 128 * 2**20
-"""Small: the object store carries messages, never samples."""
 
 STARTS = 3
 """Attempts to start a Ray of our own: on a busy machine, Ray's start gives up after half a minute."""
 
 _UNUSED = ("start_api_server", "start_monitor", "start_log_monitor")
-
-ADVICE = "the machine may be too busy, try later, or use --local, which needs no Ray"
 
 _LOCAL_ENVIRONMENT = {
     # Ray's default limits suit an idle machine; raise all that can be raised. (Its wait for the node itself is fixed at 30 s.)
@@ -136,7 +129,7 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
                     address="local",
                     num_cpus=num_cpus,
                     include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
+                    object_store_memory=128 * 2**20,  # it carries messages, never samples
                     _metrics_export_port=metrics_port(),
                 )
             return
@@ -146,7 +139,8 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             took = f"attempt {attempt} of {STARTS}, {time.monotonic() - began_s:.0f} s"
             if attempt == STARTS:
-                raise RayDidNotStart(f"Ray did not start ({took}): {reason}; {ADVICE}") from error
+                advice = "the machine may be too busy, try later, or use --local, which needs no Ray"
+                raise RayDidNotStart(f"Ray did not start ({took}): {reason}; {advice}") from error
             note(f"Ray did not start ({took}): {reason}; trying again")
 
 
@@ -211,7 +205,7 @@ def check_reachable(address: str | None, *, field: str = "--ray-address") -> boo
     if not colon or "/" in host or not port.isdecimal():
         return False
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise UserError(f"nothing listens at {address}: {error}", field=field) from None
     return True

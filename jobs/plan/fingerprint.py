@@ -13,9 +13,6 @@ from draftmill.jobs.config.spec import JobSpec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import SCHEMA_VERSION
 
-_NO_IDENTITY = ("uri", "delimiter")
-"""Fields of an input file that are not part of its identity: its location, and a setting that the fingerprint covers anyway."""
-
 SHOWN = 8
 """Number of differing keys that are named; the rest are only counted."""
 
@@ -72,7 +69,7 @@ def identity(file: InputFile) -> dict[str, Any]:
     known = {
         key: value
         for key, value in file.facts().items()
-        if key not in _NO_IDENTITY and (key != "sha256" or value is not None)
+        if key not in {"uri", "delimiter"} and (key != "sha256" or value is not None)
     }
     if file.sha256 is not None or file.etag is not None:
         del known["mtime_s"]  # a file that was touched or uploaded again still has the same content

@@ -49,9 +49,6 @@ MIN_UNIT_ROWS, MAX_UNIT_ROWS, UNITS_PER_WINDOW = 32, 1024, 64
 WINDOW_TOKENS = UNITS_PER_WINDOW * UNIT_TOKENS
 """Maximum tokens of a window: a unit's rows may be anywhere in it, so a worker may have to read all of it."""
 
-SLACK = 8
-"""A unit may be shorter than its share by this part of it, to end with a group."""
-
 Range = tuple[int, int]
 
 
@@ -93,7 +90,7 @@ def cut(
         fits = int(np.searchsorted(sums, sums[start] + max_tokens, side="right")) - 1
         end = max(start + 1, min(fits, start + share, total))
         if depth is not None and end < total:
-            least = end - (end - start) // SLACK
+            least = end - (end - start) // 8
             early = end - int(np.argmin(depth[least : end + 1][::-1]))
             if early < end:
                 end = early

@@ -44,17 +44,8 @@ from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, wit
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.interface import Store
 
-ROWS_PER_NOTE = 1_000_000
-
-NOTED_BYTES = 2**30
-"""Hashing more input than this, which takes a second or two, prints a note."""
-
 LIMITED_HASH_BYTES = 2**30
 """With `input.limit`, a job may read few rows of a huge file: files larger than this are identified by size and date alone."""
-
-MOST_THREADS = 16
-"""Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
-
 
 Survey = Callable[[RowRecipe, Maker, Sequence[InputFile], KeptTypes | None, int | None], Iterator[pa.Table]]
 """A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/drive/backend.py), whose tables
@@ -73,7 +64,8 @@ def survey(
     `kept` collects the types of the columns that are copied into the results. Raises UserError if a whole file is missing or
     damaged.
     """
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    # Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle.
+    threads = min(16, os.cpu_count() or 1)
     pieces = [FilePart(number, file) for number, file in enumerate(inputs)]
     return survey_pieces(recipe, maker, pieces, kept, limit=limit, threads=threads)
 
@@ -94,9 +86,6 @@ def each_sample(table: pa.Table, count: int) -> Iterator[pa.Table]:
         numbers = pa.array(np.tile(np.arange(count, dtype=np.int32), rows.num_rows))
         yield repeated.set_column(at, ROW_SCHEMA.field("sample"), numbers)
 
-
-LOOKED_AT: Final = 1000
-"""Rows among which a message looks for a value of a column."""
 
 UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
 """Error kinds of rows that can't be read; such rows say nothing about the input's columns."""
@@ -133,7 +122,7 @@ def make_plan(
     display.note(f"planning: reading {counted(len(resolved.inputs), 'input file')}, {size}")
     most_bytes = None if spec.input.limit is None else LIMITED_HASH_BYTES
     num_bytes = num_bytes_to_hash(resolved.inputs, most_bytes)
-    if num_bytes >= NOTED_BYTES:
+    if num_bytes >= 2**30:  # it takes a second or two
         display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, so that a resume can detect changes")
     inputs = with_hashes(resolved.inputs, most_bytes=most_bytes)
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=spec.output.unit_rows, epoch=epoch)
@@ -146,7 +135,7 @@ def make_plan(
             for samples in each_sample(table if sift is None else sift(table), recipe.sampling.n):
                 writer.add(samples)
             rows += table.num_rows
-            if rows - said >= ROWS_PER_NOTE:
+            if rows - said >= 1_000_000:
                 said = rows
                 display.note(f"planning: {rows:,} rows")
         writer.finish()
@@ -251,7 +240,7 @@ def no_column(recipe: RowRecipe, inputs: Sequence[InputFile]) -> UserError:
     needed = recipe.columns.mapping() or {expected: expected}
     name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
     says = f"no row has a value in a column {column!r}; the first row has {list_names(there)}"
-    held = (field_of(row.values or {}, column) for row in islice(rows_of(), LOOKED_AT) if row.error is None)
+    held = (field_of(row.values or {}, column) for row in islice(rows_of(), 1000) if row.error is None)
     value = next((value for value in held if value is not None), None)
     if isinstance(value, str) or (value is not None and name not in TEXT_COLUMNS):
         says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"

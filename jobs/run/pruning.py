@@ -37,9 +37,6 @@ _log = logging.getLogger(__name__)
 FOLDERS = ("data/", "traces/", "metrics/", "passes/", "plan/", "input/", "attempts/", "log/")
 """What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""
 
-SESSIONS = "-session.jsonl"
-"""The sums of a driver's session, a few hundred bytes each: they say what a run cost."""
-
 
 @dataclass(frozen=True, slots=True)
 class KeepRule:
@@ -109,7 +106,8 @@ def _rule(facts: RunFacts, keep: KeepRule, newest: set[str], now: datetime) -> s
 
 
 def _objects(store: Store) -> list[Stat]:
-    return [stat for folder in FOLDERS for stat in store.list(folder) if not stat.name.endswith(SESSIONS)]
+    # The sums of a driver's session stay, a few hundred bytes each: they say what a run cost.
+    return [stat for folder in FOLDERS for stat in store.list(folder) if not stat.name.endswith("-session.jsonl")]
 
 
 def prune_run(candidate: Candidate, on_lost: Callable[[str], None]) -> None:

@@ -118,7 +118,7 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
         limits, pool, demand = limits_of(spec), backend.pool(make_job(resolved, plan), allocation), backend.demand(spec)
         if demand is not None:
-            limits = replace(limits, idle_s=IDLE_S)
+            limits = replace(limits, idle_s=20.0)  # the autoscaler can then take the node of an idle worker away
         driver = Driver(
             scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=plan.pass_),
             pool=pool,
@@ -183,10 +183,6 @@ def _hopelessness(run: Run) -> Callable[[int], bool]:
         before = 0
     is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
     return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.resolved.spec.errors)
-
-
-IDLE_S = 20.0
-"""Seconds after which a worker for which no unit is left ends, where an autoscaler can take its node away."""
 
 
 APPEARS_S = 10.0

@@ -60,12 +60,6 @@ from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
 
 DEFAULT = Limits()
 
-LEAVE_EARLY_S = 5.0
-"""Seconds before a machine's end at which its workers are ended, or half of the time that is left if that is less."""
-
-NEAR_UNITS = 16
-"""Units per worker, each as long as the next one, below which the speeds of workers are looked at; it takes time to do so."""
-
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at all leases and workers, for those that hang, and for units that an idle worker may now take."""
 
@@ -154,7 +148,7 @@ class Scheduler:
         """A worker finishes what it decodes, if its machine stays long enough; it ends shortly before the machine does."""
         worker.leaving = True
         if left_s is not None:
-            worker.leave_by_s = self.now_s + left_s - min(LEAVE_EARLY_S, left_s / 2)
+            worker.leave_by_s = self.now_s + left_s - min(5.0, left_s / 2)
         self._unburden(worker)
 
     def _let_go(self, name: str) -> None:
@@ -339,7 +333,7 @@ class Scheduler:
     def _is_near_end(self) -> bool:
         """Whether so little waits that speeds matter: before that, the next unit fits into every worker's share."""
         waiting = self.state.waiting
-        return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * len(self.state.staying())
+        return bool(waiting) and waiting.tokens < 16 * waiting.next_tokens() * len(self.state.staying())
 
     def _copy(self, idle: list[Worker]) -> None:
         """Assign copies of other workers' units to idle workers."""
