@@ -392,9 +392,9 @@ class Driver:
                 self.pool.assign(worker, unit)
             case Revoke(worker, lease):
                 self.pool.revoke(worker, lease)
-            case Quarantine(unit, start, stop, kind, message):
-                message_text = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
-                facts = {"start": start, "stop": stop, "kind": kind, "error": message}
-                self.display.event("quarantined", message_text, level=logging.WARNING, unit=unit, **facts)
+            case Quarantine(unit, rows):
+                message = f"unit {unit}: rows {rows.start} to {rows.stop - 1} are quarantined ({rows.kind})"
+                facts = {"start": rows.start, "stop": rows.stop, "kind": rows.kind, "error": rows.message}
+                self.display.event("quarantined", message, level=logging.WARNING, unit=unit, **facts)
             case Finish():
                 pass

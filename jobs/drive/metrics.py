@@ -143,7 +143,12 @@ class MetricsWatcher(Watcher):
         self._set("draftmill_samples_planned", totals.rows)
         self._set("draftmill_samples_done", totals.rows_done)
         self._set("draftmill_seconds_without_progress", totals.still_s if running else 0.0)
-        self._note_slots(scheduler)
+        for worker, steps in self._steps.items():
+            if number := steps["steps"]:
+                self._slots[worker] = self._clock(), steps["slots"] / number, steps["used"] / number
+        self._steps.clear()
+        for gone in self._slots.keys() - scheduler.state.workers.keys():
+            del self._slots[gone]
         self._set("draftmill_slots", sum(slots for _, slots, _ in self._slots.values()))
         heard = (used for seen_s, _, used in self._slots.values() if self._clock() - seen_s < SILENT_S)
         self._set("draftmill_slots_used", sum(heard))
@@ -151,14 +156,6 @@ class MetricsWatcher(Watcher):
             self._set("draftmill_workers", count, status=status)
         for status, count in scheduler.state.states().items():
             self._set("draftmill_units", count, status=status)
-
-    def _note_slots(self, scheduler: Scheduler) -> None:
-        for worker, steps in self._steps.items():
-            if number := steps["steps"]:
-                self._slots[worker] = self._clock(), steps["slots"] / number, steps["used"] / number
-        self._steps.clear()
-        for gone in self._slots.keys() - scheduler.state.workers.keys():
-            del self._slots[gone]
 
     def _count(self, name: str, total: float, **labels: str) -> None:
         """Report how much a counter has grown."""

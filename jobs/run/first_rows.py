@@ -154,12 +154,7 @@ def load(resolved: Resolved, unit_rows: int) -> LoadedModel:
         raise user_error(error, "model.path") from None
     except MemoryError as error:
         raise UserError(str(error), field="model.device") from None
-    return LoadedModel(networks.exact, *_memory(spec.model.device), room, device_facts(decoder))
-
-
-def _memory(device: str) -> tuple[int, str]:
-    import torch
-
-    if device == "cpu" or not torch.cuda.is_available():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "CPU memory"
-    return torch.cuda.max_memory_allocated(), "GPU memory"
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "CPU memory"
+    if spec.model.device != "cpu" and torch.cuda.is_available():
+        memory = torch.cuda.max_memory_allocated(), "GPU memory"
+    return LoadedModel(networks.exact, *memory, room, device_facts(decoder))

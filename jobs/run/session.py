@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -116,6 +116,9 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
         if loads:
             size = size_text(weight_bytes(resolved.folder))
             display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
+        watchers = list(run.watchers)
+        if not run.options.local and is_connected():  # there is a Ray to export the metrics
+            watchers.append(MetricsWatcher(spec.name, spec.decoder.kind))
         limits, pool, demand = limits_of(spec), backend.pool(make_job(resolved, plan), allocation), backend.demand(spec)
         if demand is not None:
             limits = replace(limits, idle_s=20.0)  # the autoscaler can then take the node of an idle worker away
@@ -130,7 +133,7 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             hopeless=_hopelessness(run),
             room=lambda: _room_for(pool, backend, resolved, len(left)),
             need=demand.need if demand else lambda units: None,
-            watchers=[*run.watchers, *_metrics_of(run)],
+            watchers=watchers,
         )
         is_over = False
         try:
@@ -153,12 +156,6 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
     return finish, driver.committed
 
 
-def _metrics_of(run: Run) -> Iterator[Watcher]:
-    """What exports the run's metrics, where there is a Ray to export them."""
-    if not run.options.local and is_connected():
-        yield MetricsWatcher(run.resolved.spec.name, run.resolved.spec.decoder.kind)
-
-
 def allocate_workers(backend: Backend, resolved: Resolved, units: int) -> Allocation:
     """The workers that fit now, with no more threads than the model can use."""
     allocation, size = backend.allocate(resolved.spec, units=units), resolved.info.num_parameters
@@ -167,20 +164,18 @@ def allocate_workers(backend: Backend, resolved: Resolved, units: int) -> Alloca
 
 def _room_for(pool: WorkerPool, backend: Backend, resolved: Resolved, units: int) -> int:
     """How many workers fit now, which the pool needs to know; 0 if the cluster has lost too many resources for even one."""
-    try:
+    with suppress(UserError):
         allocation = allocate_workers(backend, resolved, units)
-    except UserError:
-        return 0
-    pool.resize(allocation)
-    return allocation.count
+        pool.resize(allocation)
+        return allocation.count
+    return 0
 
 
 def _hopelessness(run: Run) -> Callable[[int], bool]:
     """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
-    try:
+    before = 0
+    with suppress(StoreError):  # the log is best effort
         before = read_sessions(run.plan.store).committed.failed
-    except StoreError:  # the log is best effort
-        before = 0
     is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
     return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.resolved.spec.errors)
 

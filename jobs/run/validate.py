@@ -220,18 +220,14 @@ def validate(spec: JobSpec) -> int:
         resolved = with_run_rows(resolved, copied)
         if source := source_of(spec, resolved.inputs, copied):
             print(f"rows      {source['kept']:,} of the {source['rows']:,} rows of {source['run']}")
-        _print_lines(resolved)
-    return OK
-
-
-def _print_lines(resolved: Resolved) -> None:
-    sample = take_sample(resolved)
-    for line in chain(header(resolved), canvas_lines(resolved, sample.rows), size_lines(resolved, sample)):
-        print(line)
-    if any(row.error is None for row in sample.rows):
-        print("loading the model", flush=True)
-        for line in model_lines(load(resolved, rows_per_unit(resolved.spec, sample.total))):
+        sample = take_sample(resolved)
+        for line in chain(header(resolved), canvas_lines(resolved, sample.rows), size_lines(resolved, sample)):
             print(line)
+        if any(row.error is None for row in sample.rows):
+            print("loading the model", flush=True)
+            for line in model_lines(load(resolved, rows_per_unit(resolved.spec, sample.total))):
+                print(line)
+    return OK
 
 
 def failure_lines(spec: JobSpec, sample: RowSample, each: int) -> Iterator[str]:

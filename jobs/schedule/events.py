@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from draftmill.actors.messages import Failure, NodeLeaving, WorkerLost, WorkUnit
+from draftmill.actors.messages import Failure, NodeLeaving, QuarantinedRows, WorkerLost, WorkUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,7 @@ class Quarantine:
     """For the log only: these rows of the unit will be returned as failed."""
 
     unit: int
-    start: int
-    stop: int
-    kind: str
-    message: str
+    rows: QuarantinedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,10 +170,16 @@ class Scheduler:
         for lease in leases:
             if worker.leaving or idle:  # the death was announced, or had another cause: no row is to blame
                 self._give_back(lease)
-            elif device:
-                self._lost_device(lease, cause)
+            elif device and self._blames_machine(lease):
+                self._rest(lease, cause.message)
             else:
                 self._note_failure(lease, cause, death=True)
+
+    def _blames_machine(self, lease: UnitLease) -> bool:
+        """Whether a lost device is the machine's fault, not this unit's, to which it may have happened on several workers."""
+        unit = self.state.touched[lease.unit]
+        unit.lost_devices += 1
+        return not unit.alone and lease.rows is None and unit.lost_devices <= self.limits.devices
 
     def _count_loss(self, worker: Worker, reason: str) -> None:
         """Give up after too many failed starts, or worker deaths without a success in between."""
@@ -185,15 +191,6 @@ class Scheduler:
                 self._finish("failed", f"workers can't start: {reason}")
         elif self._deaths_in_a_row >= max(self.limits.fruitless, 3 * self.wanted):
             self._finish("failed", f"workers keep dying: {reason}")
-
-    def _lost_device(self, lease: UnitLease, cause: FailureCause) -> None:
-        """A worker lost its device: blame the machine, unless it happens to this unit on several workers."""
-        unit = self.state.touched[lease.unit]
-        unit.lost_devices += 1
-        if unit.alone or lease.rows is not None or unit.lost_devices > self.limits.devices:
-            self._note_failure(lease, cause, death=True)
-        else:
-            self._rest(lease, cause.message)
 
     def _unit_done(self, number: int, unit: int) -> None:
         """Enter a committed unit as done. After a late answer it may be done already, waiting, resting or in a bisection."""
@@ -280,7 +277,7 @@ class Scheduler:
 
     def _condemn(self, unit: Unit, verdict: QuarantinedRows) -> None:
         unit.verdicts += (verdict,)
-        self._out.append(Quarantine(unit.size.unit, verdict.start, verdict.stop, verdict.kind, verdict.message))
+        self._out.append(Quarantine(unit.size.unit, verdict))
 
     # ---- assignment
 
@@ -315,9 +312,12 @@ class Scheduler:
     def _deal(self, hands: deque[Worker]) -> list[Worker]:
         """Assign the waiting units, to workers with the fewest leases first; returns the workers that have none afterwards."""
         idle: list[Worker] = []
-        view = outlook(self.state, self.state.staying(), self.now_s) if hands and self._is_near_end() else None
+        # Before the end, speeds, which take time to look at, don't matter: the next unit fits into every worker's share.
+        staying, waiting = self.state.staying(), self.state.waiting
+        is_near_end = bool(waiting) and waiting.tokens < 16 * waiting.next_tokens() * len(staying)
+        view = outlook(self.state, staying, self.now_s) if hands and is_near_end else None
         while hands:
-            worker, waiting = hands.popleft(), self.state.waiting
+            worker = hands.popleft()
             number: int | None = None
             if worker.has_room:  # the next unit, or near the end one that fits the worker's speed (see below)
                 number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
@@ -329,11 +329,6 @@ class Scheduler:
             elif not worker.leases:
                 idle.append(worker)
         return idle
-
-    def _is_near_end(self) -> bool:
-        """Whether so little waits that speeds matter: before that, the next unit fits into every worker's share."""
-        waiting = self.state.waiting
-        return bool(waiting) and waiting.tokens < 16 * waiting.next_tokens() * len(self.state.staying())
 
     def _copy(self, idle: list[Worker]) -> None:
         """Assign copies of other workers' units to idle workers."""

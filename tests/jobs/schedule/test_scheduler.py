@@ -290,7 +290,7 @@ def test_task_failures_are_retried_and_then_the_guilty_row_is_quarantined():
         commands = scheduler.on(failure(work) if guilty else ProbeDone(work.lease))
         quarantined += [c for c in commands if isinstance(c, Quarantine)]
         (work,) = units_of(commands)
-    assert [(q.start, q.stop, q.kind) for q in quarantined] == [(0, 1, "boom")]
+    assert [(q.rows.start, q.rows.stop, q.rows.kind) for q in quarantined] == [(0, 1, "boom")]
 
 
 def test_infra_failures_rest_longer_each_time_and_have_their_own_bound():
@@ -487,7 +487,7 @@ class World:
         elif isinstance(command, KillWorker):
             self.zombies += [work for work in self.up.pop(command.worker) if not self.is_poisoned(work)]
         elif isinstance(command, Quarantine):
-            self.quarantined |= {(command.unit, row) for row in range(command.start, command.stop)}
+            self.quarantined |= {(command.unit, row) for row in range(command.rows.start, command.rows.stop)}
 
     def is_poisoned(self, work: WorkUnit) -> bool:
         spared = {row for verdict in work.verdicts for row in range(verdict.start, verdict.stop)}
