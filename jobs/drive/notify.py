@@ -19,17 +19,11 @@ from contextlib import suppress
 from typing import Any
 
 from draftmill.jobs.config.notify_settings import NotifySettings
-from draftmill.jobs.drive.driver import Watcher
-from draftmill.jobs.drive.totals import Totals
-from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import presentable
 
 TIMEOUT_S = 10.0
 """Seconds that a command has for a notice."""
-
-STALL_S = 1800.0
-"""Seconds without progress after which a run stalls."""
 
 SHOWN_CHARS = 200
 SHOWN_COMMAND_CHARS = 60
@@ -102,20 +96,3 @@ def _run(receiver: NotifySettings, data: bytes, timeout_s: float) -> str | None:
         errors.seek(0)
         last = (errors.read()[-4096:].decode(errors="replace").strip().splitlines() or [""])[-1][:SHOWN_CHARS]
         return f"exit code {code}" + (f": {last}" if last else "")
-
-
-class StallWatcher(Watcher):
-    """Sends a notice when the run has made no progress for STALL_S; once, until it makes progress again."""
-
-    name = "stall notices"
-
-    def __init__(self, receivers: Sequence[NotifySettings], notice: Callable[[Totals], Notice], tell: Tell) -> None:
-        self._receivers, self._notice, self._tell = receivers, notice, tell
-        self._is_sent = False
-
-    def look(self, totals: Totals, scheduler: Scheduler) -> None:
-        is_stalled = totals.still_s >= STALL_S
-        if is_stalled and not self._is_sent:
-            arguments = (self._receivers, "stall", self._notice(totals), self._tell)
-            threading.Thread(target=send, args=arguments, name="notify", daemon=True).start()
-        self._is_sent = is_stalled

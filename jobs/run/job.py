@@ -129,7 +129,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
                     if refusal is not None:
                         raise refusal
                 plan = resolved.plan or plan_run(resolved, store, backend, display, epoch=lease.epoch, path=path)
-                run = Run(resolved, plan, options, lease, stop, display, backend, watchers=outcome.watchers())
+                run = Run(resolved, plan, options, lease, stop, display, backend, watchers=[outcome])
                 finish = decode(run)
                 if finish.how == "done" and ready is not None:
                     _measure(store, job, ready, options, backend=backend, display=display, stop=stop)

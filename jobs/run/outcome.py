@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.drive.driver import Watcher
 from draftmill.jobs.drive.log import FACTS, is_command, now_text, print_result
-from draftmill.jobs.drive.notify import TIMEOUT_S, StallWatcher, check_receivers, send
+from draftmill.jobs.drive.notify import TIMEOUT_S, check_receivers, send
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import HOUR_S, Totals, purposes_of
@@ -18,12 +20,15 @@ from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
 from draftmill.jobs.results.passes import Pass, count_failed, finished_passes, passes_of
 from draftmill.jobs.results.summary import error_rows, metric_lines, read_summary, table_lines
 from draftmill.jobs.schedule.events import Finish
+from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.interface import Store
 
 _log = logging.getLogger(__name__)
+
+STALL_S = 1800.0
 
 INTERRUPTED_S = 3.0
 """Most seconds that notices of an interruption may take: the machine may be about to go."""
@@ -35,17 +40,21 @@ MESSAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
+@dataclass(slots=True)
+class RunOutcome(Watcher):
     """Reports how a run ends, to its log and the receivers of `notify`: the block in it finishes the run, or raises.
 
-    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises UserError
-    before the block if a receiver of notices can't be used.
+    As a watcher of the run it notifies them when it makes no progress for STALL_S; once, until it makes progress again. They are
+    not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises UserError before the
+    block if a receiver of notices can't be used.
     """
+
+    name = "stall notices"
 
     spec: JobSpec
     store: Store
     log: RunLog = field(default_factory=RunLog)
+    _is_stalled: bool = False
 
     def __enter__(self) -> Self:
         check_receivers(self.spec.notify)
@@ -79,21 +88,20 @@ class RunOutcome:
         self.log.add("note", message, level=logging.WARNING)
         _log.warning(presentable(message))
 
-    def watchers(self) -> list[StallWatcher]:
-        """The watcher that sends notices when the run makes no progress, if anybody receives notices."""
-        return [StallWatcher(self.spec.notify, self._stall_notice, self.warn)] if self.spec.notify else []
-
-    def _stall_notice(self, totals: Totals) -> dict[str, Any]:
-        message = f"no progress for {totals.still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
-        return {
-            **self._head(message, None),
-            "samples": {"planned": totals.rows, "done": totals.rows_done},
-            "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
-            "workers": totals.workers,
-            "tokens": totals.tokens,
-            "seconds_without_progress": round(totals.still_s, 1),
-            "session_device_hours": round(totals.devices.up_s / HOUR_S, 6),
-        }
+    def look(self, totals: Totals, scheduler: Scheduler) -> None:
+        was_stalled, self._is_stalled = self._is_stalled, totals.still_s >= STALL_S
+        if self._is_stalled and not was_stalled:
+            message = f"no progress for {totals.still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
+            notice = self._head(message, None) | {
+                "samples": {"planned": totals.rows, "done": totals.rows_done},
+                "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
+                "workers": totals.workers,
+                "tokens": totals.tokens,
+                "seconds_without_progress": round(totals.still_s, 1),
+                "session_device_hours": round(totals.devices.up_s / HOUR_S, 6),
+            }
+            arguments = (self.spec.notify, "stall", notice, self.warn)
+            threading.Thread(target=send, args=arguments, name="notify", daemon=True).start()
 
     def _head(self, message: str, code: int | None) -> dict[str, Any]:
         return {

@@ -16,12 +16,13 @@ import yaml
 from draftmill.jobs.config.notify_settings import NotifySettings
 from draftmill.jobs.config.spec import check_spec, load_spec
 from draftmill.jobs.config.yaml_file import parse
-from draftmill.jobs.drive import notify
-from draftmill.jobs.drive.notify import StallWatcher, check_receivers, send, text_of
+from draftmill.jobs.drive.notify import check_receivers, send, text_of
 from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.run import outcome
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
 
 SECRET = "xoxb-9f3a1c7e5d2b"
 
@@ -176,30 +177,24 @@ def test_a_command_that_is_not_there_is_refused_at_once(command: Any, said: str)
 # ---- a run that stands still
 
 
-class Sent:
-    """Collects what would be sent."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.notices: list[dict[str, Any]] = []
-        self.arrived = threading.Semaphore(0)
-        monkeypatch.setattr(notify, "send", self.send)
-
-    def send(self, receivers: list[NotifySettings], event: str, notice: dict[str, Any], tell: Any) -> None:
-        self.notices.append({"event": event, "to": len(receivers), **notice})
-        self.arrived.release()
-
-
 def test_a_stall_is_sent_once_until_there_is_progress_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, totals = Sent(monkeypatch), Totals(units=2, rows=8)
-    scheduler = Scheduler([UnitSize(0, 4, 4)], workers=1)
-    receivers = [receiver(command=["sh"]), receiver(command=["sh"])]
-    watcher = StallWatcher(receivers, lambda totals: {"still_s": totals.still_s}, print)
-    for still_s in (0.0, notify.STALL_S - 1, notify.STALL_S, notify.STALL_S + 70):
+    notices, arrived = list[dict[str, Any]](), threading.Semaphore(0)
+
+    def collect(receivers: list[NotifySettings], event: str, notice: dict[str, Any], tell: Any) -> None:
+        notices.append({"event": event, "to": len(receivers), **notice})
+        arrived.release()
+
+    monkeypatch.setattr(outcome, "send", collect)
+    totals, scheduler = Totals(units=2, rows=8), Scheduler([UnitSize(0, 4, 4)], workers=1)
+    spec = check_spec(spec_with([{"command": ["sh"]}, {"command": ["sh"]}]))
+    watcher = outcome.RunOutcome(spec, open_store("memory://stalls"))
+    for still_s in (0.0, outcome.STALL_S - 1, outcome.STALL_S, outcome.STALL_S + 70):
         totals.still_s = still_s
         watcher.look(totals, scheduler)
-    assert sent.arrived.acquire(timeout=10)
-    assert sent.notices == [{"event": "stall", "to": 2, "still_s": notify.STALL_S}]
-    for still_s in (1.0, notify.STALL_S + 2):
+    assert arrived.acquire(timeout=10)
+    (notice,) = notices
+    assert (notice["event"], notice["to"], notice["seconds_without_progress"]) == ("stall", 2, outcome.STALL_S)
+    for still_s in (1.0, outcome.STALL_S + 2):
         totals.still_s = still_s
         watcher.look(totals, scheduler)
-    assert sent.arrived.acquire(timeout=10) and len(sent.notices) == 2
+    assert arrived.acquire(timeout=10) and len(notices) == 2
