@@ -190,7 +190,7 @@ def _connect(address: str) -> None:
 
 def _code_is_there() -> bool:
     """Whether this process is a submitted job whose workers get its package, folder or image; Ray refuses a second folder."""
-    mine = {}
+    mine: dict[str, Any] = {}
     with suppress(ValueError, AttributeError):
         mine = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
     return any(mine.get(key) for key in ("py_modules", "working_dir", "image_uri", "container"))

@@ -147,7 +147,9 @@ def resolve(
         adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, model.tokenizer),
         head=head_hash(spec),
-        drafter=drafter and check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder),
+        drafter=None
+        if drafter is None
+        else check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder),
         begin=None if tokenizer is None else tokenizer.bos_id,
         ends=recipe.ends,
         fim=None if fim is None else fim.key(),

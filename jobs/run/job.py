@@ -16,7 +16,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import cast
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -231,7 +230,7 @@ def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
         if allow_code_execution and mapping.get("kind") == "pass_at_k":
             mapping = {"allow_code_execution": True} | mapping
         [metric] = TypeAdapter(Metrics).validate_python([mapping], strict=True)
-        return cast(Metric, metric)
+        return metric
     except yaml.YAMLError as error:
         problem = f"not a mapping in YAML: {' '.join(str(error).split())}"
     except ValidationError as error:
