@@ -224,13 +224,14 @@ def efficiency(effort: Effort) -> dict[str, float]:
 
 def progress_line(totals: Totals) -> str:
     """Samples, tokens per second, NFE per token, errors, workers and the remaining time, in one line."""
-    decoded = totals.decoded
+    decoded, loading = totals.decoded, 0 if totals.workers else len(totals.loading)
+    loads = f"{counted(loading, 'worker')} {'loads' if loading == 1 else 'load'} the model"
     parts = [
         f"{totals.rows_done:,}/{totals.rows:,} samples ({ratio(totals.rows_done, totals.rows):.0%})",
         f"{rate_text(totals.tokens_per_s)} tokens/s",
         f"{ratio(decoded.nfe, decoded.new_tokens):.3f} NFE/token" if decoded.new_tokens else "- NFE/token",
         f"{max(decoded.failed, totals.committed.failed):,} errors",
-        workers_text(totals),
+        loads if loading else counted(totals.workers, "worker"),
         f"ETA {duration(totals.eta_s)}" if totals.eta_s is not None else "ETA -",
     ]
     return "  ".join(parts)
@@ -250,13 +251,6 @@ def progress_facts(totals: Totals) -> dict[str, Any]:
         "loading": len(totals.loading),
         "eta_s": None if totals.eta_s is None else round(totals.eta_s, 1),
     }
-
-
-def workers_text(totals: Totals) -> str:
-    """The number of workers; before the first one is up, the number that load the model."""
-    if loading := 0 if totals.workers else len(totals.loading):
-        return f"{counted(loading, 'worker')} {'loads' if loading == 1 else 'load'} the model"
-    return counted(totals.workers, "worker")
 
 
 # ---- device time in words

@@ -136,10 +136,11 @@ def resolve(
     elif sees_date(recipe, tokenizer, inputs):
         recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
     recipe = replace(recipe, ends=end_ids(recipe.task, folder, tokenizer, info))
-    drafter = fetch_drafter(spec.decoder, spec.s3.options())
-    fim = None
+    drafter = fim = None
+    if (place := fetch_drafter(spec.decoder, spec.s3.options())) is not None:
+        drafter = check_drafter(place, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder)
     if isinstance(recipe.task, Infill) and fills_in_middle(recipe.task, info):
-        fim = template_of(recipe.task.fim, tokenizer, info)
+        fim = template_of(recipe.task.fim, tokenizer, info).key()
     results = results_key(
         recorded(spec, recipe),
         info,
@@ -147,12 +148,10 @@ def resolve(
         adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, model.tokenizer),
         head=head_hash(spec),
-        drafter=None
-        if drafter is None
-        else check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder),
+        drafter=drafter,
         begin=None if tokenizer is None else tokenizer.bos_id,
         ends=recipe.ends,
-        fim=None if fim is None else fim.key(),
+        fim=fim,
         run=run,
     )
     check_stop(recipe, tokenizer)

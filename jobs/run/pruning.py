@@ -75,7 +75,11 @@ def candidates(base: Store, keep: KeepRule, now: datetime) -> list[Candidate]:
     newest = set(free[-keep.newest :] if keep.newest else ())
     chosen = []
     for run, facts in runs:
-        stays = _obstacle(facts) or _rule(facts, keep, newest, now)
+        stays = _obstacle(facts)
+        if stays is None and not facts.is_pruned:  # of a pruned one goes what a prune that was killed has left
+            is_recent = keep.age is not None and facts.date is not None and now - read_date(facts.date) < keep.age
+            age = f"not older than {keep.age.days:,} days" if keep.age is not None and is_recent else None
+            stays = "one of the newest" if facts.name in newest else age
         objects = [] if stays else _objects(run.store)
         if facts.is_pruned and not objects:
             stays = "its results were pruned before"
@@ -92,17 +96,6 @@ def _obstacle(facts: RunFacts) -> str | None:
     if facts.logical_date is None and facts.samples is not None:
         return "it is not a run of a recurring job: it has no logical date"
     return None if facts.is_success else "it is not finished"
-
-
-def _rule(facts: RunFacts, keep: KeepRule, newest: set[str], now: datetime) -> str | None:
-    """Why a run stays by the rule; None if it goes."""
-    if facts.is_pruned:  # what a prune that was killed has left
-        return None
-    if facts.name in newest:
-        return "one of the newest"
-    if keep.age is not None and facts.date is not None and now - read_date(facts.date) < keep.age:
-        return f"not older than {keep.age.days:,} days"
-    return None
 
 
 def _objects(store: Store) -> list[Stat]:
