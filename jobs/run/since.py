@@ -108,7 +108,7 @@ def difference(listed: Sequence[InputFile], done: Iterable[Mapping[str, Any]], *
 
 
 def _versions(facts: Mapping[str, Any]) -> set[tuple[Any, ...]]:
-    """What names a file with its version: its uri or name, its size, and its etag, or its mtime, which holds in one place only."""
+    """What names a file with its version: its uri or name, size and etag, or else its uri, size and mtime."""
     if facts["etag"] is None:
         return {("uri", facts["uri"], facts["size"], "mtime", facts["mtime_s"])}
     return {(key, facts[key], facts["size"], "etag", facts["etag"]) for key in ("uri", "name")}
