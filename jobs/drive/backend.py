@@ -14,11 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from draftmill.actors.job import Allocation, Job, WorkerResources
-from draftmill.actors.recipe import RowRecipe
-from draftmill.actors.rows.makers import Maker
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import Demand, NodeRoom, allocate, lacking, possible_nodes, request_of_ray
 from draftmill.jobs.drive.driver import WorkerPool
@@ -34,8 +30,6 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.planning import Survey, survey
 from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.kept import KeptTypes
-from draftmill.storage.inputs.rows import InputFile
 
 if TYPE_CHECKING:
     from draftmill.actors.loop.loading import ModelCache
@@ -327,19 +321,14 @@ def cluster_survey(resolved: Resolved, num_cpus: int, *, is_ours: bool, note: Ca
     CPUs.
     """
 
-    def survey_on_cluster(
-        recipe: RowRecipe, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None, limit: int | None
-    ) -> Iterator[pa.Table]:
-        from draftmill.actors.planning.survey_pool import SurveyJob, SurveyPool, pack_tokenizer
+    from draftmill.actors.planning import survey_pool
 
-        tokenizer = pack_tokenizer(resolved.folder, resolved.spec.model.tokenizer)
-        job = SurveyJob(recipe, resolved.spec.kept, resolved.info, tokenizer)
-        # The driver takes about a third of a million rows per second from all tasks together.
-        at_once = min(256, num_cpus if is_ours else 2 * num_cpus)
-        pool = SurveyPool(job, cpus=0 if is_ours else 1, at_once=at_once, note=note)
-        return pool.tables(maker, inputs, kept, limit)
-
-    return survey_on_cluster
+    tokenizer = survey_pool.pack_tokenizer(resolved.folder, resolved.spec.model.tokenizer)
+    job = survey_pool.SurveyJob(resolved.recipe, resolved.spec.kept, resolved.info, tokenizer)
+    # The driver takes about a third of a million rows per second from all tasks together.
+    at_once = min(256, num_cpus if is_ours else 2 * num_cpus)
+    cpus = 0 if is_ours else 1
+    return lambda _, *given: survey_pool.SurveyPool(job, cpus=cpus, at_once=at_once, note=note).tables(*given)
 
 
 def backend_of(*, address: str | None, local: bool, keep: bool = False) -> Backend:

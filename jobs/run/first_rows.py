@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.loop.loading import build, load_networks, most_canvases
-from draftmill.actors.loop.memory import BatchLimits, fit
+from draftmill.actors.loop.memory import fit
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker
@@ -24,6 +24,8 @@ from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.unit_io import try_row
+from draftmill.jobs.drive.totals import exactness
+from draftmill.jobs.formatting import device_text
 from draftmill.jobs.plan.planning import check_kinds
 from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import RowError, UserError
@@ -64,21 +66,6 @@ class RowSample:
     def masked(self) -> NDArray[np.int32]:
         """Tokens to generate of each row, int32 [rows]."""
         return np.array([row.made.size.masked if isinstance(row.made, Canvas) else 0 for row in self.rows], np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """The job's decoder on this machine: `memory_bytes` is the peak of the process or of the GPU.
-
-    `room` is what a worker can hold that runs alone here. `exact` says whether results are bit-identical in any batch, `device`
-    what is computed with (actors/loop/device_facts.py).
-    """
-
-    exact: bool
-    memory_bytes: int
-    where: str
-    room: BatchLimits | None = None
-    device: Mapping[str, Any] = field(default_factory=dict)
 
 
 def take_sample(resolved: Resolved) -> RowSample:
@@ -127,8 +114,11 @@ def _first_row(recipe: RowRecipe, maker: Maker, row: Row, file: int, name: str) 
     return FirstRow(file, row.offset, name, key, made)
 
 
-def load(resolved: Resolved, unit_rows: int) -> LoadedModel:
-    """Build the decoder of a worker that has units of `unit_rows` rows; raises UserError if the weights are unusable."""
+def loaded_lines(resolved: Resolved, unit_rows: int) -> Iterator[str]:
+    """Build the decoder of a worker that has units of `unit_rows` rows, and say what it computes with here, and its memory.
+
+    UserError if the weights are unusable.
+    """
     import torch
 
     from draftmill.actors.loop.device_facts import device_facts
@@ -157,4 +147,19 @@ def load(resolved: Resolved, unit_rows: int) -> LoadedModel:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "CPU memory"
     if spec.model.device != "cpu" and torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated(), "GPU memory"
-    return LoadedModel(networks.exact, *memory, room, device_facts(decoder))
+    yield from device_lines(device_facts(decoder))
+    yield f"exact     {exactness(networks.exact)}"
+    yield f"memory    {memory[0] / 2**30:.2f} GiB of {memory[1]} at its peak, with the model loaded"
+    if room is not None:
+        free = f"{room.free_bytes / 2**30:.2f} GiB free on {room.device}"
+        yield f"  room    {free}: {room.rows:,} samples of {room.length} tokens at once"
+
+
+def device_lines(device: Mapping[str, Any]) -> Iterator[str]:
+    """What the model computes with, from these facts (actors/loop/device_facts.py), and whether another dtype is faster."""
+    yield f"device    {device_text(device)}"
+    if (times := device.get("times_float32", 0.0)) > 1:
+        slower = f"{device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
+        yield f"  dtype   {slower}; auto and float32 are faster"
+    if times := device.get("bfloat16_times"):
+        yield f"  dtype   float32 is exact; bfloat16 products take {times:.1f} of its time here, and are not exact"

@@ -61,11 +61,6 @@ class Candidate:
     stays: str | None
     objects: list[Stat] = field(repr=False)
 
-    @property
-    def what(self) -> str:
-        """What is deleted, in words."""
-        return f"{counted(len(self.objects), 'file')}, {size_text(sum(stat.size for stat in self.objects))}"
-
 
 def candidates(base: Store, keep: KeepRule, now: datetime) -> list[Candidate]:
     """Every run below the base path, oldest first, and whether it goes."""
@@ -155,7 +150,10 @@ def prune(base: Place, keep: KeepRule, *, yes: bool = False) -> int:
         )
     with base_lease(store, stop.set) if yes else nullcontext():
         runs, verb = candidates(store, keep, datetime.now(UTC)), "pruned" if yes else "would be pruned"
-        rows = [[one.facts.name, f"{verb}: {one.what}" if one.stays is None else f"stays: {one.stays}"] for one in runs]
+        rows = []
+        for one in runs:
+            what = f"{counted(len(one.objects), 'file')}, {size_text(sum(stat.size for stat in one.objects))}"
+            rows.append([one.facts.name, f"{verb}: {what}" if one.stays is None else f"stays: {one.stays}"])
         head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
         print("\n".join([head, *table_lines(rows)]), flush=True)
         if not yes:

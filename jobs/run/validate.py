@@ -21,15 +21,14 @@ from draftmill.decoders.base import HOLE
 from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date
 from draftmill.jobs.drive.notify import check_receivers
-from draftmill.jobs.drive.totals import exactness
 from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
-from draftmill.jobs.formatting import counted, device_text, size_text
+from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.resolve import Resolved, resolve, weight_bytes
 from draftmill.jobs.results.run_input import source_of, with_run_rows
 from draftmill.jobs.results.summary import error_rows
-from draftmill.jobs.run.first_rows import FirstRow, LoadedModel, RowSample, load, take_sample
+from draftmill.jobs.run.first_rows import FirstRow, RowSample, loaded_lines, take_sample
 from draftmill.jobs.run.job import ready_for
 from draftmill.jobs.run.since import new_files
 from draftmill.storage.errors import MOST_NAMES, RowError, printable
@@ -181,24 +180,6 @@ def rows_per_unit(spec: JobSpec, rows: int) -> int:
     return auto_unit_rows(min(rows, spec.batching.window))
 
 
-def model_lines(loaded: LoadedModel) -> Iterator[str]:
-    """What the model computes with on this machine, and its memory."""
-    if loaded.device:
-        yield f"device    {device_text(loaded.device)}"
-        if (times := loaded.device.get("times_float32", 0.0)) > 1:
-            slower = f"{loaded.device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
-            yield f"  dtype   {slower}; auto and float32 are faster"
-        if times := loaded.device.get("bfloat16_times"):
-            yield f"  dtype   float32 is exact; bfloat16 products take {times:.1f} of its time here, and are not exact"
-    yield f"exact     {exactness(loaded.exact)}"
-    yield f"memory    {loaded.memory_bytes / 2**30:.2f} GiB of {loaded.where} at its peak, with the model loaded"
-    if (room := loaded.room) is not None:
-        yield (
-            f"  room    {room.free_bytes / 2**30:.2f} GiB free on {room.device}: {room.rows:,} samples of {room.length} "
-            "tokens at once"
-        )
-
-
 def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
     path, spec = spec.output.path, at_date(spec, datetime.now(UTC))
@@ -225,7 +206,7 @@ def validate(spec: JobSpec) -> int:
             print(line)
         if any(row.error is None for row in sample.rows):
             print("loading the model", flush=True)
-            for line in model_lines(load(resolved, rows_per_unit(resolved.spec, sample.total))):
+            for line in loaded_lines(resolved, rows_per_unit(resolved.spec, sample.total)):
                 print(line)
     return OK
 

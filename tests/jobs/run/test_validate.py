@@ -20,8 +20,8 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.plan.checks import length_note
-from draftmill.jobs.run.first_rows import FirstRow, LoadedModel, estimate_rows
-from draftmill.jobs.run.validate import canvas_lines, model_lines, prompt_text, quantized_lines, validate
+from draftmill.jobs.run.first_rows import FirstRow, device_lines, estimate_rows
+from draftmill.jobs.run.validate import canvas_lines, prompt_text, quantized_lines, validate
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
@@ -169,13 +169,12 @@ def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(
 
 def test_half_precision_is_compared_with_float32_on_this_cpu() -> None:
     device = {"name": "CPU", "dtype": "bfloat16", "torch": "2.13.0"}
-    lines = list(model_lines(LoadedModel(True, 2**30, "CPU memory", device=device | {"times_float32": 5.2})))
+    lines = list(device_lines(device | {"times_float32": 5.2}))
     assert lines[0] == "device    CPU, bfloat16, torch 2.13.0"
     assert "bfloat16 products take 5.2 times as long as float32's on this CPU" in lines[1]
-    plain = LoadedModel(True, 2**30, "CPU memory", device=device)
-    assert not any("  dtype" in line for line in model_lines(plain))
-    fast = LoadedModel(True, 2**30, "CPU memory", device=device | {"dtype": "float32", "bfloat16_times": 0.6})
-    assert "float32 is exact; bfloat16 products take 0.6 of its time" in list(model_lines(fast))[1]
+    assert len(list(device_lines(device))) == 1
+    fast = device | {"dtype": "float32", "bfloat16_times": 0.6}
+    assert "float32 is exact; bfloat16 products take 0.6 of its time" in list(device_lines(fast))[1]
 
 
 def test_a_completion_longer_than_its_model_is_noted() -> None:
