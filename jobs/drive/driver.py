@@ -252,10 +252,16 @@ class Driver:
             self._note_progress()
             self.display.show(self.totals)
             self.watch(lambda watcher: watcher.look(self.totals, self.scheduler))
-            if self.scheduler.finished is not None:
-                return self._mark_hopeless(self.scheduler.finished)
-            if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
-                return self._mark_hopeless(Finish("drained", "the grace period is over"))
+            finish = self.scheduler.finished
+            if (
+                finish is None
+                and self._deadline_s is not None
+                and (self.stop.urgent or self.clock() > self._deadline_s)
+            ):
+                finish = Finish("drained", "the grace period is over")
+            if finish is not None:
+                is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
+                return Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
     def watch(self, call: Callable[[Watcher], None]) -> None:
         for watcher in list(self.watchers):
@@ -264,11 +270,6 @@ class Driver:
             except Exception as error:  # noqa: BLE001 - a run does not depend on its watchers
                 self.watchers.remove(watcher)
                 self.display.note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
-
-    def _mark_hopeless(self, finish: Finish) -> Finish:
-        """Report a job that was drained because too many samples failed as hopeless, not as drained."""
-        is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
-        return Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
     def _advance_clock(self) -> float:
         """Seconds in which workers could report. Excludes time in which the driver itself was suspended: their silence in
@@ -286,11 +287,10 @@ class Driver:
             self.totals.units_held = len({lease.unit for lease in self.scheduler.state.leases.values()})
 
     def _note_progress(self) -> None:
-        totals = self.totals
-        moved = totals.effort.engine.committed, totals.decoded.rows, totals.units_done
+        moved = self.totals.effort.engine.committed, self.totals.decoded.rows, self.totals.units_done
         if moved != self._moved:
             self._moved, self._moved_s = moved, self._watched_s
-        totals.still_s = self._watched_s - self._moved_s
+        self.totals.still_s = self._watched_s - self._moved_s
 
     def _look_for_room(self) -> None:
         """Report room only when it has grown: do not ask again for workers given up because of a bad machine."""

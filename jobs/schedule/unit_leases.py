@@ -345,22 +345,18 @@ class SchedulerState:
 
     def wake(self, now_s: float) -> bool:
         """Queue the units whose rest is over; returns whether there are any."""
-        rested = []
-        for number in sorted(self.resting):
-            unit = self.touched.get(number)
-            until_s = None if unit is None else unit.resting_until_s
-            if until_s is None or until_s <= now_s:
-                rested.append(number)
-                self.resting.discard(number)
-                if unit is not None and until_s is not None:
-                    unit.resting_until_s = None
-                    self.enqueue(number)
+        rested = [number for number in sorted(self.resting) if (self.touched[number].resting_until_s or 0.0) <= now_s]
+        for number in rested:
+            self.resting.discard(number)
+            self.touched[number].resting_until_s = None
+            self.enqueue(number)
         return bool(rested)
 
     def finish(self, number: int) -> list[UnitLease]:
         """Enter a unit as done, whatever its state, and drop its history; returns the leases that it still had."""
         self.done.add(number)
         self.delicate.discard(number)
+        self.resting.discard(number)
         unit = self.touched.get(number)
         if unit is None:
             return []
