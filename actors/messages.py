@@ -169,9 +169,9 @@ class WorkerLoaded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The worker died, or never came up; `reason` is one line. `idle` if none of its units had reached it.
+    """The worker died, or never came up; `reason` is one line. `idle` if none of its units had reached it: no row is to blame.
 
-    `device` if it ended because its device was lost; then it is unknown whether a unit was the cause.
+    `device` if its device was lost: the machine is to blame, unless a unit loses devices on several workers.
     """
 
     worker: str
@@ -193,7 +193,7 @@ class NodeLeaving:
     """The worker's node will be removed within `left_s` seconds; None if the time is unknown."""
 
     worker: str
-    left_s: float | None
+    left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,12 +67,12 @@ def plan_rows(rows: int) -> None:
                 shown = done * 10 // rows
                 rate = done / (time.perf_counter() - began_s)
                 resident = process.memory_info().rss / 1e6
-                print(f"{done:>12,} {rate:>12,.0f} {resident:>12,.0f} {len(writer.sums.rows):>8,}", flush=True)
+                print(f"{done:>12,} {rate:>12,.0f} {resident:>12,.0f} {writer.totals.units:>8,}", flush=True)
         writer.finish()
         twice = finder.first()
         took_s = time.perf_counter() - began_s
     assert twice is None and writer.totals.rows == rows
-    print(f"{rows:,} rows in {took_s:.1f} s: {rows / took_s:,.0f} rows/s, {len(writer.sums.rows):,} units\n")
+    print(f"{rows:,} rows in {took_s:.1f} s: {rows / took_s:,.0f} rows/s, {writer.totals.units:,} units\n")
 
 
 def pack_window() -> None:

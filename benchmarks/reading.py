@@ -85,11 +85,13 @@ def time_plan(file: InputFile) -> tuple[float, PlanTable, list[UnitSize]]:
     writer = PlanWriter(store, window=WINDOW)
     writer.add(pa.Table.from_arrays(columns, schema=ROW_SCHEMA))
     writer.finish()
-    begins = set(writer.sums.windows) - {0}
     units, window = [], 0
-    for number, (rows, tokens) in enumerate(zip(writer.sums.rows, writer.sums.tokens, strict=True)):
-        window += number in begins
-        units.append(UnitSize(number, rows, tokens, window))
+    for part in writer.unit_table():
+        for number, (rows, tokens) in enumerate(
+            zip(part["unit_rows"], part["unit_tokens"], strict=True), part["first"]
+        ):
+            window += number > 0 and number in part["windows"]
+            units.append(UnitSize(number, rows, tokens, window))
     return took_s, PlanTable(store, writer.parts), units
 
 

@@ -33,9 +33,8 @@ from draftmill.jobs.compare.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, find_runs
 from draftmill.jobs.compare.statistics import LEVEL, Interval, bootstrap, finite_values, grouped_sums, quotient, wilson
 from draftmill.jobs.config.sweep_spec import RECORD
-from draftmill.jobs.drive.cost import PURPOSES, DeviceSums, device_time_rows, hours_text, purposes_of
 from draftmill.jobs.drive.run_log import Sessions, read_sessions
-from draftmill.jobs.drive.totals import exactness
+from draftmill.jobs.drive.totals import PURPOSES, DeviceSums, device_time_rows, exactness, hours_text, purposes_of
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.fingerprint import flat

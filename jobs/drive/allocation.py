@@ -22,6 +22,7 @@ from typing import Any
 from draftmill.actors.job import Allocation, WorkerResources
 from draftmill.actors.ray.ray_inside import CLUSTER_CONFIG, CLUSTER_STATUS, IS_AUTOSCALER_V2, KV_GET, inside
 from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.formatting import counted
 from draftmill.storage.errors import UserError
 
 
@@ -41,11 +42,9 @@ class NodeRoom:
     @property
     def shown(self) -> str:
         """The node in messages; without the labels that Ray gives to every node."""
-        labels = [
-            f"{key}={value}" for key, value in sorted((self.labels or {}).items()) if not key.startswith("ray.io/")
-        ]
-        gpus = f", {self.gpus} GPU{'s' * (self.gpus != 1)}" if self.gpus else ""
-        return f"({self.cpus:g} CPU{'s' * (self.cpus != 1)}{gpus}{''.join(f', {label}' for label in labels)})"
+        labels = [f"{key}={text}" for key, text in sorted((self.labels or {}).items()) if not key.startswith("ray.io/")]
+        gpus = [counted(self.gpus, "GPU")] if self.gpus else []
+        return f"({', '.join([f'{self.cpus:g} CPU' + 's' * (self.cpus != 1), *gpus, *labels])})"
 
 
 def _selects(rule: str, value: str | None) -> bool:
@@ -56,22 +55,8 @@ def _selects(rule: str, value: str | None) -> bool:
     return value == rule
 
 
-MOST_SHOWN = 6
-
-
-def _format_nodes(nodes: Iterable[NodeRoom]) -> str:
-    """Nodes in messages, equal ones together: `2 x (4 CPUs, 1 GPU), (8 CPUs)`."""
-    kinds = Counter(node.shown for node in nodes).most_common()
-    parts = [f"{count} x {kind}" if count > 1 else kind for kind, count in kinds[:MOST_SHOWN]]
-    more = f" and {len(kinds) - MOST_SHOWN} more kinds" if len(kinds) > MOST_SHOWN else ""
-    return ", ".join(parts) + more if parts else "no nodes"
-
-
 # ---- workers
 
-
-PARAMETERS_PER_THREAD = 25_000_000
-"""Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread."""
 
 _EPSILON = 1e-6
 
@@ -90,41 +75,49 @@ def allocate(
     """
     free = [_Free(node) for node in nodes]
     kinds = [_resources(shape, nodes) for shape in shapes]
-    for index, resources in enumerate(kinds):
+    for resources in kinds:
         _check_device(resources, device, nodes)
-        _check_alone(resources, nodes, _field(index, listed=listed), raises=not listed)
-    counts = [0] * len(shapes)
+        if not listed:
+            _check_alone(resources, nodes)
     used: list[list[_Free]] = [[] for _ in shapes]
     for index in sorted(range(len(shapes)), key=lambda i: shapes[i].count == "auto"):
-        count = shapes[index].count
-        most = min(units if count == "auto" else count, units - sum(counts))
-        used[index] = _take_room(kinds[index], free, max(most, 0 if sum(counts) else 1))
-        counts[index] = len(used[index])
-    if not sum(counts):
-        reasons = [f"{_field(i, listed=True)}: {_reason(resources, nodes)}" for i, resources in enumerate(kinds)]
+        count, taken = shapes[index].count, sum(map(len, used))
+        most = max(min(units if count == "auto" else count, units - taken), 0 if taken else 1)
+        for node in (node for node in free if node.node.has(kinds[index].labels)):
+            while len(used[index]) < most and node.fits(kinds[index]):
+                node.take(kinds[index])
+                used[index].append(node)
+    if not any(used):
+        reasons = [f"workers.{index}: {_reason(resources, nodes)}" for index, resources in enumerate(kinds)]
         raise UserError(f"no worker fits on any node: {'; '.join(reasons)}", field="workers")
-    threads = [min((node.threads for node in part), default=1) for part in used]
-    threads = [max(1, many // resources.processes) for resources, many in zip(kinds, threads, strict=True)]
+    threads = (min((node.threads for node in part), default=1) for part in used)
     return Allocation(
-        tuple(replace(resources, threads=many) for resources, many in zip(kinds, threads, strict=True)), tuple(counts)
+        tuple(replace(one, threads=max(1, many // one.processes)) for one, many in zip(kinds, threads, strict=True)),
+        tuple(map(len, used)),
     )
 
 
 def lacking(shapes: Sequence[WorkerShape], allocation: Allocation, nodes: Sequence[NodeRoom]) -> list[str]:
     """For each kind of which no worker fits on any node now: a note with the reason."""
     return [
-        f"{_field(index, listed=True)}: {_reason(resources, nodes)}; such workers start once a node joins that has room"
+        f"workers.{index}: {_reason(resources, nodes)}; such workers start once a node joins that has room"
         for index, (resources, count) in enumerate(zip(allocation.kinds, allocation.counts, strict=True))
         if not count and len(shapes) > 1 and not any(_Free(node).fits(resources) for node in nodes)
     ]
 
 
+MOST_SHOWN = 6
+
+
 def _reason(resources: WorkerResources, nodes: Sequence[NodeRoom]) -> str:
-    """Why no worker of this kind fits, with the nodes' resources."""
+    """Why no worker of this kind fits, with the nodes, equal ones together: `2 x (4 CPUs, 1 GPU), (8 CPUs)`."""
+    kinds = Counter(node.shown for node in nodes).most_common()
+    there = ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds[:MOST_SHOWN]) or "no nodes"
+    more = f" and {len(kinds) - MOST_SHOWN} more kinds" if len(kinds) > MOST_SHOWN else ""
     labels = "".join(f", {key}: {value}" for key, value in resources.labels)
     gpus = f"{resources.gpus:g} GPU{'s' * (resources.gpus > 1)} and " if resources.gpus else ""
     cpus = f"{resources.cpus:g} CPU{'s' * (resources.cpus > 1)}"
-    return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {_format_nodes(nodes)}"
+    return f"a worker needs {gpus}{cpus} on one node{labels}; the nodes have {there}{more}"
 
 
 class _Free:
@@ -134,16 +127,13 @@ class _Free:
         self.node, self.cpus, self.gpus, self.workers = node, node.cpus, [1.0] * node.gpus, 0
 
     def fits(self, resources: WorkerResources) -> bool:
-        return self.cpus >= resources.cpus - _EPSILON and len(self._devices(resources)) >= max(
-            1, resources.gpus
-        ) * bool(resources.gpus)
+        return self.cpus >= resources.cpus - _EPSILON and len(self._devices(resources)) >= math.ceil(resources.gpus)
 
     def take(self, resources: WorkerResources) -> None:
         self.cpus -= resources.cpus
         self.workers += 1
-        share = min(1.0, resources.gpus)
-        for device in self._devices(resources)[: max(1, int(resources.gpus)) if resources.gpus else 0]:
-            self.gpus[device] -= share
+        for device in self._devices(resources)[: math.ceil(resources.gpus)]:
+            self.gpus[device] -= min(1.0, resources.gpus)
 
     def _devices(self, resources: WorkerResources) -> list[int]:
         """Devices with enough left, those in use first."""
@@ -156,17 +146,6 @@ class _Free:
         return max(1, int(self.node.cpus) // max(1, self.workers))
 
 
-def _take_room(resources: WorkerResources, free: Sequence[_Free], most: int) -> list[_Free]:
-    """Take room for at most so many workers, node by node; returns the node of each."""
-    nodes: list[_Free] = []
-    for node in free:
-        if node.node.has(resources.labels):
-            while len(nodes) < most and node.fits(resources):
-                node.take(resources)
-                nodes.append(node)
-    return nodes
-
-
 def _resources(shape: WorkerShape, nodes: Sequence[NodeRoom]) -> WorkerResources:
     labels = tuple(sorted(shape.labels.items()))
     has_gpus = any(node.gpus for node in nodes if node.has(labels))
@@ -174,19 +153,13 @@ def _resources(shape: WorkerShape, nodes: Sequence[NodeRoom]) -> WorkerResources
     return WorkerResources(shape.cpus, gpus, 1, labels, shape.gpus_per_model)
 
 
-def _field(index: int, *, listed: bool) -> str:
-    return f"workers.{index}" if listed else "workers"
-
-
-def _check_alone(resources: WorkerResources, nodes: Sequence[NodeRoom], field: str, *, raises: bool) -> None:
-    """Raise UserError, by the key to change, if no node could run even one worker of this kind, empty as it may be."""
-    if not raises or any(_Free(node).fits(resources) for node in nodes if node.has(resources.labels)):
-        return
+def _check_alone(resources: WorkerResources, nodes: Sequence[NodeRoom]) -> None:
+    """Raise UserError, by the key to change, if no node could run even one such worker, empty as it may be."""
     chosen = [node for node in nodes if node.has(resources.labels)]
-    key = "gpus" if chosen and max(node.gpus for node in chosen) < resources.gpus else "cpus"
-    raise UserError(
-        _reason(resources, nodes), field=f"{field}.{key if chosen else 'labels' if resources.labels else 'cpus'}"
-    )
+    if not any(_Free(node).fits(resources) for node in chosen):
+        lacks_gpus = chosen and max(node.gpus for node in chosen) < resources.gpus
+        key = "gpus" if lacks_gpus else "labels" if resources.labels and not chosen else "cpus"
+        raise UserError(_reason(resources, nodes), field=f"workers.{key}")
 
 
 def _check_device(resources: WorkerResources, device: str, nodes: Sequence[NodeRoom]) -> None:
@@ -206,7 +179,8 @@ def _check_device(resources: WorkerResources, device: str, nodes: Sequence[NodeR
 
 def fitting_threads(resources: WorkerResources, num_parameters: int) -> WorkerResources:
     """The same, with at most as many torch threads as a model of this size can use."""
-    return replace(resources, threads=min(resources.threads, -(-num_parameters // PARAMETERS_PER_THREAD) or 1))
+    # Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread.
+    return replace(resources, threads=min(resources.threads, -(-num_parameters // 25_000_000) or 1))
 
 
 # ---- what an autoscaler is asked for
@@ -214,42 +188,32 @@ def fitting_threads(resources: WorkerResources, num_parameters: int) -> WorkerRe
 
 Bundles = list[dict[str, float]]
 Selectors = list[dict[str, str]]
-Request = Callable[[Bundles, Selectors], None]
 
 
 @dataclass(slots=True)
 class Demand:
-    """Asks for room. `allocate_for` gives the workers that so many units need on all nodes that the autoscaler may bring."""
+    """Asks for room: for all workers, whether they run already or not.
+
+    `allocate_for` gives the workers that so many units need on all nodes that the autoscaler may bring.
+    """
 
     allocate_for: Callable[[int], Allocation]
-    request: Request
-    _asked: tuple[Bundles, Selectors] | None = None
+    request: Callable[[Bundles, Selectors], None]
+    _asked: tuple[Bundles, Selectors] = ([], [])
 
     def need(self, units: int) -> None:
-        """So many units are left."""
-        allocation = self.allocate_for(units) if units else None
-        self._ask(*bundles_of(allocation) if allocation else ([], []))
-
-    def close(self) -> None:
-        """The job needs nothing any more."""
-        self._ask([], [])
-
-    def _ask(self, bundles: Bundles, selectors: Selectors) -> None:
-        if (bundles, selectors) != (self._asked or ([], [])):
+        """So many units are left; none at the job's end."""
+        bundles: Bundles = []
+        selectors: Selectors = []
+        allocation = self.allocate_for(units) if units else Allocation((), ())
+        for resources, count in zip(allocation.kinds, allocation.counts, strict=True):
+            bundle = {name: amount for name, amount in (("CPU", resources.cpus), ("GPU", resources.gpus)) if amount}
+            bundles += [bundle] * count
+            selectors += [dict(resources.labels)] * count
+        if (bundles, selectors) != self._asked:
             with suppress(Exception):  # the cluster may not answer now: the next call asks again, and the run continues
                 self.request(bundles, selectors)
                 self._asked = bundles, selectors
-
-
-def bundles_of(allocation: Allocation) -> tuple[Bundles, Selectors]:
-    """The resources of all workers of an allocation, whether they run already or not, and the labels of their nodes."""
-    bundles: Bundles = []
-    selectors: Selectors = []
-    for resources, count in zip(allocation.kinds, allocation.counts, strict=True):
-        bundle = {name: amount for name, amount in (("CPU", resources.cpus), ("GPU", resources.gpus)) if amount}
-        bundles += [bundle] * count
-        selectors += [dict(resources.labels)] * count
-    return bundles, selectors
 
 
 def request_of_ray(bundles: Bundles, selectors: Selectors) -> None:
@@ -276,54 +240,36 @@ def possible_nodes(shapes: Sequence[WorkerShape], now: Sequence[NodeRoom]) -> li
     get_cluster_config = inside(CLUSTER_CONFIG)
     if get_cluster_config is None:
         return None
+    rooms: list[NodeRoom] = []
     try:
         config = get_cluster_config()
-        if config is not None and config.node_group_configs:
-            return [room for group in config.node_group_configs for room in _rooms(group)]
-        return _fitting(shapes, now) if any(not _REPORTED.fullmatch(name) for name in _node_types()) else None
+        for group in [] if config is None else config.node_group_configs:
+            room = NodeRoom(group.resources.get("CPU", 0), int(group.resources.get("GPU", 0)), None)
+            rooms += [room] * (MOST_NODES if group.max_count < 0 else min(group.max_count, MOST_NODES))
+        if rooms or not any(not _REPORTED.fullmatch(name) for name in _node_types()):
+            return rooms or None
     except (AttributeError, TypeError, RuntimeError):  # another version of Ray
         return None
-
-
-def _rooms(group: Any) -> list[NodeRoom]:
-    room = NodeRoom(group.resources.get("CPU", 0), int(group.resources.get("GPU", 0)), None)
-    return [room] * (MOST_NODES if group.max_count < 0 else min(group.max_count, MOST_NODES))
-
-
-def _fitting(shapes: Sequence[WorkerShape], now: Sequence[NodeRoom]) -> list[NodeRoom]:
-    """Nodes of one worker each, in the order in which `allocate` serves the kinds."""
-    rooms: list[NodeRoom] = []
-    for shape in sorted(shapes, key=lambda shape: shape.count == "auto"):
-        has_gpus = any(node.gpus for node in now if node.has(shape.labels.items()))
-        room = NodeRoom(shape.cpus, math.ceil(shape.gpus_if(has_gpus)), None)
+    for shape in sorted(shapes, key=lambda shape: shape.count == "auto"):  # as `allocate` serves the kinds
+        room = NodeRoom(shape.cpus, math.ceil(_resources(shape, now).gpus), None)
         rooms += [room] * (MOST_NODES if shape.count == "auto" else shape.count)
     return rooms
 
 
 def _node_types() -> list[str]:
     """The types of the nodes that an autoscaler of either version of Ray's knows."""
-    is_autoscaler_v2 = inside(IS_AUTOSCALER_V2)
-    if is_autoscaler_v2 is None:
-        return []
-    return [name for name in (_types_of_v2() if is_autoscaler_v2() else _types_of_v1()) if name]
-
-
-def _types_of_v1() -> list[str]:
-    kv_get = inside(KV_GET)
-    if kv_get is None:
-        return []
-    try:
-        report = json.loads(kv_get("__autoscaling_status") or b"{}").get("autoscaler_report") or {}
-    except ValueError:
-        return []
-    return [*report.get("active_nodes", {}), *report.get("pending_launches", {})]
-
-
-def _types_of_v2() -> list[str]:
     import ray
 
-    get_cluster_status = inside(CLUSTER_STATUS)
-    if get_cluster_status is None:
+    is_autoscaler_v2, get_cluster_status, kv_get = inside(IS_AUTOSCALER_V2), inside(CLUSTER_STATUS), inside(KV_GET)
+    if is_autoscaler_v2 is None or get_cluster_status is None or kv_get is None:
         return []
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    return [node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]]
+    if is_autoscaler_v2():
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        types = [node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]]
+    else:
+        try:
+            report = json.loads(kv_get("__autoscaling_status") or b"{}").get("autoscaler_report") or {}
+        except ValueError:
+            return []
+        types = [*report.get("active_nodes", {}), *report.get("pending_launches", {})]
+    return [name for name in types if name]

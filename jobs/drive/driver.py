@@ -13,12 +13,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
+from draftmill.actors.job import Allocation
 from draftmill.actors.messages import (
     Failure,
     HomeLeaving,
@@ -49,10 +50,7 @@ from draftmill.jobs.schedule.events import (
     StartWorker,
     Tick,
     UnitDone,
-    UnitFailed,
     WorkerAnswered,
-    WorkerDied,
-    WorkerLeaving,
     WorkerUp,
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -66,16 +64,7 @@ POLL_S = 0.2
 CLOSING_S = 5.0
 """Seconds of the grace period reserved for ending the workers, writing the log and shutting down Ray."""
 
-ROOM_EVERY_S = 5.0
-"""Seconds between two checks of how many workers the cluster has room for."""
-
-HELD_EVERY_S = 1.0
-"""Seconds between two counts of the units that workers hold."""
-
 TOO_MANY = "more samples failed than `errors` allows"
-
-MOST_GAP_S = 10.0
-"""Seconds between two polls that count as the workers' silence, at most: in a longer gap the driver itself was suspended."""
 
 
 class Workers(Protocol):
@@ -90,6 +79,16 @@ class Workers(Protocol):
     def kill(self, name: str) -> None: ...
 
     def poll(self, timeout_s: float) -> list[PoolEvent]: ...
+
+
+class WorkerPool(Workers, Protocol):
+    """What a run needs of it."""
+
+    def resize(self, allocation: Allocation) -> None: ...
+
+    def release(self) -> list[Any]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -113,41 +112,34 @@ class StopFlag:
 
     @property
     def by_signal(self) -> bool:
-        """Whether a signal has set it."""
         return self.reason in signal.Signals.__members__
 
-    @contextmanager
-    def on_signals(self) -> Iterator[StopFlag]:
+    def on_signals(self) -> AbstractContextManager[None]:
         """During the block, SIGINT and SIGTERM set the flag. Enter it after ray.init, which installs its own SIGTERM handler.
 
         In any other thread than the main one, which alone receives signals, nothing sets it.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self.set(signal.Signals(number).name)
-
-        before = {number: signal.signal(number, note) for number in SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            return nullcontext()
+        return _handling(lambda number, frame: self.set(signal.Signals(number).name), *SIGNALS)
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> AbstractContextManager[None]:
     """During the block, SIGTERM raises KeyboardInterrupt, as SIGINT does: resources are released; no unit is finished.
 
     For use before and after the driver's loop; the loop itself uses StopFlag.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return _handling(signal.default_int_handler, signal.SIGTERM)
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], object], *signals: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -201,7 +193,7 @@ def _end_by_force(signals: socket.socket, most_s: float) -> None:
 
 
 class Watcher:
-    """Is called with what happens in a run, and decides nothing. Each method must return at once; by default it does nothing."""
+    """Looks on in a run, and decides nothing. Each method must return at once; by default it does nothing."""
 
     name = "watcher"
 
@@ -211,34 +203,8 @@ class Watcher:
     def reported(self, worker: str, report: TurnReport) -> None:
         """A worker reports a turn."""
 
-    def committed(self, receipt: Receipt) -> None:
-        """A unit was committed, for the first time."""
-
-    def failed(self, failure: Failure) -> None:
-        """A unit failed on a worker that survived."""
-
-    def died(self, worker: str) -> None:
-        """A worker died or was killed."""
-
     def over(self, totals: Totals, scheduler: Scheduler) -> None:
         """The driver's loop has ended."""
-
-
-class Watchers:
-    """Several watchers; one that raises is not called again, and the run continues."""
-
-    def __init__(self, watchers: Sequence[Watcher] = (), *, note: Callable[[str], None] = lambda message: None) -> None:
-        self._watchers = list(watchers)
-        self._note = note
-
-    def each(self, call: Callable[[Watcher], None]) -> None:
-        """Call each watcher."""
-        for watcher in list(self._watchers):
-            try:
-                call(watcher)
-            except Exception as error:  # noqa: BLE001 - a run does not depend on its watchers
-                self._watchers.remove(watcher)
-                self._note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
 
 
 @dataclass(slots=True)
@@ -247,7 +213,7 @@ class Driver:
 
     `hopeless` tells whether this many failed samples make the job pointless; the driver then drains. `room` returns how many
     workers fit now, including those that exist. `look` gets each committed unit and its worker; what it raises ends the run.
-    `need` is called now and then with the number of units that are left.
+    `need` is called now and then with the number of units that are left. A watcher that raises is not called again.
     """
 
     scheduler: Scheduler
@@ -261,16 +227,17 @@ class Driver:
     hopeless: Callable[[int], bool] = lambda failed: False
     room: Callable[[], int] = lambda: 0
     need: Callable[[int], None] = lambda units: None
-    watchers: Watchers = field(default_factory=Watchers)
+    watchers: list[Watcher] = field(default_factory=list)
     committed: CommittedUnits = field(default_factory=CommittedUnits)
     _looked_s: float | None = None
     _watched_s: float = 0.0
     _deadline_s: float | None = None
-    _loading: set[str] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(default_factory=set)
     _room: int | None = None
     _room_at_s: float = 0.0
     _held_at_s: float = 0.0
+    _moved: tuple[int, ...] = ()
+    _moved_s: float = 0.0
 
     def run(self) -> Finish:
         """Run until the scheduler finishes, or until the grace period after a stop request is over."""
@@ -281,40 +248,55 @@ class Driver:
                 self._drain(self.stop.reason)
             for event in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
                 self._take(event)
-            self.totals.loading = len(self._loading)
             self._count_held()
+            self._note_progress()
             self.display.show(self.totals)
-            self.watchers.each(lambda watcher: watcher.look(self.totals, self.scheduler))
-            if self.scheduler.finished is not None:
-                return self._mark_hopeless(self.scheduler.finished)
-            if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
-                return self._mark_hopeless(Finish("drained", "the grace period is over"))
+            self.watch(lambda watcher: watcher.look(self.totals, self.scheduler))
+            finish = self.scheduler.finished
+            if (
+                finish is None
+                and self._deadline_s is not None
+                and (self.stop.urgent or self.clock() > self._deadline_s)
+            ):
+                finish = Finish("drained", "the grace period is over")
+            if finish is not None:
+                is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
+                return Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
-    def _mark_hopeless(self, finish: Finish) -> Finish:
-        """Report a job that was drained because too many samples failed as hopeless, not as drained."""
-        is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
-        return Finish("hopeless", TOO_MANY) if is_hopeless else finish
+    def watch(self, call: Callable[[Watcher], None]) -> None:
+        for watcher in list(self.watchers):
+            try:
+                call(watcher)
+            except Exception as error:  # noqa: BLE001 - a run does not depend on its watchers
+                self.watchers.remove(watcher)
+                self.display.note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
 
     def _advance_clock(self) -> float:
         """Seconds in which workers could report. Excludes time in which the driver itself was suspended: their silence in
         that time is not their fault.
         """
         now_s = self.clock()
-        self._watched_s += min(MOST_GAP_S, max(0.0, now_s - (self._looked_s or now_s)))
+        self._watched_s += min(10.0, max(0.0, now_s - (self._looked_s or now_s)))
         self._looked_s = now_s
         return self._watched_s
 
     def _count_held(self) -> None:
         """Count the units that workers hold, once a second: with many workers, the count takes as long as a report."""
         if self._watched_s >= self._held_at_s or self.scheduler.finished is not None:
-            self._held_at_s = self._watched_s + HELD_EVERY_S
+            self._held_at_s = self._watched_s + 1.0
             self.totals.units_held = len({lease.unit for lease in self.scheduler.state.leases.values()})
+
+    def _note_progress(self) -> None:
+        moved = self.totals.effort.engine.committed, self.totals.decoded.rows, self.totals.units_done
+        if moved != self._moved:
+            self._moved, self._moved_s = moved, self._watched_s
+        self.totals.still_s = self._watched_s - self._moved_s
 
     def _look_for_room(self) -> None:
         """Report room only when it has grown: do not ask again for workers given up because of a bad machine."""
         if self._watched_s < self._room_at_s:
             return
-        self._room_at_s = self._watched_s + ROOM_EVERY_S
+        self._room_at_s = self._watched_s + 5.0
         self.need(0 if self.scheduler.draining else self.scheduler.remaining)
         before, self._room = self._room, self.room()
         if before is not None and self._room > before:
@@ -331,82 +313,60 @@ class Driver:
     def _take(self, event: PoolEvent) -> None:
         match event:
             case WorkerLoaded(worker, node, pid, facts):
-                self._loading.discard(worker)
-                self.totals.worker_up(facts.get("device"))
-                self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
+                self.totals.worker_up(worker, facts)
                 self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
-            case WorkerLost():
-                self._worker_died(event)
+            case WorkerLost(worker, reason):
+                known, counts = self.scheduler.state.workers.get(worker), self.scheduler.finished is None
+                self.totals.worker_ended(worker, died=counts, lost=known is not None and bool(known.leases))
+                if counts:
+                    message = f"worker {worker} died: {reason}"
+                    self.display.event("worker_died", message, level=logging.WARNING, worker=worker, reason=reason)
+                self._tell(event)
             case NodeLeaving(worker, left_s):
                 within = "" if left_s is None else f" within {left_s:.0f} s"
                 message = f"worker {worker} is on a node that is being drained{within}"
                 self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
-                self._tell(WorkerLeaving(worker, left_s))
+                self._tell(event)
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
                 self.stop.warn("this node is being drained")
             case WorkerReported(worker, report):
-                self.totals.add_report(report)
-                self.totals.waiting[worker] = report.waiting
-                self.totals.devices.heard(worker, report.effort.wall_s)
-                self.watchers.each(lambda watcher: watcher.reported(worker, report))
+                self.totals.add_report(worker, report)
+                self.watch(lambda watcher: watcher.reported(worker, report))
                 for item in report.answers:
                     self._answer(item)
                 self._tell(WorkerAnswered(worker, report.spent, report.moved, report.effort.engine.committed))
 
-    def _worker_died(self, died: WorkerLost) -> None:
-        self._loading.discard(died.worker)
-        self.totals.waiting.pop(died.worker, None)
-        held = self.scheduler.state.workers.get(died.worker)
-        self.totals.devices.end_worker(died.worker, lost=held is not None and bool(held.leases))
-        if self.scheduler.finished is None:
-            self.totals.worker_ended(died=True)
-            self.watchers.each(lambda watcher: watcher.died(died.worker))
-            message = f"worker {died.worker} died: {died.reason}"
-            self.display.event("worker_died", message, level=logging.WARNING, worker=died.worker, reason=died.reason)
-        self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
-
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):
-            self.watchers.each(lambda watcher: watcher.failed(item))
+            message, kind = None, (item.error_kind, item.stage)
+            # Of each kind only the first since a unit was committed has a message; a TASK failure when its rows are quarantined.
+            if item.kind != "TASK" and kind not in self._reported:
+                self._reported.add(kind)
+                what = "stored" if item.stage == "store" else "read"
+                message = f"unit {item.unit} can't be {what}: {item.error}; it is tried again"
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
-            self.display.event(
-                "failed", self._trouble(item), level=logging.WARNING, unit=item.unit, worker=item.worker, **facts
-            )
-            self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
+            self.display.event("failed", message, level=logging.WARNING, unit=item.unit, worker=item.worker, **facts)
+            self._tell(item)
         elif item.committed is None:
-            self._tell(ProbeDone(item.lease, item.unit))
+            self._tell(ProbeDone(item.lease))
         else:
             failpoint("driver.receipt")
-            self._note_commit(item, item.committed)
+            if item.unit not in self.committed:
+                self._note_commit(item, item.committed)
             self._tell(UnitDone(item.lease, item.unit))
 
-    def _trouble(self, failure: Failure) -> str | None:
-        """The message about a failure: of each kind only the first one since a unit was committed, else None.
-
-        A TASK failure has a message when its rows are quarantined.
-        """
-        kind = failure.error_kind, failure.stage
-        if failure.kind == "TASK" or kind in self._reported:
-            return None
-        self._reported.add(kind)
-        what = "stored" if failure.stage == "store" else "read"
-        return f"unit {failure.unit} can't be {what}: {failure.error}; it is tried again"
-
     def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
-        if receipt.unit not in self.committed:
-            self.look(receipt.worker, committed)
-            self.committed.add(committed)
-            self._reported.clear()
-            self.totals.add_receipt(receipt)
-            self.totals.devices.add_unit(receipt.spent_s)
-            self.watchers.each(lambda watcher: watcher.committed(receipt))
-            if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
-                self.stop.set(TOO_MANY)
-            facts = asdict(committed) | {"sums": json.loads(committed.sums or "null")}
-            names: dict[str, Any] = {"unit": receipt.unit, "worker": receipt.worker, "rows": committed.rows}
-            self.display.event("done", **names, failed=committed.failed, facts=facts)
+        self.look(receipt.worker, committed)
+        self.committed.add(committed)
+        self._reported.clear()
+        self.totals.add_receipt(receipt)
+        if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
+            self.stop.set(TOO_MANY)
+        facts = asdict(committed) | {"sums": json.loads(committed.sums or "null")}
+        names: dict[str, Any] = {"unit": receipt.unit, "worker": receipt.worker, "rows": committed.rows}
+        self.display.event("done", **names, failed=committed.failed, facts=facts)
 
     # ---- commands out
 
@@ -417,32 +377,24 @@ class Driver:
     def _obey(self, command: Command) -> None:
         match command:
             case StartWorker(worker):
-                self._loading.add(worker)
+                self.totals.loading.add(worker)
                 self.pool.start(worker)
             case KillWorker(worker, reason):
-                self._loading.discard(worker)
-                self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
-                self.totals.worker_ended(died=True)
-                self.watchers.each(lambda watcher: watcher.died(worker))
-                self.totals.devices.end_worker(worker, lost=True)
+                self.totals.worker_ended(worker, died=True, lost=True)
                 message = f"worker {worker} killed: {reason}"
                 self.display.event("worker_killed", message, level=logging.WARNING, worker=worker, reason=reason)
             case LetGo(worker, lost):
-                self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
-                if worker not in self._loading:
-                    self.totals.worker_ended(died=False)
-                self._loading.discard(worker)
-                self.totals.devices.end_worker(worker, lost=lost)
+                self.totals.worker_ended(worker, lost=lost)
                 self.display.event("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)
             case Revoke(worker, lease):
                 self.pool.revoke(worker, lease)
-            case Quarantine(unit, start, stop, kind, message):
-                message_text = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
-                facts = {"start": start, "stop": stop, "kind": kind, "error": message}
-                self.display.event("quarantined", message_text, level=logging.WARNING, unit=unit, **facts)
+            case Quarantine(unit, rows):
+                message = f"unit {unit}: rows {rows.start} to {rows.stop - 1} are quarantined ({rows.kind})"
+                facts = {"start": rows.start, "stop": rows.stop, "kind": rows.kind, "error": rows.message}
+                self.display.event("quarantined", message, level=logging.WARNING, unit=unit, **facts)
             case Finish():
                 pass

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftmill.actors.messages import Failure, Receipt, TurnReport
+from draftmill.actors.messages import Failure, TurnReport
 from draftmill.jobs.drive.driver import Watcher
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -31,12 +31,16 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric: its name, what it is, its help text, and its labels besides `run` and `decoder`."""
+    """A metric: its name, what it is, its help text, and its labels besides `run` and `decoder`.
+
+    `tally` is the field of Tally of a counter that is a sum over receipts.
+    """
 
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
+    tally: str = ""
 
     @property
     def exported(self) -> str:
@@ -49,13 +53,13 @@ METRICS = (
     Metric("draftmill_samples", "counter", "samples in committed units", ("status",)),
     Metric("draftmill_samples_planned", "gauge", "samples of the plan"),
     Metric("draftmill_samples_done", "gauge", "samples that have ended, in earlier sessions too"),
-    Metric("draftmill_tokens", "counter", "tokens generated (score: scored) in committed units"),
-    Metric("draftmill_prompt_tokens", "counter", "tokens given in committed units"),
+    Metric("draftmill_tokens", "counter", "tokens generated (score: scored) in committed units", tally="new_tokens"),
+    Metric("draftmill_prompt_tokens", "counter", "tokens given in committed units", tally="prompt_tokens"),
     Metric("draftmill_decoded_tokens", "counter", "tokens as they are decoded, also of units that will fail or be decoded again"),
-    Metric("draftmill_nfe", "counter", "forwards of the model, summed over the samples of committed units"),
-    Metric("draftmill_nfe_draft", "counter", "the same of what drafts"),
-    Metric("draftmill_drafts_proposed", "counter", "draft tokens in committed units"),
-    Metric("draftmill_drafts_accepted", "counter", "draft tokens that were accepted"),
+    Metric("draftmill_nfe", "counter", "forwards of the model, summed over the samples of committed units", tally="nfe"),
+    Metric("draftmill_nfe_draft", "counter", "the same of what drafts", tally="nfe_draft"),
+    Metric("draftmill_drafts_proposed", "counter", "draft tokens in committed units", tally="proposed"),
+    Metric("draftmill_drafts_accepted", "counter", "draft tokens that were accepted", tally="accepted"),
     Metric("draftmill_slots", "gauge", "slots of the workers, mean of the last second"),
     Metric("draftmill_slots_used", "gauge", "slots with a sample, mean of the last second"),
     Metric("draftmill_units", "gauge", "units of this session by state", ("status",)),
@@ -69,17 +73,6 @@ METRICS = (
 )  # fmt: skip
 """Every metric; docs/watching.md, infra/grafana.json and infra/alerts.yaml use exactly these (tests check it)."""
 
-COUNTED = {
-    "draftmill_tokens": "new_tokens",
-    "draftmill_prompt_tokens": "prompt_tokens",
-    "draftmill_nfe": "nfe",
-    "draftmill_nfe_draft": "nfe_draft",
-    "draftmill_drafts_proposed": "proposed",
-    "draftmill_drafts_accepted": "accepted",
-}
-"""Counters that are sums over receipts, each with its field of Tally."""
-
-Labels = tuple[tuple[str, str], ...]
 Make = Callable[[Metric], Any]
 
 
@@ -87,23 +80,9 @@ def ray_metric(metric: Metric) -> Any:
     """The metric of Ray's with this name; Ray must be running."""
     from ray.util import metrics
 
-    labels = ("run", "decoder", *metric.labels)
-    match metric.kind:
-        case "counter":
-            return metrics.Counter(metric.name, metric.help, tag_keys=labels)
-        case "gauge":
-            return metrics.Gauge(metric.name, metric.help, tag_keys=labels)
-        case "histogram":
-            return metrics.Histogram(metric.name, metric.help, boundaries=COMMIT_BUCKETS_S, tag_keys=labels)
-
-
-@dataclass(slots=True)
-class SlotUse:
-    """The slots of one worker: their number and those in use, of the last second in which it decoded."""
-
-    updated_s: float = 0.0
-    slots: float = 0.0
-    used: float = 0.0
+    kind = {"counter": metrics.Counter, "gauge": metrics.Gauge, "histogram": metrics.Histogram}[metric.kind]
+    bounds = {"boundaries": COMMIT_BUCKETS_S} if metric.kind == "histogram" else {}
+    return kind(metric.name, metric.help, tag_keys=("run", "decoder", *metric.labels), **bounds)
 
 
 class MetricsWatcher(Watcher):
@@ -119,39 +98,23 @@ class MetricsWatcher(Watcher):
         self._metrics: dict[str, Any] = {}
         self._clock = clock
         self._next_s = 0.0
-        self._moved_s = clock()
-        self._sums: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+        self._counted: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._failures: Counter[str] = Counter()
         self._commits_s: list[float] = []
         self._steps: dict[str, Counter[str]] = {}
-        self._slots: dict[str, SlotUse] = {}
-        self._reported_s = 0.0
+        self._slots: dict[
+            str, tuple[float, float, float]
+        ] = {}  # when it decoded last; its slots, and those in use then
 
     def reported(self, worker: str, report: TurnReport) -> None:
         engine = report.effort.engine
-        if report.moved:
-            self._moved_s = self._clock()
-        self._add("draftmill_decoded_tokens", engine.committed)
         steps = self._steps.setdefault(worker, Counter())
         steps.update(steps=engine.steps, slots=engine.slot_steps, used=engine.active_slot_steps)
-
-    def committed(self, receipt: Receipt) -> None:
-        tally = receipt.tally
-        self._moved_s = self._clock()
-        for status in ("ok", "failed", "skipped"):
-            self._add("draftmill_samples", getattr(tally, status), status=status)
-        for name, field in COUNTED.items():
-            self._add(name, getattr(tally, field))
-        for kind, count in receipt.error_kinds.items():
-            self._add("draftmill_errors", count, error_class=kind)
-        self._commits_s.append(receipt.commit_s)
-
-    def failed(self, failure: Failure) -> None:
-        self._add("draftmill_unit_failures", 1, error_class=failure.error_kind)
-
-    def died(self, worker: str) -> None:
-        self._add("draftmill_worker_deaths", 1)
-        self._slots.pop(worker, None)
-        self._steps.pop(worker, None)
+        for answer in report.answers:
+            if isinstance(answer, Failure):
+                self._failures[answer.error_kind] += 1
+            elif answer.committed is not None:
+                self._commits_s.append(answer.commit_s)
 
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
         if self._clock() >= self._next_s:
@@ -161,46 +124,45 @@ class MetricsWatcher(Watcher):
     def over(self, totals: Totals, scheduler: Scheduler) -> None:
         self._report(totals, scheduler, running=0)
 
-    def _add(self, name: str, value: float, **labels: str) -> None:
-        if value > 0:
-            self._sums[name, tuple(labels.items())] += value
-
     def _report(self, totals: Totals, scheduler: Scheduler, *, running: int) -> None:
         self._metrics = self._metrics or {metric.name: self._make(metric) for metric in METRICS}
-        self._spend(totals)
-        for (name, labels), value in self._sums.items():
-            self._metrics[name].inc(value, tags=self._base | dict(labels))
-        self._sums.clear()
+        for metric in (metric for metric in METRICS if metric.tally):
+            self._count(metric.name, getattr(totals.committed, metric.tally))
+        for status in ("ok", "failed", "skipped"):
+            self._count("draftmill_samples", getattr(totals.committed, status), status=status)
+        for name, kinds in {"draftmill_errors": totals.errors, "draftmill_unit_failures": self._failures}.items():
+            for kind, count in kinds.items():
+                self._count(name, count, error_class=kind)
+        self._count("draftmill_decoded_tokens", totals.effort.engine.committed)
+        self._count("draftmill_worker_deaths", totals.deaths)
+        self._count("draftmill_device_seconds", totals.devices.up_s)
         for seconds in self._commits_s:
             self._metrics["draftmill_commit_seconds"].observe(seconds, tags=self._base)
         self._commits_s.clear()
         self._set("draftmill_running", running)
         self._set("draftmill_samples_planned", totals.rows)
         self._set("draftmill_samples_done", totals.rows_done)
-        self._set("draftmill_seconds_without_progress", self._clock() - self._moved_s if running else 0.0)
-        self._count_slots()
-        self._set("draftmill_slots", sum(worker.slots for worker in self._slots.values()))
-        self._set("draftmill_slots_used", sum(worker.used for worker in self._slots.values()))
-        for status, count in {"up": totals.workers if running else 0, "loading": totals.loading}.items():
+        self._set("draftmill_seconds_without_progress", totals.still_s if running else 0.0)
+        for worker, steps in self._steps.items():
+            if number := steps["steps"]:
+                self._slots[worker] = self._clock(), steps["slots"] / number, steps["used"] / number
+        self._steps.clear()
+        for gone in self._slots.keys() - scheduler.state.workers.keys():
+            del self._slots[gone]
+        self._set("draftmill_slots", sum(slots for _, slots, _ in self._slots.values()))
+        heard = (used for seen_s, _, used in self._slots.values() if self._clock() - seen_s < SILENT_S)
+        self._set("draftmill_slots_used", sum(heard))
+        for status, count in {"up": totals.workers if running else 0, "loading": len(totals.loading)}.items():
             self._set("draftmill_workers", count, status=status)
         for status, count in scheduler.state.states().items():
             self._set("draftmill_units", count, status=status)
 
-    def _spend(self, totals: Totals) -> None:
-        """Counters of sums that the totals already have: report how much they have grown."""
-        total_s = totals.devices.sums.up_s
-        self._add("draftmill_device_seconds", total_s - self._reported_s)
-        self._reported_s = total_s
-
-    def _count_slots(self) -> None:
-        now_s = self._clock()
-        for worker, steps in self._steps.items():
-            if steps["steps"]:
-                number = steps["steps"]
-                self._slots[worker] = SlotUse(now_s, steps["slots"] / number, steps["used"] / number)
-        self._steps.clear()
-        for slots in self._slots.values():
-            slots.used = slots.used if now_s - slots.updated_s < SILENT_S else 0.0
+    def _count(self, name: str, total: float, **labels: str) -> None:
+        """Report how much a counter has grown."""
+        series = name, "".join(labels.values())
+        if total > self._counted[series]:
+            self._metrics[name].inc(total - self._counted[series], tags=self._base | labels)
+            self._counted[series] = total
 
     def _set(self, name: str, value: float, **labels: str) -> None:
         self._metrics[name].set(value, tags=self._base | labels)

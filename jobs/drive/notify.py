@@ -19,23 +19,11 @@ from contextlib import suppress
 from typing import Any
 
 from draftmill.jobs.config.notify_settings import NotifySettings
-from draftmill.jobs.drive.driver import Watcher
-from draftmill.jobs.drive.totals import Totals
-from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import presentable
 
 TIMEOUT_S = 10.0
 """Seconds that a command has for a notice."""
-
-STALL_S = 1800.0
-"""Seconds without progress after which a run stalls."""
-
-SLACK_S = 1.0
-"""Seconds beyond the timeout to wait for a command's thread: it has to kill and to report."""
-
-MOST_GAP_S = 10.0
-"""Seconds between two looks that count as a stall, at most: in a longer gap the driver itself was suspended."""
 
 SHOWN_CHARS = 200
 SHOWN_COMMAND_CHARS = 60
@@ -60,7 +48,7 @@ def send(
     `tell` gets a message for each that failed.
     """
     data = json.dumps({"event": event, **notice}, default=str).encode()
-    until_s = time.monotonic() + timeout_s + SLACK_S
+    until_s = time.monotonic() + timeout_s + 1.0  # a command's thread has to kill and to report
     threads = []
     for receiver in receivers:
         if event in receiver.on:
@@ -108,36 +96,3 @@ def _run(receiver: NotifySettings, data: bytes, timeout_s: float) -> str | None:
         errors.seek(0)
         last = (errors.read()[-4096:].decode(errors="replace").strip().splitlines() or [""])[-1][:SHOWN_CHARS]
         return f"exit code {code}" + (f": {last}" if last else "")
-
-
-class StallWatcher(Watcher):
-    """Sends a notice when the run has made no progress for STALL_S; once, until it makes progress again."""
-
-    name = "stall notices"
-
-    def __init__(
-        self,
-        receivers: Sequence[NotifySettings],
-        notice: Callable[[Totals, float], Notice],
-        tell: Tell,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._receivers, self._notice, self._tell, self._clock = receivers, notice, tell, clock
-        self._looked_s = clock()
-        self._still_s = 0.0
-        self._before: tuple[int, ...] = ()
-        self._is_sent = False
-
-    def look(self, totals: Totals, scheduler: Scheduler) -> None:
-        now_s = self._clock()
-        self._still_s += min(MOST_GAP_S, max(0.0, now_s - self._looked_s))
-        self._looked_s = now_s
-        moved = (totals.tokens, totals.rows_done, totals.units_done)
-        if moved != self._before:
-            self._before, self._still_s, self._is_sent = moved, 0.0, False
-        if self._still_s >= STALL_S and not self._is_sent:
-            self._is_sent = True
-            notice = self._notice(totals, self._still_s)
-            arguments = (self._receivers, "stall", notice, self._tell)
-            threading.Thread(target=send, args=arguments, name="notify", daemon=True).start()

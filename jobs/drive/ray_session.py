@@ -1,6 +1,6 @@
-"""Connects to an existing Ray cluster, or starts a Ray of our own on this machine.
+"""Connects to an existing Ray cluster, or starts a Ray of our own on this machine; shuts down only a Ray that it started.
 
-Shuts down only a Ray that it started. Ray's own log output is silenced; the driver reports what the user needs to know.
+Ray's own log output is silenced; the driver reports what the user needs to know.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, Final
@@ -38,20 +38,13 @@ from draftmill.jobs.drive.allocation import NodeRoom
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.version import ROOT
 
-CONNECT_S = 5.0
-
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Where Ray's job API leaves the environment of a submitted job, as JSON."""
-
-OBJECT_STORE_BYTES = 128 * 2**20
-"""Small: the object store carries messages, never samples."""
 
 STARTS = 3
 """Attempts to start a Ray of our own: on a busy machine, Ray's start gives up after half a minute."""
 
 _UNUSED = ("start_api_server", "start_monitor", "start_log_monitor")
-
-ADVICE = "the machine may be too busy, try later, or use --local, which needs no Ray"
 
 _LOCAL_ENVIRONMENT = {
     # Ray's default limits suit an idle machine; raise all that can be raised. (Its wait for the node itself is fixed at 30 s.)
@@ -119,13 +112,6 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def ray_is_ours_to_start(address: str | None) -> bool:
-    """Whether `ray_session` would start a Ray instead of using an existing one."""
-    import ray
-
-    return address is None and not ray.is_initialized()
-
-
 def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
     import ray
 
@@ -143,7 +129,7 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
                     address="local",
                     num_cpus=num_cpus,
                     include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
+                    object_store_memory=128 * 2**20,  # it carries messages, never samples
                     _metrics_export_port=metrics_port(),
                 )
             return
@@ -153,7 +139,8 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             took = f"attempt {attempt} of {STARTS}, {time.monotonic() - began_s:.0f} s"
             if attempt == STARTS:
-                raise RayDidNotStart(f"Ray did not start ({took}): {reason}; {ADVICE}") from error
+                advice = "the machine may be too busy, try later, or use --local, which needs no Ray"
+                raise RayDidNotStart(f"Ray did not start ({took}): {reason}; {advice}") from error
             note(f"Ray did not start ({took}): {reason}; trying again")
 
 
@@ -203,10 +190,9 @@ def _connect(address: str) -> None:
 
 def _code_is_there() -> bool:
     """Whether this process is a submitted job whose workers get its package, folder or image; Ray refuses a second folder."""
-    try:
+    mine: dict[str, Any] = {}
+    with suppress(ValueError, AttributeError):
         mine = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
-    except (ValueError, AttributeError):
-        return False
     return any(mine.get(key) for key in ("py_modules", "working_dir", "image_uri", "container"))
 
 
@@ -219,7 +205,7 @@ def check_reachable(address: str | None, *, field: str = "--ray-address") -> boo
     if not colon or "/" in host or not port.isdecimal():
         return False
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise UserError(f"nothing listens at {address}: {error}", field=field) from None
     return True
@@ -234,17 +220,15 @@ def _init(**options: Any) -> None:
 
 def local_nodes() -> list[NodeRoom]:
     """The one node that a Ray of our own would have on this machine."""
-    cpus = int(require(NUM_CPUS)())
-    manager = require(ACCELERATORS)("GPU")
-    if manager is None:
-        return [NodeRoom(cpus, 0)]
-    num_gpus = manager.get_current_node_num_accelerators()
-    visible = manager.get_current_process_visible_accelerator_ids()
-    return [NodeRoom(cpus, num_gpus if visible is None else min(num_gpus, len(visible)))]
+    manager, num_gpus = require(ACCELERATORS)("GPU"), 0
+    if manager is not None:
+        num_gpus = manager.get_current_node_num_accelerators()
+        visible = manager.get_current_process_visible_accelerator_ids()
+        num_gpus = num_gpus if visible is None else min(num_gpus, len(visible))
+    return [NodeRoom(int(require(NUM_CPUS)()), num_gpus)]
 
 
 def is_connected() -> bool:
-    """Whether this process is connected to a Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -267,31 +251,18 @@ _FLAG: Final = "--gcs-address="
 
 
 def own_address() -> str | None:
-    """The head (HOST:PORT) of the raylet among this process's ancestors, None if there is none or it can't be seen.
+    """The head (HOST:PORT) of the nearest raylet among this process's ancestors; None if there is none or it can't be seen.
 
     Ray's job API writes into RAY_ADDRESS the Ray that was started last on the machine. Where two run beside each other that may
     be the wrong one: workers would start there, and lack the shipped code. The raylet that started the driver knows its own head.
     """
-    try:
-        return address_among([_words(process) for process in psutil.Process().parents()])
-    except psutil.Error:
-        return None
-
-
-def address_among(commands: Iterable[Sequence[str]]) -> str | None:
-    """The head's address in the first command line that is a raylet's; None if there is none."""
-    for words in commands:
-        if words and words[0].rpartition("/")[2] == "raylet":
-            return next((word.removeprefix(_FLAG) for word in words if word.startswith(_FLAG)), None) or None
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            with suppress(psutil.Error):  # another user's, or gone
+                words = " ".join(process.cmdline()).split(" ")  # a process that renames itself leaves one string
+                if words[0].rpartition("/")[2] == "raylet":
+                    return next((word.removeprefix(_FLAG) for word in words if word.startswith(_FLAG)), None) or None
     return None
-
-
-def _words(process: psutil.Process) -> list[str]:
-    """A command line. A process that renames itself leaves it as one string."""
-    try:
-        return [word for argument in process.cmdline() for word in argument.split(" ")]
-    except psutil.Error:  # another user's, or gone
-        return []
 
 
 ANSWER_S = 20.0
@@ -302,7 +273,7 @@ _QUESTION = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
 
 
-def check_head(address: str, *, field: str = "--ray-address", wait_s: float = ANSWER_S) -> None:
+def check_head(address: str, *, wait_s: float = ANSWER_S) -> None:
     """Raise UserError if what listens at host:port is not a Ray head, or refuses our token.
 
     One question, asked before Ray connects. Ray itself repeats it for 20 s (a wrong token) or for minutes (another server's
@@ -311,30 +282,19 @@ def check_head(address: str, *, field: str = "--ray-address", wait_s: float = AN
     open_channel, request, reply = inside(GRPC_CHANNEL), inside(GRPC_REQUEST), inside(GRPC_REPLY)
     if open_channel is None or request is None or reply is None:
         return
+    grpc: Any = import_module("grpc")
     try:
-        grpc: Any = import_module("grpc")
-    except ImportError:
-        return
-    try:
-        channel = open_channel(address, [("grpc.enable_http_proxy", 0)])
-        ask = channel.unary_unary(
-            _QUESTION,
-            request_serializer=request.SerializeToString,
-            response_deserializer=reply.FromString,
-        )
-        try:
-            ask(request(), timeout=wait_s)
-        finally:
-            channel.close()
+        with closing(open_channel(address, [("grpc.enable_http_proxy", 0)])) as channel:
+            asked = {"request_serializer": request.SerializeToString, "response_deserializer": reply.FromString}
+            channel.unary_unary(_QUESTION, **asked)(request(), timeout=wait_s)
     except authentication_error():
-        raise UserError(f"the token can't be read: {_TOKEN} to the cluster's token", field=field) from None
+        raise UserError(f"the token can't be read: {_TOKEN} to the cluster's token", field="--ray-address") from None
     except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            raise UserError(
-                f"the cluster at {address} refuses the token, or needs one: {_TOKEN}", field=field
-            ) from None
-        if error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-            raise UserError(
-                f"no Ray cluster answers at {address}; the head's port is usually 6379, not that of the dashboard (8265)",
-                field=field,
-            ) from None
+        code, port = grpc.StatusCode, "the head's port is usually 6379, not that of the dashboard (8265)"
+        problem = {
+            code.UNAUTHENTICATED: f"the cluster at {address} refuses the token, or needs one: {_TOKEN}",
+            code.UNAVAILABLE: f"no Ray cluster answers at {address}; {port}",
+            code.DEADLINE_EXCEEDED: f"no Ray cluster answers at {address}; {port}",
+        }.get(error.code())
+        if problem is not None:
+            raise UserError(problem, field="--ray-address") from None

@@ -23,12 +23,10 @@ from contextlib import suppress
 from typing import Any
 
 from draftmill.actors.messages import Effort, Tally
-from draftmill.decoders.base import EngineStats
-from draftmill.jobs.drive.cost import DeviceSums
 from draftmill.jobs.drive.log import LOST, JsonLines, event_record
-from draftmill.jobs.drive.totals import Totals, add_effort, progress_facts
+from draftmill.jobs.drive.totals import DeviceSums, Totals, add_effort, progress_facts
 from draftmill.storage.errors import StoreError
-from draftmill.storage.json_text import parse_json, shaped
+from draftmill.storage.json_text import parse_as, shaped
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.interface import Store
@@ -62,7 +60,6 @@ class RunLog(logging.Handler):
         self._flushed_s = self._progress_s = clock()
         self._session = ""
         """The sums as of the last flush, "" before the first worker has come up."""
-        self._written_session = ""
         self._writer: threading.Thread | None = None
         self._lost: set[str] = set()
         self.patience_s = PATIENCE_S
@@ -120,9 +117,8 @@ class RunLog(logging.Handler):
         session = self._session
         with suppress(Exception):  # best effort, on a thread of its own: the results don't depend on the log
             self._write_lines(store)
-            if session and session != self._written_session:
+            if session:
                 store.put(f"{self._prefix}-session.jsonl", session.encode())
-                self._written_session = session
 
     def _write_lines(self, store: Store) -> None:
         if self._dropped:
@@ -142,11 +138,11 @@ class RunLog(logging.Handler):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sessions:
-    """The sums over all recorded sessions of a run; `worker_s` is worker seconds, `wall_s` the drivers' clock.
+    """The sums of a driver's session, or over all recorded sessions of a run; `wall_s` is the drivers' clock.
 
-    `units_held` is how many units workers held at the latest session's last record, and `open_s` how many worker seconds it had
-    spent on units that were not committed yet. `rows_ended` and `tokens` are of all samples that ended, `rows_open` those in the
-    latest session's units that were not committed yet. `started_on` counts the workers that came up, by what they compute with.
+    `rows_ended` and `tokens` are of all samples that ended. Of the latest session's last record are `units_held` by workers, and
+    `open_s` and `rows_open`, the worker seconds and ended samples of units that were not committed yet. `started_on` counts the
+    workers that came up, by what they compute with.
     """
 
     wall_s: float = 0.0
@@ -160,23 +156,44 @@ class Sessions:
     rows_ended: int = 0
     rows_open: int = 0
     tokens: int = 0
-    started_on: Counter[str] = dataclasses.field(default_factory=Counter)
+    started_on: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __add__(self, later: Sessions) -> Sessions:
+        exact = all_exact((self.exact, later.exact)) if self.committed.rows else later.exact
+        return dataclasses.replace(
+            later,
+            wall_s=self.wall_s + later.wall_s,
+            worker_s=self.worker_s + later.worker_s,
+            committed=self.committed + later.committed,
+            effort=add_effort(self.effort, later.effort),
+            exact=exact,
+            devices=self.devices + later.devices,
+            rows_ended=self.rows_ended + later.rows_ended,
+            tokens=self.tokens + later.tokens,
+            started_on=Counter(self.started_on) + Counter(later.started_on),
+        )
 
 
 def session_record(totals: Totals) -> dict[str, Any]:
-    """The record of a session, for the log."""
-    return {
-        "wall_s": totals.wall_s,
-        "worker_s": totals.worker_s,
-        "units_held": totals.units_held,
-        "rows_ended": totals.rows_done - totals.rows_before,
-        "tokens": totals.tokens,
-        "exact": totals.exact,
-        "committed": dataclasses.asdict(totals.committed),
-        "effort": dataclasses.asdict(totals.effort),
-        "devices": dataclasses.replace(totals.devices.sums, unended=float(totals.ended_s is None)).to_json(),
-        "started_on": totals.started_on,
-    }
+    """The record of a session, for the log: its Sessions as JSON data."""
+    devices = dataclasses.replace(totals.devices, unended=float(totals.ended_s is None))
+    ended = totals.rows_done - totals.rows_before
+    return dataclasses.asdict(
+        Sessions(
+            wall_s=totals.wall_s,
+            worker_s=totals.worker_s,
+            committed=totals.committed,
+            effort=totals.effort,
+            units_held=totals.units_held,
+            exact=totals.exact,
+            devices=devices,
+            open_s=devices.open_s,
+            rows_ended=ended,
+            rows_open=max(0, ended - totals.committed.rows),
+            tokens=totals.tokens,
+            started_on=dict(totals.started_on),
+        )
+    )
 
 
 def read_sessions(store: Store) -> Sessions:
@@ -184,10 +201,8 @@ def read_sessions(store: Store) -> Sessions:
     total = Sessions()
     for stat in store.list("attempts/"):
         if stat.name.endswith("-session.jsonl"):
-            try:
-                total = _add(total, parse_json(store.get(stat.name)))
-            except (ValueError, KeyError, TypeError, StoreError):
-                continue
+            with suppress(ValueError, StoreError):
+                total += parse_as(Sessions, store.get(stat.name))
     return total
 
 
@@ -204,23 +219,3 @@ def logged_units(store: Store) -> Iterator[CommittedUnit]:
                         yield shaped(
                             CommittedUnit, {**facts, "sums": json.dumps(facts["sums"]) if facts["sums"] else ""}
                         )
-
-
-def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
-    effort = record["effort"]
-    devices = DeviceSums.from_json(record["devices"])
-    spent = Effort(EngineStats(**effort["engine"]), effort["wall_s"], effort["tail_s"])
-    return Sessions(
-        total.wall_s + record["wall_s"],
-        total.worker_s + record["worker_s"],
-        total.committed + Tally(**record["committed"]),
-        add_effort(total.effort, spent),
-        record["units_held"],
-        record.get("exact") if not total.committed.rows else all_exact((total.exact, record.get("exact"))),
-        total.devices + devices,
-        devices.open_s,
-        total.rows_ended + record.get("rows_ended", record["committed"]["rows"]),
-        max(0, record.get("rows_ended", 0) - record["committed"]["rows"]),
-        total.tokens + record.get("tokens", record["committed"]["new_tokens"]),
-        total.started_on + Counter(record.get("started_on", {})),
-    )

@@ -25,14 +25,14 @@ def check_constraint(recipe: RowRecipe, tokenizer: Tokenizer | None, info: Model
         return ()
     rules = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else [given]
     maker, lines = ConstraintMaker(tokenizer, info, recipe.ends), list[str]()
-    for rule in rules:
+    for rule in filter(None, rules):
         try:
             began_s = time.perf_counter()
-            automaton = None if rule is None else maker.compiled(rule)
-            if rule is not None and isinstance(automaton, Automaton):
+            automaton = maker.compiled(rule)
+            if isinstance(automaton, Automaton):
                 took = f"compiled in {time.perf_counter() - began_s:.1f} s"
                 lines.append(f"{rule.shown}: {automaton.num_states:,} states, {took}")
-            if isinstance(task, Complete) and automaton is not None:
+            if isinstance(task, Complete):
                 problem = Constraint((automaton,), recipe.ends).problem([task.max_new_tokens])
                 if problem:
                     raise UserError(problem, field="task.max_new_tokens")

@@ -13,9 +13,6 @@ from draftmill.jobs.config.spec import JobSpec
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import SCHEMA_VERSION
 
-_NO_IDENTITY = ("uri", "delimiter")
-"""Fields of an input file that are not part of its identity: its location, and a setting that the fingerprint covers anyway."""
-
 SHOWN = 8
 """Number of differing keys that are named; the rest are only counted."""
 
@@ -76,7 +73,7 @@ def identity(file: InputFile) -> dict[str, Any]:
     known = {
         key: value
         for key, value in file.facts().items()
-        if key not in _NO_IDENTITY and (key != "sha256" or value is not None)
+        if key not in {"uri", "delimiter"} and (key != "sha256" or value is not None)
     }
     if file.sha256 is not None or file.etag is not None:
         del known["mtime_s"]  # a file that was touched or uploaded again still has the same content
@@ -98,26 +95,20 @@ def differences(
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
     """Describe each input that is new, missing or changed, as `a.jsonl (other content, 10 -> 12 bytes)`."""
     old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}
-    changes = []
-    for name in sorted(old.keys() | new.keys()):
-        if name not in new:
-            changes.append(f"{name} (missing)")
-        elif name not in old:
-            changes.append(f"{name} (new)")
-        elif old[name] != new[name]:
-            changes.append(f"{name} ({_change(old[name], new[name])})")
-    return changes
+    changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    return [f"{name} ({_change(old.get(name), new.get(name))})" for name in changed]
 
 
-def _change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def _change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
     """How a file differs from the planned one: its content and size, or else the facts that differ."""
-    if {"size", "sha256", "etag"} & {item.partition(" ")[0] for item in differences(old, new)}:
-        sizes = old.get("size"), new.get("size")
-        size = (
-            f"{sizes[0]:,} -> {sizes[1]:,} bytes" if None not in sizes and sizes[0] != sizes[1] else "of the same size"
-        )
-        return f"other content, {size}"
-    return ", ".join(differences(old, new))
+    if old is None or new is None:
+        return "new" if old is None else "missing"
+    changes = differences(old, new)
+    if not {"size", "sha256", "etag"} & {item.partition(" ")[0] for item in changes}:
+        return ", ".join(changes)
+    sizes = old.get("size"), new.get("size")
+    is_other = None not in sizes and sizes[0] != sizes[1]
+    return "other content, " + (f"{sizes[0]:,} -> {sizes[1]:,} bytes" if is_other else "of the same size")
 
 
 def shorten(items: Sequence[str]) -> str:

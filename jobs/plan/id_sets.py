@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -52,64 +53,52 @@ def column_of(hashes: Hashes, *, without: Hashes) -> pa.Array:
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(HASH_BYTES), len(kept), [None, pa.py_buffer(kept.tobytes())])
 
 
-class _Folder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder with a file for each first byte of a hash."""
+class _Buckets(ExitStack):
+    """Records of any number in a temporary folder, in a file for each first byte of a hash."""
 
-    def __init__(self) -> None:
-        super().__init__(prefix="draftmill-ids-")
-        self.path = Path(self.name)
+    def __init__(self, dtype: np.dtype[Any], held_rows: int = HELD_ROWS) -> None:
+        super().__init__()
+        self._dtype, self._held_rows = dtype, held_rows
+        self._held: list[NDArray[Any]] = []
+        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="draftmill-ids-")))
 
-    def add(self, hashes: Hashes, records: NDArray[np.void] | Hashes) -> None:
-        """Append records, one for each hash, to the files."""
-        first = np.ascontiguousarray(hashes).view(np.uint8).reshape(-1, HASH_BYTES)[:, 0]
+    def _keep(self, records: NDArray[Any]) -> None:
+        self._held.append(records)
+        if sum(map(len, self._held)) >= self._held_rows:
+            self._spread()
+
+    def _spread(self) -> None:
+        records, self._held = np.concatenate([np.empty(0, self._dtype), *self._held]), []
+        hashes = np.ascontiguousarray(records["hash"] if records.dtype.names else records)
+        first = hashes.view(np.uint8).reshape(-1, HASH_BYTES)[:, 0]
         order = np.argsort(first, kind="stable")
         edges = np.searchsorted(first[order], np.arange(257))
         for byte, (start, end) in enumerate(pairwise(edges.tolist())):
             if start < end:
-                with (self.path / f"{byte:02x}").open("ab") as file:
+                with (self._folder / f"{byte:02x}").open("ab") as file:
                     file.write(records[order[start:end]].tobytes())
 
-    def files(self) -> list[Path]:
-        return sorted(self.path.glob("[0-9a-f][0-9a-f]"))
+    def _parts(self) -> Iterator[NDArray[Any]]:
+        """All records, in the order of their first bytes: equal hashes are in one part."""
+        self._spread()
+        return (np.fromfile(path, dtype=self._dtype) for path in sorted(self._folder.glob("??")))
 
 
-class DuplicateFinder(ExitStack):
-    """Collects every id with its place; `first` then returns a duplicate. A context manager, since it may own a folder."""
+class DuplicateFinder(_Buckets):
+    """Collects every id with its place; `first` then returns a duplicate. A context manager, since it owns a folder."""
 
     def __init__(self, *, held_rows: int = HELD_ROWS) -> None:
-        super().__init__()
-        self._held_rows = held_rows
-        self._held: list[NDArray[np.void]] = []
-        self._count = 0
-        self._folder: _Folder | None = None
+        super().__init__(_RECORD, held_rows)
 
     def add(self, hashes: Hashes, files: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
         """Add a batch: three arrays of equal length."""
         records = np.empty(len(rows), dtype=_RECORD)
         records["hash"], records["file"], records["row"] = hashes, files, rows
-        self._held.append(records)
-        self._count += len(records)
-        if self._count >= self._held_rows:
-            if self._folder is None:
-                self._folder = _Folder()
-                self.enter_context(self._folder)
-            self._spread(self._folder)
+        self._keep(records)
 
     def first(self) -> tuple[RowPlace, RowPlace] | None:
         """Return both places of the first repeated id in input order; None if there is none."""
         return min((pair for part in self._parts() for pair in _twice(part)), key=lambda pair: pair[1], default=None)
-
-    def _parts(self) -> Iterator[NDArray[np.void]]:
-        if self._folder is not None:
-            self._spread(self._folder)
-            yield from (np.fromfile(path, dtype=_RECORD) for path in self._folder.files())
-        elif self._held:
-            yield np.concatenate(self._held)
-
-    def _spread(self, folder: _Folder) -> None:
-        records = np.concatenate([np.empty(0, dtype=_RECORD), *self._held])
-        folder.add(records["hash"], records)
-        self._held, self._count = [], 0
 
 
 def _twice(records: NDArray[np.void]) -> list[tuple[RowPlace, RowPlace]]:
@@ -124,13 +113,11 @@ def _place(record: np.void) -> RowPlace:
     return int(record["file"]), int(record["row"])
 
 
-class IdIndex(ExitStack):
+class IdIndex(_Buckets):
     """Collects hashes of ids, and then tells which ids are among them. A context manager, since it owns a folder."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._folder = _Folder()
-        self.enter_context(self._folder)
+        super().__init__(_HASH)
         self._sorted: Hashes | None = None
         self.added = 0
 
@@ -138,22 +125,18 @@ class IdIndex(ExitStack):
         """Add hashes; not after the first look-up."""
         assert self._sorted is None, "ids are added before any is looked up"
         self.added += len(hashes)
-        self._folder.add(hashes, hashes)
+        self._keep(hashes)
 
     def has(self, ids: Sequence[str]) -> NDArray[np.bool_]:
         """Of each id whether it was added."""
         if not self.added:
             return np.zeros(len(ids), dtype=bool)
-        if self._sorted is None:
-            self._sorted = self._sort()
+        if self._sorted is None:  # all distinct hashes in order, in a file that is mapped into memory
+            path = self._folder / "sorted"
+            with path.open("wb") as file:
+                for part in self._parts():
+                    np.unique(part).tofile(file)
+            self._sorted = np.memmap(path, dtype=_HASH, mode="r")
         wanted = hashes_of(ids)
         at = np.minimum(np.searchsorted(self._sorted, wanted), len(self._sorted) - 1)
         return np.asarray(self._sorted[at] == wanted)
-
-    def _sort(self) -> Hashes:
-        """All distinct hashes in order, in a file that is mapped into memory; sorts a part at a time."""
-        with (self._folder.path / "sorted").open("wb") as file:
-            for path in self._folder.files():
-                np.unique(np.fromfile(path, dtype=_HASH)).tofile(file)
-                path.unlink()
-        return np.memmap(self._folder.path / "sorted", dtype=_HASH, mode="r")

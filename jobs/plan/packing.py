@@ -20,12 +20,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from pydantic import Field
 
 from draftmill.actors.planning.beginnings import BEGINNING, group_by_beginning
 from draftmill.storage.failpoints import failpoint
@@ -47,9 +48,6 @@ MIN_UNIT_ROWS, MAX_UNIT_ROWS, UNITS_PER_WINDOW = 32, 1024, 64
 
 WINDOW_TOKENS = UNITS_PER_WINDOW * UNIT_TOKENS
 """Maximum tokens of a window: a unit's rows may be anywhere in it, so a worker may have to read all of it."""
-
-SLACK = 8
-"""A unit may be shorter than its share by this part of it, to end with a group."""
 
 Range = tuple[int, int]
 
@@ -92,7 +90,7 @@ def cut(
         fits = int(np.searchsorted(sums, sums[start] + max_tokens, side="right")) - 1
         end = max(start + 1, min(fits, start + share, total))
         if depth is not None and end < total:
-            least = end - (end - start) // SLACK
+            least = end - (end - start) // 8
             early = end - int(np.argmin(depth[least : end + 1][::-1]))
             if early < end:
                 end = early
@@ -120,48 +118,49 @@ PART_UNITS = 256
 """Units per part: keeps a part's footer, which a worker reads whole, to a few hundred kilobytes."""
 
 
-@dataclass(slots=True)
-class UnitSums:
-    """Rows and canvas tokens of every unit, twelve bytes per unit, and the first unit of every window."""
-
-    rows: array[int] = field(default_factory=lambda: array("i"))
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    windows: array[int] = field(default_factory=lambda: array("i"))
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(slots=True)
 class PlanTotals:
     """Sums over a plan; `errors` counts rows that can't be read or tokenized, by kind."""
 
-    rows: int = 0
-    tokens: int = 0
-    holes: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
+    units: Count = 0
+    rows: Count = 0
+    tokens: Count = 0
+    holes: Count = 0
+    errors: dict[str, Count] = field(default_factory=dict)
 
     def add(self, table: pa.Table) -> None:
         """Count the rows of a table of ROW_SCHEMA."""
         self.rows += table.num_rows
         self.tokens += pc.sum(table["length"]).as_py() or 0
         self.holes += pc.sum(table["holes"]).as_py() or 0
-        if table["error_kind"].null_count < table.num_rows:
-            for pair in pc.value_counts(table["error_kind"].drop_null()).to_pylist():
-                self.errors[pair["values"]] = self.errors.get(pair["values"], 0) + pair["counts"]
+        for pair in pc.value_counts(table["error_kind"].drop_null()).to_pylist():
+            self.errors[pair["values"]] = self.errors.get(pair["values"], 0) + pair["counts"]
 
 
 class PlanWriter:
-    """Takes tables of ROW_SCHEMA in input order and writes the parts. If `unit_rows` is None, the first window decides it.
+    """Takes tables of ROW_SCHEMA in input order and writes the parts. With `unit_rows: auto` the first window decides it.
 
     If the tables have the column BEGINNING, which is not written, rows that begin alike come together. With `keep_order`, windows
     are not sorted: rows stay in input order. `epoch` is the planning driver's.
     """
 
     def __init__(
-        self, store: Store, *, window: int, unit_rows: int | None = None, keep_order: bool = False, epoch: int = 0
+        self,
+        store: Store,
+        *,
+        window: int,
+        unit_rows: int | Literal["auto"] = "auto",
+        keep_order: bool = False,
+        epoch: int = 0,
     ) -> None:
-        self.parts: list[PlanPart] = []
         self.totals = PlanTotals()
-        self.sums = UnitSums()
         self.unit_rows = unit_rows
+        self.parts: list[PlanPart] = []
+        # Rows and canvas tokens of every unit, twelve bytes a unit, and the first unit of every window.
+        self._unit_rows, self._unit_tokens, self._windows = array("i"), array("q"), array("i")
         self._store = store
         self._window = window
         self._keep_order = keep_order
@@ -193,9 +192,8 @@ class PlanWriter:
         listed = []
         for part in self.parts:
             end = part.first + part.units
-            units, windows = slice(part.first, end), self.sums.windows
-            sizes = {"unit_rows": self.sums.rows[units], "unit_tokens": self.sums.tokens[units]}
-            sizes["windows"] = windows[bisect_left(windows, part.first) : bisect_left(windows, end)]
+            sizes = {"unit_rows": self._unit_rows[part.first : end], "unit_tokens": self._unit_tokens[part.first : end]}
+            sizes["windows"] = self._windows[bisect_left(self._windows, part.first) : bisect_left(self._windows, end)]
             listed.append(asdict(part) | sizes)
         return listed
 
@@ -209,19 +207,25 @@ class PlanWriter:
 
     def _close_window(self, rows: pa.Table) -> None:
         self.totals.add(rows)
-        if self.unit_rows is None:
+        if self.unit_rows == "auto":
             self.unit_rows = auto_unit_rows(rows.num_rows)
         lengths = rows["length"].to_numpy()
         order, depth = self._order_of(rows, lengths, self.unit_rows)
         ordered = rows.select(ROW_SCHEMA.names).take(pa.array(order)).combine_chunks()
         units = cut(lengths[order], max_rows=self.unit_rows, depth=depth)
         sizes = [end - start for start, end in units]
-        self.sums.windows.append(len(self.sums.rows))
-        numbers = np.repeat(np.arange(len(self.sums.rows), len(self.sums.rows) + len(units), dtype=np.int32), sizes)
+        first = self.totals.units
+        self._windows.append(first)
+        numbers = np.repeat(np.arange(first, first + len(units), dtype=np.int32), sizes)
         numbered = ordered.add_column(0, TABLE_SCHEMA.field("unit"), pa.array(numbers))
         sums = np.concatenate([[0], np.cumsum(lengths[order].astype(np.int64))])
         for start, end in units:
-            self._close_unit(numbered, start, end, int(sums[end] - sums[start]))
+            self.totals.units += 1
+            self._unit_rows.append(end - start)
+            self._unit_tokens.append(int(sums[end] - sums[start]))
+            self._units.append((numbered, start, end))
+            if len(self._units) == PART_UNITS:
+                self._write_part()
 
     def _order_of(
         self, rows: pa.Table, lengths: NDArray[np.int32], unit_rows: int
@@ -237,13 +241,6 @@ class PlanWriter:
         # Rows of all lengths that have little in common stay apart, unless they fill units by themselves.
         return group_by_beginning(rows[BEGINNING.name], rank, large=unit_rows)
 
-    def _close_unit(self, window: pa.Table, start: int, end: int, tokens: int) -> None:
-        self.sums.rows.append(end - start)
-        self.sums.tokens.append(tokens)
-        self._units.append((window, start, end))
-        if len(self._units) == PART_UNITS:
-            self._write_part()
-
     def _write_part(self) -> None:
         if not self._units:
             return
@@ -251,7 +248,7 @@ class PlanWriter:
         failpoint("plan.before_part")
         self._store.put(name, part_bytes(window.slice(start, end - start) for window, start, end in self._units))
         rows = sum(end - start for _, start, end in self._units)
-        self.parts.append(PlanPart(name, len(self.sums.rows) - units, units, rows))
+        self.parts.append(PlanPart(name, self.totals.units - units, units, rows))
         self._units = []
 
 

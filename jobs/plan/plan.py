@@ -9,26 +9,20 @@ import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
-from pydantic import Field
 
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.plan.fingerprint import (
-    changed_files,
-    differences,
-    digest,
-    shorten,
-)
-from draftmill.jobs.plan.packing import PlanWriter
+from draftmill.jobs.plan.fingerprint import changed_files, differences, digest, shorten
+from draftmill.jobs.plan.packing import PlanTotals
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import schema_from_json, schema_to_json
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.json_text import parse_json, shaped
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
-from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanTable, parts_of
+from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanPart, PlanTable, parts_of
 from draftmill.storage.stores.interface import AlreadyExists, NotFound, Place, Store
 from draftmill.version import __version__
 
@@ -60,7 +54,7 @@ class NothingLeft(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan as stored in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows.
+    """A plan as stored in the run directory; `store` holds its rows.
 
     Its rows are samples: with `sampling.n` above 1, each row of the inputs is there n times. The first pass (`pass_` 1) has
     every row of the inputs, a later pass the rows that failed in the one before.
@@ -71,25 +65,27 @@ class Plan:
     spec: JobSpec
     results: dict[str, Any]
     files: tuple[InputFile, ...]
-    rows: int
-    units: int
-    tokens: int
-    holes: int
-    errors: dict[str, int]
+    totals: PlanTotals
     parts: list[dict[str, Any]] = field(repr=False)
     store: Store = field(repr=False)
     pass_: int = 1
     keep: pa.Schema | None = None
 
     @property
+    def rows(self) -> int:
+        return self.totals.rows
+
+    @property
+    def units(self) -> int:
+        return self.totals.units
+
+    @property
     def schema(self) -> pa.Schema:
-        """The schema of the result rows."""
         return schema_of(self.keep)
 
     @property
     def is_readable(self) -> bool:
-        """Whether any row can be decoded."""
-        return sum(self.errors.values()) < self.rows
+        return sum(self.totals.errors.values()) < self.rows
 
     def sizes(self) -> Iterator[UnitSize]:
         """Rows, tokens and window of every unit, in order."""
@@ -123,37 +119,22 @@ def create_plan(
     spec: JobSpec,
     results: dict[str, Any],
     inputs: Sequence[InputFile],
-    writer: PlanWriter,
+    totals: PlanTotals,
+    parts: list[dict[str, Any]],
     *,
     pass_: int = 1,
     keep: pa.Schema | None = None,
 ) -> Plan:
-    """Write `_plan.json` after all parts; the plan exists from then on. `results` is its results_key.
+    """Write `_plan.json` for parts that are in the store; the plan exists from then on. `results` is its results_key.
 
     `keep` has the types of the columns that are copied into the results, None if there are none.
     """
-    totals = {"units": len(writer.sums.rows)} | asdict(writer.totals)
-    return store_plan(store, spec, results, inputs, totals=totals, parts=writer.unit_table(), pass_=pass_, keep=keep)
-
-
-def store_plan(
-    store: Store,
-    spec: JobSpec,
-    results: dict[str, Any],
-    inputs: Sequence[InputFile],
-    *,
-    totals: dict[str, Any],
-    parts: list[dict[str, Any]],
-    pass_: int = 1,
-    keep: pa.Schema | None = None,
-) -> Plan:
-    """Write `_plan.json` for parts that are in the store; `totals` and `parts` as the file lists them."""
     content = {
         **FORMATS,
         "fingerprint": digest(results),
         "code_version": __version__,
         "pass": pass_,
-        "totals": totals,
+        "totals": asdict(totals),
         "results": results,
         "spec": spec.model_dump(mode="json"),
         "inputs": [file.facts() for file in inputs],
@@ -246,36 +227,16 @@ def _compact(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-Count = Annotated[int, Field(ge=0)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    rows: Count
-    units: Count
-    tokens: Count
-    holes: Count
-    errors: dict[str, Count]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    name: str
-    first: Count
-    units: Count
-    rows: Count
-
-
 @dataclass(frozen=True, slots=True)
 class _Content:
     """The keys of `_plan.json` whose shape nothing else checks."""
 
     fingerprint: str
     code_version: str
-    totals: _Totals
+    totals: PlanTotals
     results: dict[str, Any]
     inputs: tuple[InputFile, ...]
-    parts: list[_Part]
+    parts: list[PlanPart]
 
 
 def _plan_of(content: dict[str, Any], spec: JobSpec, store: Store) -> Plan:
@@ -297,11 +258,7 @@ def _plan_of(content: dict[str, Any], spec: JobSpec, store: Store) -> Plan:
         spec=spec,
         results=held.results,
         files=held.inputs,
-        rows=held.totals.rows,
-        units=held.totals.units,
-        tokens=held.totals.tokens,
-        holes=held.totals.holes,
-        errors=held.totals.errors,
+        totals=held.totals,
         parts=content["parts"],
         store=store,
         pass_=int(content.get("pass", 1)),

@@ -44,17 +44,8 @@ from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, wit
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.interface import Store
 
-ROWS_PER_NOTE = 1_000_000
-
-NOTED_BYTES = 2**30
-"""Hashing more input than this, which takes a second or two, prints a note."""
-
 LIMITED_HASH_BYTES = 2**30
 """With `input.limit`, a job may read few rows of a huge file: files larger than this are identified by size and date alone."""
-
-MOST_THREADS = 16
-"""Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
-
 
 Survey = Callable[[RowRecipe, Maker, Sequence[InputFile], KeptTypes | None, int | None], Iterator[pa.Table]]
 """A way to read and measure the rows: `survey` in this process, or tasks on a cluster (jobs/drive/backend.py), whose tables
@@ -73,7 +64,8 @@ def survey(
     `kept` collects the types of the columns that are copied into the results. Raises UserError if a whole file is missing or
     damaged.
     """
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    # Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle.
+    threads = min(16, os.cpu_count() or 1)
     pieces = [FilePart(number, file) for number, file in enumerate(inputs)]
     return survey_pieces(recipe, maker, pieces, kept, limit=limit, threads=threads)
 
@@ -94,9 +86,6 @@ def each_sample(table: pa.Table, count: int) -> Iterator[pa.Table]:
         numbers = pa.array(np.tile(np.arange(count, dtype=np.int32), rows.num_rows))
         yield repeated.set_column(at, ROW_SCHEMA.field("sample"), numbers)
 
-
-LOOKED_AT: Final = 1000
-"""Rows among which a message looks for a value of a column."""
 
 UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
 """Error kinds of rows that can't be read; such rows say nothing about the input's columns."""
@@ -133,11 +122,10 @@ def make_plan(
     display.note(f"planning: reading {counted(len(resolved.inputs), 'input file')}, {size}")
     most_bytes = None if spec.input.limit is None else LIMITED_HASH_BYTES
     num_bytes = num_bytes_to_hash(resolved.inputs, most_bytes)
-    if num_bytes >= NOTED_BYTES:
+    if num_bytes >= 2**30:  # it takes a second or two
         display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, so that a resume can detect changes")
     inputs = with_hashes(resolved.inputs, most_bytes=most_bytes)
-    unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
-    writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
+    writer = PlanWriter(store, window=spec.batching.window, unit_rows=spec.output.unit_rows, epoch=epoch)
     discard_parts(store, epoch)
     kept = KeptTypes(spec.kept) if spec.kept else None
     rows = said = 0
@@ -147,7 +135,7 @@ def make_plan(
             for samples in each_sample(table if sift is None else sift(table), recipe.sampling.n):
                 writer.add(samples)
             rows += table.num_rows
-            if rows - said >= ROWS_PER_NOTE:
+            if rows - said >= 1_000_000:
                 said = rows
                 display.note(f"planning: {rows:,} rows")
         writer.finish()
@@ -162,9 +150,10 @@ def make_plan(
         raise
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
-    plan = create_plan(store, resolved.recorded, with_files(resolved.results, inputs), inputs, writer, keep=keep)
+    results, table = with_files(resolved.results, inputs), (writer.totals, writer.unit_table())
+    plan = create_plan(store, resolved.recorded, results, inputs, *table, keep=keep)
     samples, units = counted(plan.rows, "sample"), counted(plan.units, "unit")
-    display.note(f"planned: {samples}, {plan.holes:,} tokens {recipe.task.goal}, {units}")
+    display.note(f"planned: {samples}, {plan.totals.holes:,} tokens {recipe.task.goal}, {units}")
     return plan
 
 
@@ -180,39 +169,39 @@ def check_survey(
             hashes = hashes_in(table[HASH.name]) if is_hashed else hashes_of(table["id"].to_pylist())
             finder.add(hashes, table["file"].to_numpy(), table["row"].to_numpy())
             before, rows = rows, rows + table.num_rows
-            if (
-                before < spec.batching.window <= rows
-            ):  # as soon as the first window is there, whatever the tables' sizes
-                first = table["error_kind"][: spec.batching.window - before]
-                if lacks_a_column(kinds + kinds_of(first)):
-                    raise no_column(recipe, inputs)
+            # As soon as the first window is there, whatever the tables' sizes.
+            first = table["error_kind"][: spec.batching.window - before]
+            if before < spec.batching.window <= rows and lacks_a_column(kinds + kinds_of(first)):
+                raise no_column(recipe, inputs)
             kinds += kinds_of(table["error_kind"])
             is_constrained |= bool(pc.any(table[CONSTRAINED.name]).as_py())
             yield table.select(SURVEYED.names)
-        if rows == 0:
-            raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
-        if lacks_a_column(kinds):
-            raise no_column(recipe, inputs)
-        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
-            raise UserError(f"none of {rows:,} rows can be read{hint}", field="input.delimiter")
-        if kinds[None] and not is_constrained:
-            check_names(recipe)
+        check_kinds(kinds, spec, recipe, inputs, is_constrained=is_constrained)
         twice = finder.first()
         if twice is not None:
             raise _twice(recipe, inputs, *twice)
 
 
-def check_names(recipe: RowRecipe) -> None:
-    """UserError if the spec names constraints; call it where no hole of any row has one."""
+def check_kinds(
+    kinds: Counter[str | None], spec: JobSpec, recipe: RowRecipe, inputs: Sequence[InputFile], *, is_constrained: bool
+) -> None:
+    """UserError if the error kinds of rows, None for valid ones, say that the spec is wrong, not the rows.
+
+    `is_constrained` is whether a hole of any row has a constraint.
+    """
+    if not kinds:
+        raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
+    if lacks_a_column(kinds):
+        raise no_column(recipe, inputs)
+    if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
+        raise UserError(f"none of {kinds.total():,} rows can be read{hint}", field="input.delimiter")
     given = getattr(recipe.task, "constraint", None)
-    if isinstance(given, dict) and recipe.columns.constraint is None:
+    if kinds[None] and not is_constrained and isinstance(given, dict) and recipe.columns.constraint is None:
         raise UserError(f"no marker of any row names one of them: {list_names(given)}", field="task.constraint")
 
 
 def kinds_of(kinds: pa.ChunkedArray) -> Counter[str | None]:
     """How often each error kind occurs; None counts the valid rows."""
-    if kinds.null_count == len(kinds):
-        return Counter({None: len(kinds)})
     return Counter({pair["values"]: pair["counts"] for pair in pc.value_counts(kinds).to_pylist()})
 
 
@@ -251,7 +240,7 @@ def no_column(recipe: RowRecipe, inputs: Sequence[InputFile]) -> UserError:
     needed = recipe.columns.mapping() or {expected: expected}
     name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
     says = f"no row has a value in a column {column!r}; the first row has {list_names(there)}"
-    held = (field_of(row.values or {}, column) for row in islice(rows_of(), LOOKED_AT) if row.error is None)
+    held = (field_of(row.values or {}, column) for row in islice(rows_of(), 1000) if row.error is None)
     value = next((value for value in held if value is not None), None)
     if isinstance(value, str) or (value is not None and name not in TEXT_COLUMNS):
         says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
@@ -272,12 +261,8 @@ def _expected_column(task: Task, there: dict[str, Any]) -> str:
 
 
 def _twice(recipe: RowRecipe, inputs: Sequence[InputFile], first: RowPlace, second: RowPlace) -> UserError:
-    name = _id_at(recipe, inputs[second[0]], second[1])
+    file, row = inputs[second[0]], [(second[1], None)]
+    found = next(read_rows(file, row, columns=read_columns(recipe), chunk_chars=recipe.chunk_chars))
+    name = row_id(found.values or {}, recipe.columns) or default_id(file, second[1])
     places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
     return UserError(f"the id {brief(name)} occurs twice: {places}; ids must be unique", field="input.columns.id")
-
-
-def _id_at(recipe: RowRecipe, file: InputFile, row: int) -> str:
-    columns = read_columns(recipe)
-    found = next(read_rows(file, [(row, None)], columns=columns, chunk_chars=recipe.chunk_chars))
-    return row_id(found.values or {}, recipe.columns) or default_id(file, row)

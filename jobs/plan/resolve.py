@@ -63,8 +63,6 @@ from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Place, Store, about
 from draftmill.storage.stores.store import open_store
 
-HEAD_FIELD = "decoder.head"
-
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -94,7 +92,6 @@ class Resolved:
         return recorded(self.spec, self.recipe)
 
     def maker(self) -> Maker:
-        """The maker of this job's canvases."""
         return maker_for(self.recipe, self.tokenizer, self.info)
 
 
@@ -103,11 +100,18 @@ def recorded(spec: JobSpec, recipe: RowRecipe) -> JobSpec:
     return spec.model_copy(update={"task": recipe.task, "prompt": recipe.prompt, "sampling": recipe.sampling})
 
 
-def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loaders: Loaders | None = None) -> Resolved:
+def resolve(
+    spec: JobSpec,
+    store: Store,
+    display: Notes | None = None,
+    *,
+    loaders: Loaders | None = None,
+    inputs: list[InputFile] | None = None,
+) -> Resolved:
     """Check the run directory, the model and the inputs; raises UserError if one of them is unusable.
 
     Compares settings with an existing plan first, before it fetches or hashes weights, which may take long. `loaders` are for
-    jobs that have something in common.
+    jobs that have something in common; `inputs` are those that were listed already.
     """
     loaders = loaders or Loaders()
     recipe = replace(spec.recipe(), task=with_schemas(spec.task), prompt=with_examples(spec))
@@ -119,17 +123,15 @@ def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
     info = inspect(spec, folder)
     if spec.sampling.from_checkpoint:
-        recipe = with_sampling(spec, recipe, recommended(spec.sampling, folder))
+        recipe = with_sampling(spec, recipe, folder)
     tokenizer = loaders.tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
     check_chat(recipe.task, tokenizer)
     planned = None if plan is None else plan.results["input"].get("run")
     run = None if spec.input.run is None else run_state(spec.place(spec.input.run), planned)
-    if run is None:
+    if run is not None:
+        inputs = [] if plan is None else copied_files(plan, store)
+    elif inputs is None:
         inputs = loaders.inputs(*spec.input_places, delimiter=spec.input.delimiter)
-    elif plan is not None:
-        inputs = copied_files(plan, store)
-    else:
-        inputs = []
     if plan is not None:
         if spec.input.since is not None:
             inputs = planned_files(inputs, plan.files)
@@ -137,8 +139,12 @@ def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         compare_inputs(plan, inputs)
     elif sees_date(recipe, tokenizer, inputs):
         recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
-    ends = end_ids(recipe.task, folder, tokenizer, info)
-    recipe = replace(recipe, ends=ends)
+    recipe = replace(recipe, ends=end_ids(recipe.task, folder, tokenizer, info))
+    drafter = fim = None
+    if (place := fetch_drafter(spec.decoder, spec.s3.options())) is not None:
+        drafter = check_drafter(place, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder)
+    if isinstance(recipe.task, Infill) and fills_in_middle(recipe.task, info):
+        fim = template_of(recipe.task.fim, tokenizer, info).key()
     same_tokens = tokenizer_hash(folder, model.tokenizer)
     earlier = earlier_runs(spec, same_tokens, plan, display or Notes())
     results = results_key(
@@ -149,10 +155,10 @@ def resolve(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
         tokenizer=same_tokens,
         runs=None if earlier is None else earlier.fingerprints,
         head=head_hash(spec),
-        drafter=drafter_hash(spec, folder, info, tokenizer),
+        drafter=drafter,
         begin=None if tokenizer is None else tokenizer.bos_id,
-        ends=ends,
-        fim=fim_key(recipe.task, tokenizer, info),
+        ends=recipe.ends,
+        fim=fim,
         run=run,
     )
     check_stop(recipe, tokenizer)
@@ -181,19 +187,19 @@ def resolved_of(plan: Plan) -> Resolved:
 
 def with_schemas(task: Task) -> Task:
     """The task with the contents of the files that hold JSON Schemas; UserError with every keyword that can't be kept."""
-    given = getattr(task, "constraint", None)
-    if given is None:
-        return task
-    if isinstance(given, dict):
-        read: Any = {name: _with_schema(rule) for name, rule in given.items()}
-    else:
-        read = tuple(map(_with_schema, given)) if isinstance(given, tuple) else _with_schema(given)
+    match getattr(task, "constraint", None):
+        case None:
+            return task
+        case dict() as rules:
+            read: Any = {name: _with_schema(rule) for name, rule in rules.items()}
+        case tuple() as rules:
+            read = tuple(rule and _with_schema(rule) for rule in rules)
+        case rule:
+            read = _with_schema(rule)
     return task.model_copy(update={"constraint": read})
 
 
-def _with_schema(rule: ConstraintSettings | None) -> ConstraintSettings | None:
-    if rule is None:
-        return None
+def _with_schema(rule: ConstraintSettings) -> ConstraintSettings:
     if rule.json_schema is not None and not rule.json_schema.lstrip().startswith("{"):
         path = Path(rule.json_schema).expanduser()
         try:
@@ -214,47 +220,40 @@ def as_planned(spec: JobSpec, recipe: RowRecipe, plan: Plan) -> RowRecipe:
     recipe = replace(recipe, task=with_chat_date(recipe.task, getattr(plan.spec.task, "chat_date", None)))
     if not spec.sampling.from_checkpoint:
         return recipe
-    own = spec.sampling.model_dump(exclude_unset=True)
-    return with_sampling(spec, recipe, plan.spec.sampling.model_copy(update=own))
+    return with_sampling(
+        spec, recipe, plan.spec.sampling.model_copy(update=spec.sampling.model_dump(exclude_unset=True))
+    )
 
 
-def with_sampling(spec: JobSpec, recipe: RowRecipe, sampling: Sampling) -> RowRecipe:
-    """The recipe with other sampling settings; UserError if they do not fit the spec."""
+def with_sampling(spec: JobSpec, recipe: RowRecipe, found: Sampling | Path) -> RowRecipe:
+    """The recipe with other sampling settings, or those of the model in a folder; UserError if they do not fit the spec."""
+    from draftmill.decoders.backbones.checkpoint import GENERATION_FILE, read_generation
+
     try:
-        spec.decoder.check_sampling(sampling)
+        if isinstance(found, Path):
+            found = from_checkpoint(spec.sampling, read_generation(found), found / GENERATION_FILE)
+        spec.decoder.check_sampling(found)
         has_tokenizer = spec.model.tokenizer != "none"
-        problem = sampling_problem(recipe.task, sampling, recipe.columns, has_tokenizer=has_tokenizer)
+        problem = sampling_problem(recipe.task, found, recipe.columns, has_tokenizer=has_tokenizer)
         if problem is not None:
             raise ValueError(problem)
     except ValueError as error:
         raise user_error(error, "sampling.from_checkpoint") from None
-    return replace(recipe, sampling=sampling)
-
-
-def recommended(sampling: Sampling, folder: Path) -> Sampling:
-    """The settings with those of the model's generation_config.json for the keys that are left out."""
-    from draftmill.decoders.backbones.checkpoint import GENERATION_FILE, read_generation
-
-    try:
-        return from_checkpoint(sampling, read_generation(folder), folder / GENERATION_FILE)
-    except ValueError as error:
-        raise UserError(str(error), field="sampling.from_checkpoint") from None
+    return replace(recipe, sampling=found)
 
 
 def with_examples(spec: JobSpec) -> Prompt:
-    """The prompt with the rows of its examples in place of their file: workers need no file, and a plan has what was in it."""
+    """The prompt with the rows of its examples in place of their file: workers need no file, and a plan has what was in it.
+
+    These are the first k rows of the file, or k drawn by the seed, in JSON form; UserError if it has fewer, or if one can't be
+    read.
+    """
     examples = spec.prompt.examples
     if examples is None or examples.path is None:
         return spec.prompt
-    chosen = Examples(rows=tuple(read_examples(examples, spec.place(examples.path))), answer=examples.answer)
-    return spec.prompt.model_copy(update={"examples": chosen})
-
-
-def read_examples(examples: Examples, place: Place) -> list[dict[str, Any]]:
-    """The first k rows of the file, or k drawn by the seed, in JSON form; UserError if it has fewer, or if one can't be read."""
-    assert examples.path is not None and examples.k is not None
+    assert examples.k is not None
     try:
-        rows = chain.from_iterable(iterate(file) for file in list_inputs(place))
+        rows = chain.from_iterable(iterate(file) for file in list_inputs(spec.place(examples.path)))
         if examples.seed is None:
             chosen = list(islice(rows, examples.k))
         else:
@@ -269,7 +268,8 @@ def read_examples(examples: Examples, place: Place) -> list[dict[str, Any]]:
     if bad := [row for row in chosen if row.error is not None]:
         reason = f"row {bad[0].row} of {examples.path} can't be read: {bad[0].error}"
         raise UserError(reason, field="prompt.examples.path")
-    return [plain(row.values or {}) for row in chosen]
+    found = Examples(rows=tuple(plain(row.values or {}) for row in chosen), answer=examples.answer)
+    return spec.prompt.model_copy(update={"examples": found})
 
 
 def with_chat_date(task: Task, day: date | None) -> Task:
@@ -277,12 +277,6 @@ def with_chat_date(task: Task, day: date | None) -> Task:
     if isinstance(task, Infill) or task.chat_date is not None:
         return task
     return task.model_copy(update={"chat_date": day})
-
-
-def day_of(spec: JobSpec) -> date:
-    """The date of a new plan: the job's logical date, or today in UTC."""
-    logical = spec.output.logical_date
-    return today() if logical is None else read_date(logical).date()
 
 
 def sees_date(recipe: RowRecipe, tokenizer: Tokenizer | None, inputs: Sequence[InputFile]) -> bool:
@@ -294,9 +288,12 @@ def sees_date(recipe: RowRecipe, tokenizer: Tokenizer | None, inputs: Sequence[I
 
 def begins_with_request(recipe: RowRecipe, inputs: Sequence[InputFile]) -> bool:
     """Whether the first row is an OpenAI request; then the others are, too. No inputs are those of a run, which never are."""
-    columns = read_columns(recipe)
     try:
-        rows = (row for file in inputs[:1] for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars))
+        rows = (
+            row
+            for file in inputs[:1]
+            for row in iterate(file, columns=read_columns(recipe), chunk_chars=recipe.chunk_chars)
+        )
         return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
     except UserError:  # a damaged file: planning says what is wrong
         return False
@@ -355,6 +352,12 @@ def _hash_model(folder: Path, display: Notes) -> str:
     return model_hash(folder, show_progress)
 
 
+def day_of(spec: JobSpec) -> date:
+    """The date of a new plan: the job's logical date, or today in UTC."""
+    logical = spec.output.logical_date
+    return today() if logical is None else read_date(logical).date()
+
+
 @dataclass(frozen=True, slots=True)
 class Loaders:
     """How `resolve` gets what jobs may have in common; `remembering` gets each of these only once."""
@@ -371,7 +374,6 @@ def remembering() -> Loaders:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's weight files."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -385,26 +387,11 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
         check_model(spec.decoder, info, spec.task.kind)
         for shape in spec.shapes:
             check_split(info.family, folder, shape.gpus_per_model)
+        return info
     except UserError:
         raise
     except ValueError as error:
         raise user_error(error, "model.path") from None
-    return info
-
-
-def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[str, Any] | None:
-    """The special tokens for filling in the middle; None if the task doesn't need them, UserError if the model has none."""
-    if not isinstance(task, Infill) or not fills_in_middle(task, info):
-        return None
-    return template_of(task.fim, tokenizer, info).key()
-
-
-def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:
-    """SHA-256 of the drafter model, None without one; UserError if it can't be fetched or does not fit the model."""
-    drafter = fetch_drafter(spec.decoder, spec.s3.options())
-    if drafter is None:
-        return None
-    return check_drafter(drafter, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder)
 
 
 def head_hash(spec: JobSpec) -> str | None:
@@ -417,6 +404,6 @@ def head_hash(spec: JobSpec) -> str | None:
     if not all(file.is_file() for file in files):
         raise UserError(
             f"{head!r} lacks draft_head.json or draft_head.safetensors; allowed: auto, none, or a folder that has both",
-            field=HEAD_FIELD,
+            field="decoder.head",
         )
     return hash_files(folder, files)

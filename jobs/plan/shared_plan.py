@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.makers import shares_beginnings
@@ -16,7 +15,7 @@ from draftmill.actors.task import Score
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.plan.fingerprint import digest, with_files
 from draftmill.jobs.plan.packing import discard_parts
-from draftmill.jobs.plan.plan import Plan, store_plan
+from draftmill.jobs.plan.plan import Plan, create_plan
 from draftmill.jobs.plan.resolve import Resolved, begins_with_request
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.rows import InputFile
@@ -37,9 +36,10 @@ def plan_groups(jobs: Sequence[Resolved]) -> list[list[int]]:
         by_canvas.setdefault(canvas_key(job), []).append(number)
     groups: dict[tuple[str, str], list[int]] = {}
     for key, numbers in by_canvas.items():
-        own = rows_have_settings(jobs[numbers[0]])
+        recipe = jobs[numbers[0]].recipe
+        have_settings = recipe.columns.has_own_settings() or begins_with_request(recipe, jobs[numbers[0]].inputs)
         for number in numbers:
-            groups.setdefault((key, settings_key(jobs[number]) if own else ""), []).append(number)
+            groups.setdefault((key, settings_key(jobs[number]) if have_settings else ""), []).append(number)
     return list(groups.values())
 
 
@@ -77,33 +77,17 @@ def settings_key(resolved: Resolved) -> str:
     return digest([decoder.draws_by_row, decoder.token_logprobs, sampling.model_dump(mode="json")])
 
 
-def rows_have_settings(resolved: Resolved) -> bool:
-    """Whether rows may have settings of their own: in columns that the spec names, or as OpenAI requests, as the first row is."""
-    recipe = resolved.recipe
-    return bool(recipe.columns.has_own_settings()) or begins_with_request(recipe, resolved.inputs)
-
-
 def copy_plan(resolved: Resolved, donor: Plan, store: Store, *, epoch: int) -> Plan:
     """Write a plan with the units of `donor`, the plan of a job in the same group, into another run directory.
 
     Call it only under the run directory's lease, whose epoch is `epoch`. The result is the plan that `make_plan` would make.
     """
     discard_parts(store, epoch)
-    parts = [_copy_part(part, number, donor, store, epoch) for number, part in enumerate(donor.parts)]
+    parts = []
+    for number, part in enumerate(donor.parts):
+        failpoint("plan.before_part")
+        parts.append(part | {"name": part_name(number, epoch)})
+        store.put(parts[-1]["name"], donor.store.get(part["name"]))
     failpoint("plan.before_plan")
     results = with_files(resolved.results, donor.files)
-    totals = {
-        "units": donor.units,
-        "rows": donor.rows,
-        "tokens": donor.tokens,
-        "holes": donor.holes,
-        "errors": donor.errors,
-    }
-    return store_plan(store, resolved.recorded, results, donor.files, totals=totals, parts=parts, keep=donor.keep)
-
-
-def _copy_part(part: dict[str, Any], number: int, donor: Plan, store: Store, epoch: int) -> dict[str, Any]:
-    name = part_name(number, epoch)
-    failpoint("plan.before_part")
-    store.put(name, donor.store.get(part["name"]))
-    return part | {"name": name}
+    return create_plan(store, resolved.recorded, results, donor.files, donor.totals, parts, keep=donor.keep)

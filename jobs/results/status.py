@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from draftmill.jobs.drive.cost import DeviceSums, device_time_rows
 from draftmill.jobs.drive.run_log import read_sessions
-from draftmill.jobs.drive.totals import efficiency, exactness, ratio
+from draftmill.jobs.drive.totals import DeviceSums, device_time_rows, efficiency, exactness, ratio
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan

@@ -14,9 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from draftmill.jobs.drive.cost import device_time_rows
 from draftmill.jobs.drive.run_log import Sessions
-from draftmill.jobs.drive.totals import efficiency, exactness, ratio
+from draftmill.jobs.drive.totals import device_time_rows, efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.jobs.results.passes import Pass, latest_rows
 from draftmill.storage.runs.commit import Manifest

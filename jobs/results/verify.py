@@ -37,10 +37,11 @@ from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, Manifest, trace_name, unit_number
+from draftmill.storage.runs.done_units import DoneUnits
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
 from draftmill.storage.runs.records import REMEDY, SCHEMA_VERSION, read_results
 from draftmill.storage.runs.sums import Sums, sum_up
-from draftmill.storage.runs.unit_facts import CommittedUnit, DoneUnits
+from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.interface import NotFound, Place, Store
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store

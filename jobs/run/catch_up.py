@@ -1,13 +1,9 @@
-"""`draftmill run --catch-up`: runs the dates of a recurring job that lack a finished run, oldest first.
-
-Missed dates are run, and unfinished runs that can be continued are continued.
-"""
+"""`draftmill run --catch-up`: runs the dates of a recurring job that lack a finished run, oldest first."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from datetime import UTC, datetime
 
 from draftmill.jobs.config.dates import floor_date, following, format_date, has_date, period_of
@@ -15,7 +11,7 @@ from draftmill.jobs.config.spec import JobSpec, at_date, with_logical_date
 from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import ray_session
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, code_of, severest
+from draftmill.jobs.exit_codes import INTERRUPTED, code_of, severest
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.results.runs import FoundRun, base_store, facts_of, finished_runs, runs_of
@@ -60,18 +56,16 @@ def _is_due(spec: JobSpec, date: datetime, run: FoundRun | None) -> bool:
     """Whether the run of a date is missing, or can be continued."""
     if run is None:
         return _has_data(spec, date)
-    is_interrupted = facts_of(run).state == "interrupted"
-    return is_interrupted and not (spec.input.since is not None and _is_superseded(spec, run))
+    return facts_of(run).state == "interrupted" and not (spec.input.since and _is_superseded(spec, run))
 
 
 def _has_data(spec: JobSpec, date: datetime) -> bool:
     """Whether the input path or run of a date has something; not looked at if the input is the same for all dates."""
     dated = at_date(spec, date)
-    given = dated.input
-    if given == spec.input:
+    if dated.input == spec.input:
         return True
-    if given.run is not None:
-        return is_closed(open_store(spec.place(given.run)))
+    if dated.input.run is not None:
+        return is_closed(open_store(spec.place(dated.input.run)))
     try:
         return bool(list_inputs(*dated.input_places))
     except NothingThere:
@@ -91,31 +85,21 @@ def _is_superseded(spec: JobSpec, run: FoundRun) -> bool:
 
 
 def catch_up(spec: JobSpec, options: RunOptions, first: datetime | None = None) -> int:
-    """Run the due dates; returns the exit code."""
-    due = due_dates(spec, datetime.now(UTC), first)
+    """Run the due dates one after another, in one Ray; returns the severest exit code.
+
+    An interruption ends it, an error of one date does not.
+    """
+    due, codes = due_dates(spec, datetime.now(UTC), first), list[int]()
     print_result(f"{spec.output.path}: {counted(len(due), 'date')} to run")
-    if not due:
-        return OK
-    with ExitStack() as stack:
-        if not options.local:  # one Ray for all of the runs
-            stack.enter_context(ray_session(options.ray_address, note=Display().note))
-        return _run_all(spec, options, due)
-
-
-def _run_all(spec: JobSpec, options: RunOptions, due: Sequence[datetime]) -> int:
-    """Run the dates one after another; returns the severest code. An interruption ends it, an error of one date does not."""
-    codes = []
-    for number, date in enumerate(map(format_date, due), start=1):
-        print_result(f"date {number} of {len(due)}: {date}")
-        codes.append(_run(with_logical_date(spec, date), options))
-        if codes[-1] == INTERRUPTED:
-            break
+    own = due and not options.local
+    with ray_session(options.ray_address, note=Display().note) if own else nullcontext():
+        for number, date in enumerate(map(format_date, due), start=1):
+            print_result(f"date {number} of {len(due)}: {date}")
+            try:
+                codes.append(run_job(with_logical_date(spec, date), options))
+            except Error as error:
+                _log.error(str(error))
+                codes.append(code_of(error))
+            if codes[-1] == INTERRUPTED:
+                break
     return severest(codes)
-
-
-def _run(spec: JobSpec, options: RunOptions) -> int:
-    try:
-        return run_job(spec, options)
-    except Error as error:
-        _log.error(str(error))
-        return code_of(error)

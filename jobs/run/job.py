@@ -16,12 +16,11 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from draftmill.actors.metrics.settings import Metric, MetricBase, Metrics, as_mapping
+from draftmill.actors.metrics.settings import Metric, Metrics, as_mapping
 from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden
@@ -52,14 +51,7 @@ from draftmill.jobs.results.run_input import with_run_rows
 from draftmill.jobs.results.runs import finished_runs
 from draftmill.jobs.results.summary import metric_lines
 from draftmill.jobs.run.known_ids import sifting
-from draftmill.jobs.run.outcome import (
-    RunOutcome,
-    close,
-    judge,
-    print_metrics,
-    print_table,
-    raise_unfinished,
-)
+from draftmill.jobs.run.outcome import RunOutcome, close, judge, raise_unfinished
 from draftmill.jobs.run.session import Run, RunOptions, decode
 from draftmill.jobs.run.since import new_files, runs_store, with_last_run
 from draftmill.storage.errors import StoreError, UserError
@@ -115,7 +107,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
             if not new_inputs.files:
                 raise NothingLeft(f"nothing is new in {job.input.shown}; no run is started")
         with Display() as display:
-            resolved = resolve(job, store, display, loaders=None if new_inputs is None else new_inputs.loaders())
+            resolved = resolve(job, store, display, inputs=None if new_inputs is None else new_inputs.files)
         ready = ready_for(job, resolved.plan)
         if resolved.plan is not None and is_closed(store):
             if store.exists(PRUNED):
@@ -133,9 +125,11 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
                 delete_strays(store)
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
                 if resolved.plan is None and job.input.dedupe is None:
-                    ray.enter_context(backend.opening(display, resolved))
+                    (refusal,) = ray.enter_context(backend.opening(display, [resolved]))
+                    if refusal is not None:
+                        raise refusal
                 plan = resolved.plan or plan_run(resolved, store, backend, display, epoch=lease.epoch, path=path)
-                run = Run(resolved, plan, options, lease, stop, display, backend, watchers=outcome.watchers())
+                run = Run(resolved, plan, options, lease, stop, display, backend, watchers=[outcome])
                 finish = decode(run)
                 if finish.how == "done" and ready is not None:
                     _measure(store, job, ready, options, backend=backend, display=display, stop=stop)
@@ -151,7 +145,8 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
 
 def plan_run(resolved: Resolved, store: Store, backend: Backend, display: Display, *, epoch: int, path: str) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
-    resolved = with_run_rows(resolved, store)
+    if resolved.spec.input.run is not None:
+        resolved = with_run_rows(resolved, store)
     if resolved.spec.input.dedupe is None:
         return make_plan(resolved, store, display, epoch=epoch, survey=backend.survey(resolved, display))
     base = runs_store(resolved.spec, path)
@@ -195,18 +190,8 @@ def _measure(
     display: Display,
     stop: StopFlag,
 ) -> None:
-    passes = passes_of(store)
-    is_done = measure_units(
-        store,
-        spec,
-        passes,
-        ready,
-        backend=backend,
-        display=display,
-        stop=stop,
-        grace_s=options.grace_s,
-    )
-    if not is_done:
+    passes, grace_s = passes_of(store), options.grace_s
+    if not measure_units(store, spec, passes, ready, backend=backend, display=display, stop=stop, grace_s=grace_s):
         units = sum(part.plan.units for part in finished_passes(passes))
         done = units - len(units_to_measure(store, passes, ready))
         message = f"interrupted with {done:,} of {units:,} units measured; run it again to resume"
@@ -241,25 +226,19 @@ def measure(
 
 def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
     """A metric from the command line: a name, a Python file, or a mapping in YAML. UserError if it is none."""
-    field = f"--metric {word}"
-    value: Any = word
-    if word.lstrip().startswith("{"):
-        try:
-            value = yaml.safe_load(word)
-        except yaml.YAMLError as error:
-            raise UserError(f"not a mapping in YAML: {' '.join(str(error).split())}", field=field) from None
     try:
-        mapping = as_mapping(value, "metric")
-    except ValueError as error:
-        raise UserError(str(error).partition(": ")[2], field=field) from None
-    if allow_code_execution and isinstance(mapping, dict) and mapping.get("kind") == "pass_at_k":
-        mapping = {"allow_code_execution": True} | mapping
-    try:
+        mapping = as_mapping(yaml.safe_load(word) if word.lstrip().startswith("{") else word, "metric")
+        if allow_code_execution and mapping.get("kind") == "pass_at_k":
+            mapping = {"allow_code_execution": True} | mapping
         [metric] = TypeAdapter(Metrics).validate_python([mapping], strict=True)
+        return metric
+    except yaml.YAMLError as error:
+        problem = f"not a mapping in YAML: {' '.join(str(error).split())}"
     except ValidationError as error:
-        raise UserError(_first_problem(error), field=field) from None
-    assert isinstance(metric, MetricBase)
-    return metric
+        problem = _first_problem(error)
+    except ValueError as error:
+        problem = str(error).partition(": ")[2]
+    raise UserError(problem, field=f"--metric {word}")
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -273,10 +252,7 @@ def _first_problem(error: ValidationError) -> str:
     return f"{key}: {message}" if key else message
 
 
-_EXAMPLES = {
-    "judge": "'{kind: judge, model: builtin:ar-tiny}'",
-    "file": "my_metric.py",
-}
+_EXAMPLES = {"judge": "'{kind: judge, model: builtin:ar-tiny}'", "file": "my_metric.py"}
 
 
 def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -> int:
@@ -286,7 +262,8 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     and Ended as `complete_job` does.
     """
     store = open_store(place)
-    spec = spec_of(require_plan(store), place, overrides)
+    # The place's S3 options apply to the workers, too.
+    spec = check_overridden(require_plan(store).spec.with_s3(place.s3).model_dump(mode="json"), overrides)
     finished_passes(passes_of(store))
     with Display() as display:
         resolved = resolve(spec, store, display)
@@ -306,16 +283,8 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     if finish.how != "done":
         raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
     measure_run(store, spec, ready_for(spec, plan), options)
-    passes = passes_of(store)
-    print_table(spec, passes[-1])
-    print_metrics(store, passes)
-    judge(spec, passes)
+    close(spec, store, shown=-1)
     return OK
-
-
-def spec_of(plan: Plan, place: Place, overrides: Sequence[str]) -> JobSpec:
-    """The spec with which the run was planned, with `overrides`; the place's S3 options apply to the workers too."""
-    return check_overridden(plan.spec.with_s3(place.s3).model_dump(mode="json"), overrides)
 
 
 def plan_pass(passes: Sequence[Pass], display: Display, *, epoch: int) -> Plan | None:
@@ -324,13 +293,13 @@ def plan_pass(passes: Sequence[Pass], display: Display, *, epoch: int) -> Plan |
         return None
     first, last = passes[0].plan, passes[-1]
     store = pass_store(first.store, last.number + 1)
-    unit_rows = None if first.spec.output.unit_rows == "auto" else first.spec.output.unit_rows
-    window = first.spec.batching.window
+    unit_rows, window = first.spec.output.unit_rows, first.spec.batching.window
     writer = PlanWriter(store, window=window, unit_rows=unit_rows, keep_order=True, epoch=epoch)
     discard_parts(store, epoch)
     for table in failed_rows(last):
         writer.add(table)
     writer.finish()
-    plan = create_plan(store, first.spec, first.results, first.files, writer, pass_=last.number + 1, keep=first.keep)
+    table, number = (writer.totals, writer.unit_table()), last.number + 1
+    plan = create_plan(store, first.spec, first.results, first.files, *table, pass_=number, keep=first.keep)
     display.note(f"pass {plan.pass_}: {counted(plan.rows, 'failed sample')} in {counted(plan.units, 'unit')}")
     return plan

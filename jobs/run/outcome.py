@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 from draftmill.jobs.config.spec import JobSpec
-from draftmill.jobs.drive.cost import HOUR_S, purposes_of
+from draftmill.jobs.drive.driver import Watcher
 from draftmill.jobs.drive.log import FACTS, is_command, now_text, print_result
-from draftmill.jobs.drive.notify import TIMEOUT_S, StallWatcher, check_receivers, send
+from draftmill.jobs.drive.notify import TIMEOUT_S, check_receivers, send
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
-from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.drive.totals import HOUR_S, Totals, purposes_of
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, most_failed, too_many_failed
 from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
 from draftmill.jobs.results.passes import Pass, count_failed, finished_passes, passes_of
 from draftmill.jobs.results.summary import error_rows, metric_lines, read_summary, table_lines
 from draftmill.jobs.schedule.events import Finish
+from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.interface import Store
 
 _log = logging.getLogger(__name__)
+
+STALL_S = 1800.0
 
 INTERRUPTED_S = 3.0
 """Most seconds that notices of an interruption may take: the machine may be about to go."""
@@ -36,17 +40,21 @@ MESSAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
+@dataclass(slots=True)
+class RunOutcome(Watcher):
     """Reports how a run ends, to its log and the receivers of `notify`: the block in it finishes the run, or raises.
 
-    Receivers are not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises UserError
-    before the block if a receiver of notices can't be used.
+    As a watcher of the run it notifies them when it makes no progress for STALL_S; once, until it makes progress again. They are
+    not notified of a run that wrote nothing, unless it failed, nor of one that another driver has. Raises UserError before the
+    block if a receiver of notices can't be used.
     """
+
+    name = "stall notices"
 
     spec: JobSpec
     store: Store
     log: RunLog = field(default_factory=RunLog)
+    _is_stalled: bool = False
 
     def __enter__(self) -> Self:
         check_receivers(self.spec.notify)
@@ -54,39 +62,46 @@ class RunOutcome:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, AnotherDriver):
-            self.log.add("ended", str(error), level=logging.WARNING)
-            self.log.write_out()
-        elif isinstance(error, KeyboardInterrupt):
-            self.report(INTERRUPTED, MESSAGES[INTERRUPTED])
-        elif error is None or isinstance(error, NothingLeft):
-            self.report(OK, MESSAGES[OK])
-        elif isinstance(error, Ended):
-            self.report(error.code, MESSAGES[error.code])
-        elif isinstance(error, Exception):
-            self.report(code_of(error), str(error), is_error=True)
+        match error:
+            case AnotherDriver():
+                self.log.add("ended", str(error), level=logging.WARNING)
+                self.log.write_out()
+                return
+            case None | NothingLeft():
+                code, message = OK, MESSAGES[OK]
+            case KeyboardInterrupt():
+                code, message = INTERRUPTED, MESSAGES[INTERRUPTED]
+            case Ended():
+                code, message = error.code, MESSAGES[error.code]
+            case Exception():
+                code, message = code_of(error), str(error)
+            case _:
+                return
+        by_error = isinstance(error, Exception) and not isinstance(error, Ended | NothingLeft)
+        try:
+            self._report(code, message, by_error=by_error)
+        except Exception as failure:  # noqa: BLE001 - reporting an end must not change it
+            self.warn(f"the end of the run was not reported to all: {type(failure).__name__}: {failure}")
 
     def warn(self, message: str) -> None:
         """Note on stderr and in the log that a notice was not taken."""
         self.log.add("note", message, level=logging.WARNING)
         _log.warning(presentable(message))
 
-    def watchers(self) -> list[StallWatcher]:
-        """The watcher that sends notices when the run makes no progress, if anybody receives notices."""
-        return [StallWatcher(self.spec.notify, self._stall_notice, self.warn)] if self.spec.notify else []
-
-    def _stall_notice(self, totals: Totals, still_s: float) -> dict[str, Any]:
-        sums = totals.devices.sums
-        message = f"no progress for {still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
-        return {
-            **self._head(message, None),
-            "samples": {"planned": totals.rows, "done": totals.rows_done},
-            "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
-            "workers": totals.workers,
-            "tokens": totals.tokens,
-            "seconds_without_progress": round(still_s, 1),
-            "session_device_hours": round(sums.up_s / HOUR_S, 6),
-        }
+    def look(self, totals: Totals, scheduler: Scheduler) -> None:
+        was_stalled, self._is_stalled = self._is_stalled, totals.still_s >= STALL_S
+        if self._is_stalled and not was_stalled:
+            message = f"no progress for {totals.still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done"
+            notice = self._head(message, None) | {
+                "samples": {"planned": totals.rows, "done": totals.rows_done},
+                "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
+                "workers": totals.workers,
+                "tokens": totals.tokens,
+                "seconds_without_progress": round(totals.still_s, 1),
+                "session_device_hours": round(totals.devices.up_s / HOUR_S, 6),
+            }
+            arguments = (self.spec.notify, "stall", notice, self.warn)
+            threading.Thread(target=send, args=arguments, name="notify", daemon=True).start()
 
     def _head(self, message: str, code: int | None) -> dict[str, Any]:
         return {
@@ -98,34 +113,22 @@ class RunOutcome:
             "text": presentable(f"draftmill run {self.spec.name}: {message}"),
         }
 
-    def report(self, code: int, message: str, *, is_error: bool = False) -> None:
-        """Log that the run has ended with this exit code, `is_error` if by an exception, and send the notices. Never raises."""
-        try:
-            self._report(code, message, is_error=is_error)
-        except Exception as error:  # noqa: BLE001 - reporting an end must not change it
-            self.warn(f"the end of the run was not reported to all: {type(error).__name__}: {error}")
-
-    def _report(self, code: int, message: str, *, is_error: bool) -> None:
+    def _report(self, code: int, message: str, *, by_error: bool) -> None:
+        """Log that the run has ended with this exit code, and send the notices; `by_error` says that an error ended it."""
         facts = payload(self.store) if self.log.is_attached else {}
         event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
         level = {OK: logging.INFO, INTERRUPTED: logging.WARNING}.get(code, logging.ERROR)
         ended = {"exit_code": code, "path": self.store.url, "summary": facts}
         Display(self.log).event("ended", message, level=level, **ended)
         self.log.write_out()
-        if self.log.is_attached or is_error:
+        if self.log.is_attached or by_error:
             timeout_s = INTERRUPTED_S if event == "interrupt" else TIMEOUT_S
-            notice = {**self._head(_with_figures(message, facts), code), **facts}
-            send(self.spec.notify, event, notice, self.warn, timeout_s=timeout_s)
+            if facts:
+                samples = facts["samples"]
+                failed = f", {samples['failed']:,} failed" if samples["failed"] else ""
+                message += f"; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}"
+            send(self.spec.notify, event, {**self._head(message, code), **facts}, self.warn, timeout_s=timeout_s)
         self.log.write_out()
-
-
-def _with_figures(message: str, facts: Mapping[str, Any]) -> str:
-    """The message of a notice: how the run ended, with its samples, if they are known."""
-    if not facts:
-        return message
-    samples = facts["samples"]
-    failed = f", {samples['failed']:,} failed" if samples["failed"] else ""
-    return f"{message}; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}"
 
 
 def payload(store: Store) -> dict[str, Any]:
@@ -159,27 +162,17 @@ def payload(store: Store) -> dict[str, Any]:
     }
 
 
-def close(spec: JobSpec, store: Store) -> None:
-    """Print the table of a finished run; raises Ended if too many samples are still failed."""
+def close(spec: JobSpec, store: Store, *, shown: int = 0) -> None:
+    """Print the table of one pass of a finished run, and its metrics; raises Ended if too many samples are still failed."""
     passes = passes_of(store)
-    print_table(spec, passes[0])
-    print_metrics(store, passes)
-    judge(spec, passes)
-
-
-def print_metrics(store: Store, passes: Sequence[Pass]) -> None:
-    """Print the means of a run's metrics, if any are measured."""
+    manifest, part = passes[shown].manifest, passes[shown].store
+    if manifest is None:
+        raise StoreError(f"{part.url} has {SUCCESS} but no manifest")
+    results, sessions = read_summary(part, manifest), read_sessions(part)
+    print_result("\n".join(table_lines(spec.name, part.url, manifest, results, sessions, done=spec.task.done)))
     if lines := metric_lines(store, passes[0].plan.rows):
         print_result("\n".join(["  metrics", *(f"  {line}" for line in lines)]))
-
-
-def print_table(spec: JobSpec, part: Pass) -> None:
-    """Print the sums of one finished pass."""
-    store, manifest = part.store, part.manifest
-    if manifest is None:
-        raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
-    results, sessions = read_summary(store, manifest), read_sessions(store)
-    print_result("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
+    judge(spec, passes)
 
 
 def judge(spec: JobSpec, passes: Sequence[Pass]) -> None:
@@ -188,20 +181,18 @@ def judge(spec: JobSpec, passes: Sequence[Pass]) -> None:
     if count > 1:
         print_result(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
     if too_many_failed(failed, rows, spec.errors):
-        reasons = "; see the table above" if is_command() else "".join(f"\n  {line}" for line in _reasons(passes))
+        reasons = "; see the table above" if is_command() else _reasons(finished_passes(passes)[-1])
         most = most_failed(rows, spec.errors)
         raise Ended(
             f"{failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}){reasons}", TOO_MANY_FAILED
         )
 
 
-def _reasons(passes: Sequence[Pass]) -> Iterator[str]:
-    """Of each kind of error the first failed samples, with their reasons."""
-    last = finished_passes(passes)[-1]
+def _reasons(last: Pass) -> str:
+    """Of each kind of error the first failed samples, with their reasons, each in a line."""
     assert last.manifest is not None
-    results = read_summary(last.store, last.manifest)
-    for label, text in error_rows(results)[1:]:
-        yield f"{label.strip()}: {text}" if label else text
+    rows = error_rows(read_summary(last.store, last.manifest))[1:]
+    return "".join(f"\n  {label.strip()}: {text}" if label else f"\n  {text}" for label, text in rows)
 
 
 def raise_unfinished(store: Store, plan: Plan, finish: Finish, *, by_signal: bool) -> NoReturn:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -36,9 +36,6 @@ _log = logging.getLogger(__name__)
 
 FOLDERS = ("data/", "traces/", "metrics/", "passes/", "plan/", "input/", "attempts/", "log/")
 """What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""
-
-SESSIONS = "-session.jsonl"
-"""The sums of a driver's session, a few hundred bytes each: they say what a run cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +61,6 @@ class Candidate:
     stays: str | None
     objects: list[Stat] = field(repr=False)
 
-    @property
-    def what(self) -> str:
-        """What is deleted, in words."""
-        return f"{counted(len(self.objects), 'file')}, {size_text(sum(stat.size for stat in self.objects))}"
-
 
 def candidates(base: Store, keep: KeepRule, now: datetime) -> list[Candidate]:
     """Every run below the base path, oldest first, and whether it goes."""
@@ -78,7 +70,11 @@ def candidates(base: Store, keep: KeepRule, now: datetime) -> list[Candidate]:
     newest = set(free[-keep.newest :] if keep.newest else ())
     chosen = []
     for run, facts in runs:
-        stays = _obstacle(facts) or _rule(facts, keep, newest, now)
+        stays = _obstacle(facts)
+        if stays is None and not facts.is_pruned:  # of a pruned one goes what a prune that was killed has left
+            is_recent = keep.age is not None and facts.date is not None and now - read_date(facts.date) < keep.age
+            age = f"not older than {keep.age.days:,} days" if keep.age is not None and is_recent else None
+            stays = "one of the newest" if facts.name in newest else age
         objects = [] if stays else _objects(run.store)
         if facts.is_pruned and not objects:
             stays = "its results were pruned before"
@@ -97,19 +93,9 @@ def _obstacle(facts: RunFacts) -> str | None:
     return None if facts.is_success else "it is not finished"
 
 
-def _rule(facts: RunFacts, keep: KeepRule, newest: set[str], now: datetime) -> str | None:
-    """Why a run stays by the rule; None if it goes."""
-    if facts.is_pruned:  # what a prune that was killed has left
-        return None
-    if facts.name in newest:
-        return "one of the newest"
-    if keep.age is not None and facts.date is not None and now - read_date(facts.date) < keep.age:
-        return f"not older than {keep.age.days:,} days"
-    return None
-
-
 def _objects(store: Store) -> list[Stat]:
-    return [stat for folder in FOLDERS for stat in store.list(folder) if not stat.name.endswith(SESSIONS)]
+    # The sums of a driver's session stay, a few hundred bytes each: they say what a run cost.
+    return [stat for folder in FOLDERS for stat in store.list(folder) if not stat.name.endswith("-session.jsonl")]
 
 
 def prune_run(candidate: Candidate, on_lost: Callable[[str], None]) -> None:
@@ -148,22 +134,11 @@ def _prove(candidate: Candidate, objects: Sequence[Stat]) -> None:
 
 
 def prune(base: Place, keep: KeepRule, *, yes: bool = False) -> int:
-    """Show, and with `yes` delete, what goes; returns the exit code. UserError if `base` is no base path."""
-    store = open_store(base)
-    check_base(store)
-    if not yes:
-        print_candidates(store, keep, candidates(store, keep, datetime.now(UTC)), "would be pruned")
-        print("nothing was deleted; --yes deletes it, and keeps what proves that the inputs are done")
-        return OK
-    stop = StopFlag()
-    with base_lease(store, stop.set):
-        runs = candidates(store, keep, datetime.now(UTC))
-        print_candidates(store, keep, runs, "pruned")
-        return delete(runs, stop)
+    """Show, and with `yes` delete, what goes; returns the exit code. A run that a driver has taken meanwhile stays.
 
-
-def check_base(store: Store) -> None:
-    """Raise UserError unless a recurring job has used this as its base path."""
+    UserError if no recurring job has used `base` as its base path.
+    """
+    store, stop = open_store(base), StopFlag()
     if store.exists(PLAN):
         raise UserError(
             f"{store.url} is a run directory; allowed: the base path of a recurring job, the folder above the dates"
@@ -173,25 +148,23 @@ def check_base(store: Store) -> None:
             f"{store.url} is not the base path of a recurring job: there is no {LEASE}; allowed: the folder before the date in "
             "output.path"
         )
-
-
-def delete(runs: Sequence[Candidate], stop: StopFlag) -> int:
-    """Delete what goes; returns the exit code. A run that a driver has taken meanwhile stays."""
-    for candidate in runs:
-        if candidate.stays is not None:
-            continue
-        if stop.reason is not None:
-            _log.warning(f"{stop.reason}; run it again to continue")
-            return INTERRUPTED
-        try:
-            prune_run(candidate, stop.set)
-        except LeaseHeld as error:
-            _log.warning(f"{candidate.facts.name} stays: {error}")
+    with base_lease(store, stop.set) if yes else nullcontext():
+        runs, verb = candidates(store, keep, datetime.now(UTC)), "pruned" if yes else "would be pruned"
+        rows = []
+        for one in runs:
+            what = f"{counted(len(one.objects), 'file')}, {size_text(sum(stat.size for stat in one.objects))}"
+            rows.append([one.facts.name, f"{verb}: {what}" if one.stays is None else f"stays: {one.stays}"])
+        head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
+        print("\n".join([head, *table_lines(rows)]), flush=True)
+        if not yes:
+            print("nothing was deleted; --yes deletes it, and keeps what proves that the inputs are done")
+            return OK
+        for candidate in (one for one in runs if one.stays is None):
+            if stop.reason is not None:
+                _log.warning(f"{stop.reason}; run it again to continue")
+                return INTERRUPTED
+            try:
+                prune_run(candidate, stop.set)
+            except LeaseHeld as error:
+                _log.warning(f"{candidate.facts.name} stays: {error}")
     return OK
-
-
-def print_candidates(store: Store, keep: KeepRule, runs: Sequence[Candidate], verb: str) -> None:
-    """Print a line for each run: why it stays, or what goes."""
-    rows = [[one.facts.name, f"{verb}: {one.what}" if one.stays is None else f"stays: {one.stays}"] for one in runs]
-    head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
-    print("\n".join([head, *table_lines(rows)]), flush=True)

@@ -1,21 +1,19 @@
-"""A session of a run: workers decode the units that are not done yet, and the manifest is written when all are.
-
-done set -> workers -> driver and scheduler -> units committed -> manifest
-"""
+"""A session of a run: workers decode the units that are not done yet, and the manifest is written when all are."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from draftmill.actors.job import Allocation
 from draftmill.jobs.drive.allocation import fitting_threads
-from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
-from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
+from draftmill.jobs.drive.backend import Backend, LocalBackend
+from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, WorkerPool
 from draftmill.jobs.drive.leases import IfRunning
+from draftmill.jobs.drive.metrics import MetricsWatcher
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import is_connected
 from draftmill.jobs.drive.run_log import INTERRUPTED_S, logged_units, read_sessions
@@ -101,13 +99,16 @@ def decode(run: Run) -> Finish:
 def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
     resolved, plan, display, backend, loads = run.resolved, run.plan, run.display, run.backend, run.loads
     spec, log, files = resolved.spec, display.log, FilesHere(plan.store)
-    is_hopeless = _hopelessness(run)
-    totals = Totals(units=plan.units, rows=plan.rows, units_before=plan.units - len(left))
-    totals.counts_open = getattr(getattr(resolved.recipe.task, "mask", None), "kind", None) != "marker"
-    totals.rows_before = plan.rows - left.rows
+    totals = Totals(
+        units=plan.units,
+        rows=plan.rows,
+        units_before=plan.units - len(left),
+        rows_before=plan.rows - left.rows,
+        counts_open=getattr(getattr(resolved.recipe.task, "mask", None), "kind", None) != "marker",
+    )
     if not plan.is_readable:
         display.note("no row can be decoded: the model is not loaded, and the results say why")
-        backend, loads = ReadingBackend(resolved.info, resolved.tokenizer), False
+        backend, loads = LocalBackend(reads=(resolved.info, resolved.tokenizer)), False
     with backend.opened(display), run.stop.on_signals():
         allocation = allocate_workers(backend, resolved, len(left))
         for note in backend.lacking(spec, allocation):
@@ -115,9 +116,12 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
         if loads:
             size = size_text(weight_bytes(resolved.folder))
             display.note(f"loading the model on {counted(allocation.count, 'worker')}: {size}")
+        watchers = list(run.watchers)
+        if not run.options.local and is_connected():  # there is a Ray to export the metrics
+            watchers.append(MetricsWatcher(spec.name, spec.decoder.kind))
         limits, pool, demand = limits_of(spec), backend.pool(make_job(resolved, plan), allocation), backend.demand(spec)
         if demand is not None:
-            limits = replace(limits, idle_s=IDLE_S)
+            limits = replace(limits, idle_s=20.0)  # the autoscaler can then take the node of an idle worker away
         driver = Driver(
             scheduler=Scheduler(left, workers=allocation.count, limits=limits, pass_=plan.pass_),
             pool=pool,
@@ -126,10 +130,10 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             stop=run.stop,
             grace_s=run.options.grace_s,
             look=files.look,
-            hopeless=is_hopeless,
+            hopeless=_hopelessness(run),
             room=lambda: _room_for(pool, backend, resolved, len(left)),
             need=demand.need if demand else lambda units: None,
-            watchers=Watchers([*run.watchers, *_metrics_of(run)], note=display.note),
+            watchers=watchers,
         )
         is_over = False
         try:
@@ -139,25 +143,17 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
             is_over = finish.how in {"done", "hopeless"}
         finally:
             if demand is not None:
-                demand.close()
+                demand.need(0)
             totals.stop()
             if run.stop.reason is not None:
                 log.patience_s = min(log.patience_s, INTERRUPTED_S)
             log.write_out(totals)
-            driver.watchers.each(lambda watcher: watcher.over(totals, driver.scheduler))
+            driver.watch(lambda watcher: watcher.over(totals, driver.scheduler))
             if is_over:
                 backend.retire(pool)
             else:
                 pool.close()
     return finish, driver.committed
-
-
-def _metrics_of(run: Run) -> Iterator[Watcher]:
-    """What exports the run's metrics, where there is a Ray to export them."""
-    if not run.options.local and is_connected():
-        from draftmill.jobs.drive.metrics import MetricsWatcher
-
-        yield MetricsWatcher(run.resolved.spec.name, run.resolved.spec.decoder.kind)
 
 
 def allocate_workers(backend: Backend, resolved: Resolved, units: int) -> Allocation:
@@ -168,26 +164,20 @@ def allocate_workers(backend: Backend, resolved: Resolved, units: int) -> Alloca
 
 def _room_for(pool: WorkerPool, backend: Backend, resolved: Resolved, units: int) -> int:
     """How many workers fit now, which the pool needs to know; 0 if the cluster has lost too many resources for even one."""
-    try:
+    with suppress(UserError):
         allocation = allocate_workers(backend, resolved, units)
-    except UserError:
-        return 0
-    pool.resize(allocation)
-    return allocation.count
+        pool.resize(allocation)
+        return allocation.count
+    return 0
 
 
 def _hopelessness(run: Run) -> Callable[[int], bool]:
     """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
-    try:
+    before = 0
+    with suppress(StoreError):  # the log is best effort
         before = read_sessions(run.plan.store).committed.failed
-    except StoreError:  # the log is best effort
-        before = 0
     is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
     return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.resolved.spec.errors)
-
-
-IDLE_S = 20.0
-"""Seconds after which a worker for which no unit is left ends, where an autoscaler can take its node away."""
 
 
 APPEARS_S = 10.0
@@ -223,19 +213,12 @@ class FilesHere:
 
     def _look(self, name: str) -> None:
         until_s = time.monotonic() + APPEARS_S
-        while not self._is_here(name):
-            if time.monotonic() > until_s:
-                self._missing.append(name)
-                return
+        while time.monotonic() < until_s:
+            with suppress(StoreError):
+                if self._store.exists(name):
+                    return
             time.sleep(APPEARS_S / 50)
-
-    def _is_here(self, name: str) -> bool:
-        with suppress(StoreError):
-            return self._store.exists(name)
-        return False
-
-
-# ---- the manifest
+        self._missing.append(name)
 
 
 def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int]) -> None:
@@ -243,28 +226,29 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int
 
     A disk keeps no metadata: there the logs have the facts of files that are the same, and only other files are read.
     """
-    units = committed.facts
-    if is_local(run.plan.store.url):
-        for unit in logged_units(run.plan.store) if earlier else ():
+    plan, store, units = run.plan, run.plan.store, committed.facts
+    if is_local(store.url):
+        for unit in logged_units(store) if earlier else ():
             if unit.unit in earlier and unit.unit not in committed:
-                stat = run.plan.store.stat(unit_name(unit.unit))
+                stat = store.stat(unit_name(unit.unit))
                 if stat is not None and (stat.etag, stat.size) == (unit.etag, unit.bytes):
                     with suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged line
                         committed.add(unit)
     names = (unit_name(unit) for unit in earlier if unit not in committed)
-    for _, facts in parallel_map(run.plan.store, names, lambda name: committed_facts(run, name), reads=True):
+    for _, facts in parallel_map(store, names, lambda name: committed_facts(plan, name), reads=True):
         units.add(facts.result())
+    source = source_of(run.resolved.spec, plan.files, store) if plan.pass_ == 1 else None
     write_manifest(
-        run.plan.store,
+        store,
         units,
-        fingerprint=run.plan.fingerprint,
-        units=run.plan.units,
-        rows=run.plan.rows,
+        fingerprint=plan.fingerprint,
+        units=plan.units,
+        rows=plan.rows,
         lease=run.lease,
-        source=source_of(run.resolved.spec, run.plan.files, run.plan.store) if run.plan.pass_ == 1 else None,
+        source=source,
     )
 
 
-def committed_facts(run: Run, name: str) -> CommittedUnit:
+def committed_facts(plan: Plan, name: str) -> CommittedUnit:
     """The facts of a unit that an earlier session committed."""
-    return read_unit(run.plan.store, name, expected={"fingerprint": run.plan.fingerprint})
+    return read_unit(plan.store, name, expected={"fingerprint": plan.fingerprint})

@@ -5,51 +5,39 @@ Writes nothing. Figures estimated from the sampled rows are marked with ~; memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from functools import partial
 from itertools import chain
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import pyarrow.compute as pc
+import numpy as np
 
 from draftmill.actors.checkpoints.generation import HONOURED
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
 from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date
 from draftmill.jobs.drive.notify import check_receivers
-from draftmill.jobs.drive.totals import exactness
 from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
-from draftmill.jobs.formatting import counted, device_text, size_text
+from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.resolve import Resolved, resolve, weight_bytes
 from draftmill.jobs.results.run_input import source_of, with_run_rows
 from draftmill.jobs.results.summary import error_rows
-from draftmill.jobs.run.first_rows import (
-    SHOWN_ROWS,
-    LoadedModel,
-    RowCanvas,
-    RowSample,
-    canvas_of,
-    first_canvases,
-    load,
-    take_sample,
-)
+from draftmill.jobs.run.first_rows import FirstRow, RowSample, loaded_lines, take_sample
 from draftmill.jobs.run.job import ready_for
 from draftmill.jobs.run.since import new_files, with_last_run
 from draftmill.storage.errors import MOST_NAMES, RowError, printable
-from draftmill.storage.inputs.reader import read_rows
 from draftmill.storage.runs.sums import EXAMPLES, Sums
 from draftmill.storage.stores.store import open_store
 
 SHOWN_CHARS = 4000
+SHOWN_ROWS = 64
+"""Rows among which prompts that are cut are counted."""
 BATCH = 32
 """Batch size, in samples, for the estimate of padding."""
 
@@ -100,18 +88,19 @@ def generation_lines(resolved: Resolved) -> Iterator[str]:
         yield f"sampling  {GENERATION_FILE}: {', '.join(f'{key} {value}' for key, value in given.items())} ({use})"
 
 
-def canvas_lines(resolved: Resolved, canvases: Sequence[RowCanvas]) -> Iterator[str]:
+def canvas_lines(resolved: Resolved, rows: Iterable[FirstRow]) -> Iterator[str]:
     """The first canvas; each hole is shown as its number of tokens, in brackets."""
+    canvases = [(row, row.made) for row in rows if isinstance(row.made, Canvas)][:SHOWN_ROWS]
     if not canvases:
         yield "canvas    none: every sampled row fails"
         return
-    canvas = canvases[0].canvas
+    row, canvas = canvases[0]
     todo = work_text(resolved.recipe.task, canvas)
-    yield f"canvas    {printable(canvases[0].id)}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
+    yield f"canvas    {printable(row.id)}: {len(canvas.tokens)} tokens, {todo}, key {row.key:#018x}"
     yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
     if isinstance(resolved.recipe.task, Infill):
         yield f"  holes   {holes_text(resolved.recipe.task, canvas)}"
-    if cut := [row.canvas.truncated for row in canvases if row.canvas.truncated]:
+    if cut := [other.truncated for _, other in canvases if other.truncated]:
         yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
     if resolved.tokenizer is not None:
         shown = prompt_text(canvas, resolved.tokenizer)
@@ -162,19 +151,21 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
 
 def size_lines(resolved: Resolved, sample: RowSample) -> Iterator[str]:
     """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
+    each = resolved.recipe.sampling.n
     lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
     scale = sample.total / len(lengths)
-    yield f"samples   {about}{sample.total:,}; read {len(lengths):,} of them"
-    errors = [kind for kind in sample.table["error_kind"].to_pylist() if kind is not None]
+    yield f"samples   {about}{sample.total:,}; read {each * len(lengths):,} of them"
+    errors = Counter(row.error for row in sample.rows if row.error is not None)
     if errors:
-        kinds = ", ".join(f"{kind} {errors.count(kind)}" for kind in sorted(set(errors)))
-        yield f"  fail    {len(errors)} of those read: {kinds}"
-        yield from failure_lines(resolved, sample)
+        kinds = ", ".join(f"{kind} {each * count}" for kind, count in sorted(errors.items()))
+        yield f"  fail    {each * errors.total()} of those read: {kinds}"
+        yield from failure_lines(resolved.spec, sample, each)
     yield f"tokens    {lengths.mean():.1f} a sample (longest {lengths.max()}), {about}{lengths.sum() * scale:,.0f} together"
     todo = f"{about}{masked.sum() * scale:,.0f} {resolved.recipe.task.goal}"
     yield f"  new     {masked.mean():.1f} a sample, {todo}"
     unit_rows = rows_per_unit(resolved.spec, sample.total)
     yield f"units     {about}{-(-sample.total // unit_rows):,} of at most {counted(unit_rows, 'sample')}"
+    lengths = np.repeat(lengths, each)
     by_length = lengths[longest_first(lengths)]
     yield (
         f"padding   {padding_efficiency(by_length, batch_rows=BATCH):.1%} of token positions are useful in batches of "
@@ -187,24 +178,6 @@ def rows_per_unit(spec: JobSpec, rows: int) -> int:
     if spec.output.unit_rows != "auto":
         return spec.output.unit_rows
     return auto_unit_rows(min(rows, spec.batching.window))
-
-
-def model_lines(loaded: LoadedModel) -> Iterator[str]:
-    """What the model computes with on this machine, and its memory."""
-    if loaded.device:
-        yield f"device    {device_text(loaded.device)}"
-        if (times := loaded.device.get("times_float32", 0.0)) > 1:
-            slower = f"{loaded.device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
-            yield f"  dtype   {slower}; auto and float32 are faster"
-        if times := loaded.device.get("bfloat16_times"):
-            yield f"  dtype   float32 is exact; bfloat16 products take {times:.1f} of its time here, and are not exact"
-    yield f"exact     {exactness(loaded.exact)}"
-    yield f"memory    {loaded.memory_bytes / 2**30:.2f} GiB of {loaded.where} at its peak, with the model loaded"
-    if (room := loaded.room) is not None:
-        yield (
-            f"  room    {room.free_bytes / 2**30:.2f} GiB free on {room.device}: {room.rows:,} samples of {room.length} "
-            "tokens at once"
-        )
 
 
 def validate(spec: JobSpec) -> int:
@@ -220,7 +193,7 @@ def validate(spec: JobSpec) -> int:
             return OK
     if spec.input.dedupe is not None:
         print("dedupe    the figures below still count rows whose ids finished runs have as ok; a run leaves them out")
-    resolved = resolve(spec, store, loaders=None if new_inputs is None else new_inputs.loaders())
+    resolved = resolve(spec, store, inputs=None if new_inputs is None else new_inputs.files)
     ready_for(spec, resolved.plan)
     check_receivers(spec.notify)
     with TemporaryDirectory(prefix="draftmill-") as place:
@@ -228,48 +201,33 @@ def validate(spec: JobSpec) -> int:
         resolved = with_run_rows(resolved, copied)
         if source := source_of(spec, resolved.inputs, copied):
             print(f"rows      {source['kept']:,} of the {source['rows']:,} rows of {source['run']}")
-        _print_lines(resolved)
+        sample = take_sample(resolved)
+        for line in chain(header(resolved), canvas_lines(resolved, sample.rows), size_lines(resolved, sample)):
+            print(line)
+        if any(row.error is None for row in sample.rows):
+            print("loading the model", flush=True)
+            for line in loaded_lines(resolved, rows_per_unit(resolved.spec, sample.total)):
+                print(line)
     return OK
 
 
-def _print_lines(resolved: Resolved) -> None:
-    sample = take_sample(resolved)
-    canvases = first_canvases(resolved, SHOWN_ROWS)
-    for line in chain(header(resolved), canvas_lines(resolved, canvases), size_lines(resolved, sample)):
-        print(line)
-    if canvases:
-        print("loading the model", flush=True)
-        for line in model_lines(load(resolved, rows_per_unit(resolved.spec, sample.total))):
-            print(line)
-
-
-def failure_lines(resolved: Resolved, sample: RowSample) -> Iterator[str]:
+def failure_lines(spec: JobSpec, sample: RowSample, each: int) -> Iterator[str]:
     """The first failures of each kind, as a run's table has them, and whether there are more than `errors` allows."""
-    spec = resolved.spec
     results = Sums()
-    for row in sample.table.filter(pc.is_valid(sample.table["error_kind"])).to_pylist():
-        results.errors[row["error_kind"]] = results.errors.get(row["error_kind"], 0) + 1
-        named = results.examples.setdefault(row["error_kind"], [])
-        if len(named) < EXAMPLES and row["id"] not in [name for _, name, _ in named]:
-            named.append((0, row["id"], _reason(resolved, row)))
+    for row in sample.rows:
+        if isinstance(row.made, RowError):
+            results.errors[row.made.kind] = results.errors.get(row.made.kind, 0) + each
+            named = results.examples.setdefault(row.made.kind, [])
+            if len(named) < EXAMPLES:
+                named.append((0, row.id, row.made.message))
     rows = error_rows(results)[1:]
     width = max(8, *(len(label) for label, _ in rows))
     for label, text in rows:
         yield f"{label:<{width}}  {text}"
-    failed = round(sum(results.errors.values()) * sample.total / sample.table.num_rows)
+    failed = round(sum(results.errors.values()) * sample.total / (each * len(sample.rows)))
     if too_many_failed(failed, sample.total, spec.errors):
         allowed = f"more than `errors` allows ({most_failed(sample.total, spec.errors):,})"
         if sample.exact:
             yield f"          {counted(failed, 'failed sample')}: {allowed}; the run will end with exit code 3"
         else:
             yield f"          at this rate ~{failed:,} samples fail, {allowed}; the run would end with exit code 3"
-
-
-def _reason(resolved: Resolved, row: dict[str, Any]) -> str:
-    """Why a row of the survey has no canvas: it is read again."""
-    recipe, file = resolved.recipe, resolved.inputs[row["file"]]
-    columns = read_columns(recipe)
-    place = [(row["row"], row["offset"])]
-    (again,) = read_rows(file, place, columns=columns, chunk_chars=recipe.chunk_chars)
-    outcome = try_row(partial(canvas_of, recipe, resolved.maker(), again, row["id"]), "tokenize", "tokenize_error")
-    return outcome.message if isinstance(outcome, RowError) else ""

@@ -1,6 +1,7 @@
 """The scheduler's inputs (events) and outputs (commands): frozen, plain, comparable data.
 
-Times are in seconds of the driver's clock; only `Tick` carries one.
+What workers report of failures and of their end is an event as it comes (actors/messages.py). Times are in seconds of the
+driver's clock; only `Tick` carries one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from draftmill.actors.messages import FailureKind, WorkUnit
+from draftmill.actors.messages import Failure, NodeLeaving, QuarantinedRows, WorkerLost, WorkUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +24,6 @@ class WorkerUp:
     """A requested worker has loaded its model and takes units."""
 
     worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDied:
-    """A worker died, or never came up. `idle` if none of its units had reached it: then none of their rows is to blame.
-
-    `device` if its device was lost: the machine is to blame, unless a unit loses devices on several workers.
-    """
-
-    worker: str
-    reason: str
-    idle: bool = False
-    device: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLeaving:
-    """A worker's machine will soon be removed, within `left_s` seconds; None if the time is unknown."""
-
-    worker: str
-    left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +59,6 @@ class ProbeDone:
     """The rows of a probe were decoded, and the worker survived."""
 
     lease: int
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnitFailed:
-    """A leased unit failed; its worker survived."""
-
-    lease: int
-    unit: int
-    kind: FailureKind
-    error_kind: str
-    stage: str
-    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +66,7 @@ class Drain:
     """Stop leasing units; finish when the running ones have ended."""
 
 
-Event = (
-    Tick | WorkerUp | WorkerDied | WorkerLeaving | MoreRoom | WorkerAnswered | UnitDone | ProbeDone | UnitFailed | Drain
-)
+Event = Tick | WorkerUp | WorkerLost | NodeLeaving | MoreRoom | WorkerAnswered | UnitDone | ProbeDone | Failure | Drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +113,7 @@ class Quarantine:
     """For the log only: these rows of the unit will be returned as failed."""
 
     unit: int
-    start: int
-    stop: int
-    kind: str
-    message: str
+    rows: QuarantinedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
-from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, QuarantinedRows
+from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Failure, NodeLeaving, QuarantinedRows, WorkerLost
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
@@ -41,10 +41,7 @@ from draftmill.jobs.schedule.events import (
     StartWorker,
     Tick,
     UnitDone,
-    UnitFailed,
     WorkerAnswered,
-    WorkerDied,
-    WorkerLeaving,
     WorkerUp,
 )
 from draftmill.jobs.schedule.unit_leases import (
@@ -62,12 +59,6 @@ from draftmill.jobs.schedule.unit_leases import (
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
 
 DEFAULT = Limits()
-
-LEAVE_EARLY_S = 5.0
-"""Seconds before a machine's end at which its workers are ended, or half of the time that is left if that is less."""
-
-NEAR_UNITS = 16
-"""Units per worker, each as long as the next one, below which the speeds of workers are looked at; it takes time to do so."""
 
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at all leases and workers, for those that hang, and for units that an idle worker may now take."""
@@ -96,7 +87,7 @@ class Scheduler:
             return []
         self._out = []
         # Most events by far change nothing; with many workers, assigning units is expensive.
-        if isinstance(event, WorkerAnswered) and not self._heard(event):
+        if isinstance(event, WorkerAnswered) and not self.state.note_answer(event, self.now_s, self.limits.lease_s):
             return []
         if isinstance(event, Tick) and not self._tick(event.now_s):
             return []
@@ -117,29 +108,23 @@ class Scheduler:
             case WorkerUp(name) if name in self.state.workers:
                 self.state.workers[name].up = True
                 self._failed_starts = 0
-            case WorkerDied(name, reason, idle, device):
+            case WorkerLost(name, reason, idle, device):
                 self._worker_died(name, reason, idle=idle, device=device)
-            case WorkerLeaving(name, left_s) if name in self.state.workers:
+            case NodeLeaving(name, left_s) if name in self.state.workers:
                 self._leaves(self.state.workers[name], left_s)
             case MoreRoom(workers):
                 self.wanted = max(self.wanted, workers)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
-            case ProbeDone(number, _):
-                self._probe_done(number)
-            case UnitFailed():
+            case ProbeDone(number) if number in self.state.leases:
+                self._deaths_in_a_row = 0
+                self._end_probe(self.state.release(number), None)
+            case Failure():
                 self._unit_failed(event)
             case Drain():
                 self.draining = True
                 for worker in self.state.workers.values():
                     self._unburden(worker)
-
-    def _heard(self, event: WorkerAnswered) -> bool:
-        """Renew a worker's leases if it made progress; returns whether it may now have room for other units."""
-        if event.moved:
-            self.state.renew(event.worker, self.now_s + self.limits.lease_s)
-        self.state.note_tokens(event.worker, event.tokens, self.now_s)
-        return self.state.note_spent(event.worker, event.spent)
 
     def _tick(self, now_s: float) -> bool:
         """Let the time pass; returns whether units should be assigned. Looks for workers that hang once in LOOK_EVERY_S."""
@@ -151,7 +136,7 @@ class Scheduler:
         for name, reason in self.state.overdue(self.now_s, self.limits):
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
-        for name in self.state.out_of_time(self.now_s):
+        for name in sorted(worker.name for worker in self.state.workers.values() if worker.leave_by_s <= self.now_s):
             self._let_go(name)
         if self.limits.idle_s < math.inf and not self.draining:
             for name in self.state.idle_workers(self.now_s, self.limits.idle_s):
@@ -163,7 +148,7 @@ class Scheduler:
         """A worker finishes what it decodes, if its machine stays long enough; it ends shortly before the machine does."""
         worker.leaving = True
         if left_s is not None:
-            worker.leave_by_s = self.now_s + left_s - min(LEAVE_EARLY_S, left_s / 2)
+            worker.leave_by_s = self.now_s + left_s - min(5.0, left_s / 2)
         self._unburden(worker)
 
     def _let_go(self, name: str) -> None:
@@ -185,30 +170,27 @@ class Scheduler:
         for lease in leases:
             if worker.leaving or idle:  # the death was announced, or had another cause: no row is to blame
                 self._give_back(lease)
-            elif device:
-                self._lost_device(lease, cause)
+            elif device and self._blames_machine(lease):
+                self._rest(lease, cause.message)
             else:
                 self._note_failure(lease, cause, death=True)
+
+    def _blames_machine(self, lease: UnitLease) -> bool:
+        """Whether a lost device is the machine's fault, not this unit's, to which it may have happened on several workers."""
+        unit = self.state.touched[lease.unit]
+        unit.lost_devices += 1
+        return not unit.alone and lease.rows is None and unit.lost_devices <= self.limits.devices
 
     def _count_loss(self, worker: Worker, reason: str) -> None:
         """Give up after too many failed starts, or worker deaths without a success in between."""
         self._deaths_in_a_row += worker.up
         self._failed_starts += not worker.up
         if self._failed_starts >= self.limits.starts * self.wanted:
-            self._failed_starts, self.wanted = 0, self.state.num_up
+            self._failed_starts, self.wanted = 0, len(self.state.staying())
             if not self.wanted:
                 self._finish("failed", f"workers can't start: {reason}")
         elif self._deaths_in_a_row >= max(self.limits.fruitless, 3 * self.wanted):
             self._finish("failed", f"workers keep dying: {reason}")
-
-    def _lost_device(self, lease: UnitLease, cause: FailureCause) -> None:
-        """A worker lost its device: blame the machine, unless it happens to this unit on several workers."""
-        unit = self.state.touched[lease.unit]
-        unit.lost_devices += 1
-        if unit.alone or lease.rows is not None or unit.lost_devices > self.limits.devices:
-            self._note_failure(lease, cause, death=True)
-        else:
-            self._rest(lease, cause.message)
 
     def _unit_done(self, number: int, unit: int) -> None:
         """Enter a committed unit as done. After a late answer it may be done already, waiting, resting or in a bisection."""
@@ -219,12 +201,7 @@ class Scheduler:
             if lease.number != number:
                 self._out.append(Revoke(lease.worker, lease.number))
 
-    def _probe_done(self, number: int) -> None:
-        if number in self.state.leases:
-            self._deaths_in_a_row = 0
-            self._end_probe(self.state.release(number), None)
-
-    def _unit_failed(self, event: UnitFailed) -> None:
+    def _unit_failed(self, event: Failure) -> None:
         if event.lease not in self.state.leases:
             return
         lease = self.state.release(event.lease)
@@ -279,7 +256,7 @@ class Scheduler:
         if unit.rounds > MAX_ROUNDS + 1:
             self._finish("failed", f"unit {number} fails even without its rows: {cause.message}")
         elif unit.rounds > MAX_ROUNDS:
-            self._condemn(unit, cause.verdict(everything))
+            self._condemn(unit, QuarantinedRows(*everything, *cause))
         else:
             unit.bisection = Bisection()
             unit.bisection.suspect(everything, cause)
@@ -289,7 +266,7 @@ class Scheduler:
         """A probe has ended: its rows are cleared if `cause` is None."""
         unit = self.state.touched[lease.unit]
         assert unit.bisection is not None and lease.rows is not None
-        unit.bisection.end_probe(lease.rows)
+        unit.bisection.asked.remove(lease.rows)
         verdict = unit.bisection.suspect(lease.rows, cause) if cause else None
         if verdict is not None:
             self._condemn(unit, verdict)
@@ -300,7 +277,7 @@ class Scheduler:
 
     def _condemn(self, unit: Unit, verdict: QuarantinedRows) -> None:
         unit.verdicts += (verdict,)
-        self._out.append(Quarantine(unit.size.unit, verdict.start, verdict.stop, verdict.kind, verdict.message))
+        self._out.append(Quarantine(unit.size.unit, verdict))
 
     # ---- assignment
 
@@ -312,12 +289,9 @@ class Scheduler:
         elif self.draining and not self.state.leases:
             self._finish("drained")
         elif not self.draining:
-            self._staff()
+            while self.state.num_staying < min(self.wanted, self.remaining):
+                self._out.append(StartWorker(self.state.hire(self.now_s).name))
             self._assign()
-
-    def _staff(self) -> None:
-        while self.state.num_staying < min(self.wanted, self.remaining):
-            self._out.append(StartWorker(self.state.hire(self.now_s).name))
 
     def _assign(self) -> None:
         """Assign delicate units first, to workers that hold nothing else; then the waiting units; then copies."""
@@ -326,7 +300,11 @@ class Scheduler:
             while hands and number in self.state.delicate:
                 worker = hands.popleft()  # reserved for this unit, even while the worker still holds others
                 if not worker.leases:
-                    self._lease_delicate(worker, number)
+                    bisection = self.state.touched[number].bisection
+                    rows = bisection.ask() if bisection else None
+                    if bisection is None or not bisection.waiting:
+                        self.state.delicate.discard(number)
+                    self._lease(worker, number, rows)
         idle = self._deal(hands)
         if idle and not self.state.waiting and not self.state.delicate:
             self._copy(idle)
@@ -334,29 +312,23 @@ class Scheduler:
     def _deal(self, hands: deque[Worker]) -> list[Worker]:
         """Assign the waiting units, to workers with the fewest leases first; returns the workers that have none afterwards."""
         idle: list[Worker] = []
-        view = outlook(self.state, self.state.staying(), self.now_s) if hands and self._is_near_end() else None
+        # Before the end, speeds, which take time to look at, don't matter: the next unit fits into every worker's share.
+        staying, waiting = self.state.staying(), self.state.waiting
+        is_near_end = bool(waiting) and waiting.tokens < 16 * waiting.next_tokens() * len(staying)
+        view = outlook(self.state, staying, self.now_s) if hands and is_near_end else None
         while hands:
             worker = hands.popleft()
-            number = self._choose_unit(worker, view) if worker.has_room else None
+            number: int | None = None
+            if worker.has_room:  # the next unit, or near the end one that fits the worker's speed (see below)
+                number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
             if number is not None:
+                if view is not None:
+                    view.give(worker.name, self.state.sizes[number].tokens)
                 self._lease(worker, number, None)
                 hands.append(worker)
             elif not worker.leases:
                 idle.append(worker)
         return idle
-
-    def _is_near_end(self) -> bool:
-        """Whether so little waits that speeds matter: before that, the next unit fits into every worker's share."""
-        waiting = self.state.waiting
-        return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * self.state.num_up
-
-    def _choose_unit(self, worker: Worker, view: WorkLeft | None) -> int | None:
-        """The unit for a worker that has room: the next one, or near the end one that fits its speed (see below)."""
-        waiting = self.state.waiting
-        number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
-        if number is not None and view is not None:
-            view.give(worker.name, self.state.sizes[number].tokens)
-        return number
 
     def _copy(self, idle: list[Worker]) -> None:
         """Assign copies of other workers' units to idle workers."""
@@ -390,13 +362,6 @@ class Scheduler:
         for number in reversed(worker.leases):
             yield number, view.finish_s(worker.name, -behind)
             behind += self.state.touched[self.state.leases[number].unit].size.tokens
-
-    def _lease_delicate(self, worker: Worker, number: int) -> None:
-        bisection = self.state.touched[number].bisection
-        rows = bisection.ask() if bisection else None
-        if bisection is None or not bisection.waiting:
-            self.state.delicate.discard(number)
-        self._lease(worker, number, rows)
 
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
         self._out.append(
@@ -514,10 +479,9 @@ def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> W
     if not known:
         return None
     usual, low = sum(known) / len(known), known[len(known) // SLOWEST]
-    scale = state.scale
     return WorkLeft(
         state.waiting.tokens,
-        {worker.name: state.tokens_left(worker, scale) for worker in workers},
+        {worker.name: state.tokens_left(worker) for worker in workers},
         {name: speed or usual for name, speed in speeds.items()},
         guesses={name: low for name, speed in speeds.items() if not speed},
         barred=[worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)],

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from draftmill.actors.messages import MOST_UNITS, QuarantinedRows, WorkUnit
-from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes, WaitingUnits
+from draftmill.jobs.schedule.events import WorkerAnswered
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
+from draftmill.storage.runs.done_units import DoneUnits
 
 STRIKES = 2
 """Failures of a row on its own before it is quarantined."""
@@ -18,17 +21,12 @@ MAX_ROUNDS = 2
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class FailureCause:
+class FailureCause(NamedTuple):
     """Why a range failed; becomes the error of the quarantined rows."""
 
     kind: str
     stage: str
     message: str
-
-    def verdict(self, rows: Range) -> QuarantinedRows:
-        """The verdict that condemns `rows` for this cause."""
-        return QuarantinedRows(rows[0], rows[1], self.kind, self.stage, self.message)
 
 
 @dataclass(slots=True)
@@ -58,7 +56,7 @@ class Bisection:
             return None
         self.strikes[start] = self.strikes.get(start, 0) + 1
         if self.strikes[start] >= STRIKES:
-            return cause.verdict(rows)
+            return QuarantinedRows(*rows, *cause)
         self.waiting.append(rows)
         return None
 
@@ -68,10 +66,6 @@ class Bisection:
         self.waiting.remove(rows)
         self.asked.append(rows)
         return rows
-
-    def end_probe(self, rows: Range) -> None:
-        """Note that the probe of `rows` has ended, whatever its result."""
-        self.asked.remove(rows)
 
     def requeue(self, rows: Range) -> None:
         """Queue `rows` again: their probe gave no result."""
@@ -203,7 +197,7 @@ class SchedulerState:
         self.pass_ = pass_
         self.sizes = units if isinstance(units, UnitSizes) else UnitSizes(units)
         self.touched: dict[int, Unit] = {}
-        self.done = UnitSet()
+        self.done = DoneUnits()
         self.delicate: set[int] = set()
         self.resting: set[int] = set()
         self.leases: dict[int, UnitLease] = {}
@@ -253,51 +247,35 @@ class SchedulerState:
             self.workers[lease.worker].spent.discard(number)
         return lease
 
-    def renew(self, name: str, expires_s: float) -> None:
-        """Extend a worker's leases until `expires_s`."""
-        for number in self.workers[name].leases if name in self.workers else ():
-            self.leases[number].expires_s = expires_s
+    def note_answer(self, answer: WorkerAnswered, now_s: float, lease_s: float) -> bool:
+        """Enter what a worker has done, which renews its leases; returns whether it may now have room for other units.
 
-    def note_tokens(self, name: str, tokens: int, now_s: float) -> None:
-        """Enter how many tokens a worker has generated since its last report."""
-        worker = self.workers.get(name)
-        if worker is not None and worker.leases:
-            worker.generated += tokens
-            worker.since += tokens
-            worker.busy_s += now_s - worker.heard_s
-            worker.heard_s = now_s
-            worker.moved_s = now_s if tokens else worker.moved_s
-
-    @property
-    def scale(self) -> float:
-        """Tokens of canvases per generated token, in what is finished; 1 before that."""
-        return self._finished_tokens / self._finished_generated if self._finished_generated else 1.0
-
-    def tokens_left(self, worker: Worker, scale: float) -> float:
-        """About how many tokens of canvases a worker still has to decode."""
-        held = sum(self.touched[self.leases[number].unit].size.tokens for number in worker.leases)
-        return max(0.0, held - scale * worker.since)
-
-    def note_spent(self, name: str, leases: Iterable[int]) -> bool:
-        """Enter which of a worker's leases have few samples that still wait for a slot; returns whether this set changed.
-
-        Ignores leases that the worker no longer holds.
+        Ignores `spent` leases that the worker no longer holds.
         """
-        worker = self.workers.get(name)
+        worker = self.workers.get(answer.worker)
         if worker is None:
             return False
-        before, worker.spent = worker.spent, set(leases).intersection(worker.leases)
+        for number in worker.leases if answer.moved else ():
+            self.leases[number].expires_s = now_s + lease_s
+        if worker.leases:
+            worker.generated += answer.tokens
+            worker.since += answer.tokens
+            worker.busy_s += now_s - worker.heard_s
+            worker.heard_s = now_s
+            worker.moved_s = now_s if answer.tokens else worker.moved_s
+        before, worker.spent = worker.spent, set(answer.spent).intersection(worker.leases)
         return worker.spent != before
+
+    def tokens_left(self, worker: Worker) -> float:
+        """About how many tokens of canvases a worker still has to decode, as many for a generated one as in what is finished."""
+        held = sum(self.touched[self.leases[number].unit].size.tokens for number in worker.leases)
+        scale = self._finished_tokens / self._finished_generated if self._finished_generated else 1.0
+        return max(0.0, held - scale * worker.since)
 
     def dismiss(self, name: str) -> tuple[Worker, list[UnitLease]] | None:
         """Remove a worker and its leases, and return them; None if the worker is unknown."""
         worker = self.workers.pop(name, None)
         return (worker, [self.release(number) for number in worker.leases]) if worker else None
-
-    @property
-    def num_up(self) -> int:
-        """Number of workers that are up and stay."""
-        return len(self.staying())
 
     @property
     def num_staying(self) -> int:
@@ -320,10 +298,6 @@ class SchedulerState:
         return [(name, f"no progress for {limits.lease_s:.0f} s") for name in sorted(stuck)] + [
             (name, f"not up after {limits.start_s:.0f} s") for name in sorted(waiting)
         ]
-
-    def out_of_time(self, now_s: float) -> list[str]:
-        """The leaving workers whose machines are about to go."""
-        return sorted(worker.name for worker in self.workers.values() if worker.leave_by_s <= now_s)
 
     def idle_workers(self, now_s: float, idle_s: float) -> list[str]:
         """The workers that have been without a lease for `idle_s`, newest first; notes since when others are."""
@@ -371,22 +345,18 @@ class SchedulerState:
 
     def wake(self, now_s: float) -> bool:
         """Queue the units whose rest is over; returns whether there are any."""
-        rested = []
-        for number in sorted(self.resting):
-            unit = self.touched.get(number)
-            until_s = None if unit is None else unit.resting_until_s
-            if until_s is None or until_s <= now_s:
-                rested.append(number)
-                self.resting.discard(number)
-                if unit is not None and until_s is not None:
-                    unit.resting_until_s = None
-                    self.enqueue(number)
+        rested = [number for number in sorted(self.resting) if (self.touched[number].resting_until_s or 0.0) <= now_s]
+        for number in rested:
+            self.resting.discard(number)
+            self.touched[number].resting_until_s = None
+            self.enqueue(number)
         return bool(rested)
 
     def finish(self, number: int) -> list[UnitLease]:
         """Enter a unit as done, whatever its state, and drop its history; returns the leases that it still had."""
         self.done.add(number)
         self.delicate.discard(number)
+        self.resting.discard(number)
         unit = self.touched.get(number)
         if unit is None:
             return []

@@ -1,4 +1,4 @@
-"""The units of a plan: their sizes, sets of them, and the order in which pending ones are assigned. There may be millions.
+"""The units of a plan: their sizes, and the order in which pending ones are assigned. There may be millions.
 
 They are assigned window by window, sorted by their tokens within each window. The rows of a window are adjacent in the inputs, so
 a worker that takes its units one after another reads each part of the input only once. The last windows count as one, longest
@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, MutableSet, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import neg
 
@@ -52,7 +52,6 @@ class UnitSizes(Mapping[int, UnitSize]):
 
     @property
     def rows(self) -> int:
-        """Sum of the rows of all units."""
         return int(self.row_counts.sum(dtype=np.int64))
 
     def __contains__(self, unit: object) -> bool:
@@ -70,36 +69,6 @@ class UnitSizes(Mapping[int, UnitSize]):
         return len(self.numbers)
 
 
-class UnitSet(MutableSet[int]):
-    """A set of units, in a byte for each number up to the largest."""
-
-    def __init__(self) -> None:
-        self._is_there = bytearray()
-        self._count = 0
-
-    def add(self, unit: int) -> None:
-        """Add a unit."""
-        if unit >= len(self._is_there):
-            self._is_there.extend(bytes(max(unit + 1 - len(self._is_there), len(self._is_there))))
-        self._count += not self._is_there[unit]
-        self._is_there[unit] = 1
-
-    def discard(self, unit: int) -> None:
-        """Remove a unit if it is there."""
-        if unit in self:
-            self._is_there[unit] = 0
-            self._count -= 1
-
-    def __contains__(self, unit: object) -> bool:
-        return isinstance(unit, int) and 0 <= unit < len(self._is_there) and bool(self._is_there[unit])
-
-    def __iter__(self) -> Iterator[int]:
-        return (unit for unit, is_there in enumerate(self._is_there) if is_there)
-
-    def __len__(self) -> int:
-        return self._count
-
-
 Turn = tuple[int, int, int]
 """The place of a unit in the order: its window, its tokens (negative where longer units come first), its number."""
 
@@ -110,7 +79,7 @@ class WaitingUnits:
     The order of all units is fixed at the start, in columns. Units that come back are in a heap.
     """
 
-    def __init__(self, units: UnitSizes, done: Set[int], workers: int) -> None:
+    def __init__(self, units: UnitSizes, done: Collection[int], workers: int) -> None:
         self._sizes = units
         self._done = done
         windows, tokens = units.windows[units.numbers], units.tokens[units.numbers]
@@ -126,7 +95,6 @@ class WaitingUnits:
         self.tokens = int(tokens.sum())
 
     def __bool__(self) -> bool:
-        """Whether any unit waits."""
         while (next_ := self._free(self._next)) < len(self._order) and self._order[next_] in self._done:
             self._use(next_)
         self._next = next_

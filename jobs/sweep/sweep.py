@@ -107,7 +107,7 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
     ready = in_order([case for case in cases if case.is_ready])
     with hold_lease(store, stops.lost), Display() as display:
         delete_strays(store)
-        with backend.opening_for(display, [case.resolved for case in ready]) as refusals:
+        with backend.opening(display, [case.resolved for case in ready]) as refusals:
             for case, error in zip(ready, refusals, strict=True):
                 if error is not None:
                     case.fail(UNUSABLE, error)

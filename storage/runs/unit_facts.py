@@ -1,4 +1,4 @@
-"""The committed units of a run, of which there may be millions: their set in a byte each, their facts in about a hundred."""
+"""The committed units of a run, of which there may be millions: their facts in about a hundred bytes each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from draftmill.storage.runs.done_units import BLOCK
 from draftmill.storage.runs.sums import Sums, sums_of_text
 from draftmill.storage.stores.interface import MOST_ETAG, is_short_etag
-
-BLOCK: Final = 2**14
-"""Units of a block of columns."""
 
 _COUNTS: Final = ("rows", "ok", "failed", "skipped", "bytes")
 _COLUMNS: Final = np.dtype(
@@ -172,28 +170,3 @@ class CommittedUnits(Mapping[int, CommittedUnit]):
 
     def __len__(self) -> int:
         return len(self.facts)
-
-
-class DoneUnits(Collection[int]):
-    """The numbers of the committed units, in order."""
-
-    def __init__(self) -> None:
-        self._there: dict[int, bytearray] = {}
-        self._count = 0
-
-    def add(self, unit: int) -> None:
-        """Add a unit."""
-        self._count += unit not in self
-        if unit // BLOCK not in self._there:
-            self._there[unit // BLOCK] = bytearray(BLOCK)
-        self._there[unit // BLOCK][unit % BLOCK] = 1
-
-    def __contains__(self, unit: object) -> bool:
-        return isinstance(unit, int) and unit // BLOCK in self._there and bool(self._there[unit // BLOCK][unit % BLOCK])
-
-    def __iter__(self) -> Iterator[int]:
-        for block in sorted(self._there):
-            yield from (block * BLOCK + place for place, there in enumerate(self._there[block]) if there)
-
-    def __len__(self) -> int:
-        return self._count

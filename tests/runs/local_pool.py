@@ -1,7 +1,7 @@
 """Whole jobs without Ray: `draftmill run` with its workers in the driver's own process, one turn each in every poll."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,9 +12,11 @@ from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.loop.worker import LocalPool, build_runner
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
-from draftmill.jobs.drive.backend import LocalBackend, WorkerPool
+from draftmill.jobs.drive.backend import LocalBackend
+from draftmill.jobs.drive.driver import WorkerPool
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.resolve import Resolved
+from draftmill.storage.errors import UserError
 
 Build = Callable[..., UnitRunner]
 
@@ -28,10 +30,11 @@ class BackendHere(LocalBackend):
     def check(self, spec: JobSpec) -> None:
         """See Backend."""
 
-    def opening(self, display: Display, resolved: Resolved) -> AbstractContextManager[None]:
+    def opening(self, display: Display, jobs: Sequence[Resolved]) -> AbstractContextManager[list[UserError | None]]:
         """See Backend; what the cluster lacks is missed before anything is written, as with Ray."""
-        self.allocate(resolved.spec, units=1)
-        return nullcontext()
+        for job in jobs:
+            self.allocate(job.spec, units=1)
+        return super().opening(display, jobs)
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
         """See Backend."""

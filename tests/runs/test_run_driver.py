@@ -18,7 +18,7 @@ from draftmill.actors.messages import (
     WorkUnit,
 )
 from draftmill.actors.rows.samples import Sample, tally_of
-from draftmill.jobs.drive.driver import TOO_MANY, Driver, StopFlag
+from draftmill.jobs.drive.driver import TOO_MANY, Driver, StopFlag, Watcher
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import Totals
@@ -230,7 +230,11 @@ def test_a_driver_that_stood_still_does_not_hold_that_against_its_workers(store)
     job = driver(store, workers=2)
     now = iter([0.0, 1.0, *range(5000, 9000)])
     job.clock = lambda: float(next(now))  # behind the second look an hour and more has passed
-    assert job.run() == Finish("done")
+    still_s = list[float]()
+    watcher = Watcher()
+    watcher.look = lambda totals, scheduler: still_s.append(totals.still_s)  # type: ignore[method-assign]
+    job.watchers = [watcher]
+    assert job.run() == Finish("done") and max(still_s) < 60, "nor does it count as a stall"
     assert isinstance(job.pool, FakePool) and len(job.pool.runners) == 2 and job.totals.deaths == 0
 
 

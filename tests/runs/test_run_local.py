@@ -18,8 +18,8 @@ from draftmill.actors.job import WorkerResources
 from draftmill.jobs.cli import main
 from draftmill.jobs.drive import ray_session
 from draftmill.jobs.drive.allocation import fitting_threads
+from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.run import session
-from draftmill.jobs.run.session import Run
 from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
 from draftmill.storage.runs.commit import done_units
@@ -231,9 +231,9 @@ def test_a_resumed_run_on_a_disk_reads_the_files_of_earlier_units_side_by_side(t
     shutil.rmtree(tmp_path / "run" / "attempts")  # else its facts are enough
     real, both = session.committed_facts, Barrier(2)
 
-    def read(job: Run, name: str) -> CommittedUnit:
+    def read(plan: Plan, name: str) -> CommittedUnit:
         both.wait(60)  # the two units wait for each other
-        return real(job, name)
+        return real(plan, name)
 
     monkeypatch.setattr(session, "committed_facts", read)
     assert main(["run", str(spec), "--local", "--quiet"]) == 0

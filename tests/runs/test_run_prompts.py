@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from draftmill.actors.rows.canvas import Canvas
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.resolve import resolve
-from draftmill.jobs.run.first_rows import first_canvases
+from draftmill.jobs.run.first_rows import first_rows
 from draftmill.jobs.run.validate import canvas_lines, prompt_text
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
@@ -56,7 +58,7 @@ def test_planning_and_workers_make_the_same_prompt_of_a_template_and_examples(wo
         assert rows[name]["status"] == "ok" and rows[name]["prompt_tokens"] == len(world.ids(prompt))
         assert rows[name]["tokens"] == world.expected(prompt, room=4)
     plan = load_plan(open_store(str(world.folder / "first")))
-    assert plan is not None and plan.tokens == sum(row["prompt_tokens"] + 4 for row in rows.values())
+    assert plan is not None and plan.totals.tokens == sum(row["prompt_tokens"] + 4 for row in rows.values())
     assert plan.results["prompt"] == {"template": TEMPLATE, "examples": {"rows": SHOTS[:2]}}
 
 
@@ -123,9 +125,10 @@ def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = check_spec(yaml.safe_load(job))
     resolved = resolve(spec, open_store(spec.output.path))
-    canvases, tokenizer = first_canvases(resolved, 2), resolved.tokenizer
-    assert shown.splitlines() == list(canvas_lines(resolved, canvases))[2:]
-    assert tokenizer is not None and "(count down)\nAnswer:[8]" in prompt_text(canvases[1].canvas, tokenizer)
+    (first, second), tokenizer = islice(first_rows(resolved), 2), resolved.tokenizer
+    assert shown.splitlines() == list(canvas_lines(resolved, [first]))[2:]
+    assert tokenizer is not None and isinstance(second.made, Canvas)
+    assert "(count down)\nAnswer:[8]" in prompt_text(second.made, tokenizer)
     for part in (part for part in map(yaml.safe_load, others) if "base" not in part):
         kept = {} if "template" in part["prompt"] else {"template": spec.prompt.template}
         check_spec(spec.model_dump(mode="json") | part | {"prompt": kept | part["prompt"]})

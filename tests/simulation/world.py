@@ -19,8 +19,8 @@ Everything is deterministic: no thread, no real time. Nothing here knows Ray or 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,9 +57,8 @@ MOST_PAUSED = 2
 class Stop(StopFlag):
     """A flag that the world sets, and no signal."""
 
-    @contextmanager
-    def on_signals(self) -> Iterator[StopFlag]:
-        yield self
+    def on_signals(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass(slots=True)

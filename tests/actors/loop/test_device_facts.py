@@ -65,7 +65,7 @@ def test_graphs_are_off_with_their_reason_once_they_were_stopped(on_gpu):
 def test_what_workers_started_on_is_in_the_sessions_of_a_run():
     totals = Totals(units=1, rows=1)
     for device in ({"name": "CPU", "dtype": "float32", "torch": "2.13.0"}, {"name": "H100", "dtype": "bfloat16"}, None):
-        totals.worker_up(device)
+        totals.worker_up("w0", {"device": device})
     store = MemoryStore(secrets.token_hex(8))
     for epoch in (1, 2):
         store.put(f"attempts/epoch-{epoch:04d}-session.jsonl", json.dumps(session_record(totals)).encode())

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.actors.metrics.settings import better_of
 from draftmill.jobs.cli import main
 from draftmill.jobs.compare.report import (
@@ -34,7 +35,6 @@ from draftmill.jobs.compare.report import (
     ticks,
 )
 from draftmill.jobs.compare.runs import find_runs, open_run
-from draftmill.jobs.drive.cost import DeviceTime
 from draftmill.jobs.drive.totals import Totals
 from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
@@ -468,14 +468,11 @@ def test_a_report_on_a_real_run(tmp_path: Path) -> None:
 def spend(place: Path) -> None:
     """The record of a session with 2.5 worker hours: 2 of decoding, a quarter each of loading and idle time."""
     store, clock = open_store(str(place)), Hand()
-    devices = DeviceTime(clock)
-    devices.up("w0", load_s=900.0)
+    totals = Totals(units=1, rows=1, clock=clock)
+    totals.worker_up("w0", {"load_s": 900.0})
     clock.now_s += 8100.0
-    devices.heard("w0", 7200.0)
-    devices.add_unit(7200.0)
-    devices.stop()
-    totals = Totals(units=1, rows=1, devices=devices)
-    totals.worker_up()
+    totals.add_report("w0", TurnReport((), Effort(wall_s=7200.0), Tally()))
+    totals.add_receipt(Receipt(0, 0, "w0", "node", None, Tally(), spent_s=7200.0))
     totals.stop()
     log_in(store).write_out(totals)
 

@@ -8,6 +8,7 @@ import pytest
 
 from draftmill.jobs.compare.runs import check_same_work
 from draftmill.jobs.config.spec import check_spec
+from draftmill.jobs.plan.packing import PlanTotals
 from draftmill.jobs.plan.plan import Plan
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.rows import InputFile
@@ -30,7 +31,7 @@ def plan(base: dict[str, Any], *, files: str = "aa", tokenizer: str = "t", **cha
     results = spec.results_key()
     results["input"]["files"] = files
     results["model"]["tokenizer"] = tokenizer
-    return Plan("f", "1", spec, results, (file,), 1, 1, 1, 1, {}, [], open_store("memory://same"))
+    return Plan("f", "1", spec, results, (file,), PlanTotals(1, 1, 1, 1), [], open_store("memory://same"))
 
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -38,7 +38,7 @@ from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan import packing
 from draftmill.jobs.plan import plan as plans
 from draftmill.jobs.plan.packing import PlanWriter
-from draftmill.jobs.plan.plan import load_plan, store_plan
+from draftmill.jobs.plan.plan import create_plan, load_plan
 from draftmill.jobs.run import session
 from draftmill.storage.runs.commit import MANIFEST, read_manifest
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
@@ -163,8 +163,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
     for first in range(0, units, WINDOW):
         writer.add(rows(first, min(WINDOW, units - first)))
     writer.finish()
-    totals = {"units": units, "rows": units, "tokens": 0, "holes": 0, "errors": {}}
-    made = store_plan(store, spec, {"schema_version": 5}, [], totals=totals, parts=writer.unit_table())
+    made = create_plan(store, spec, {"schema_version": 5}, [], writer.totals, writer.unit_table())
     peaks["planned"] = peak_mb()
     del writer, made
     plan = load_plan(store)

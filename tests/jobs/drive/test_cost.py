@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from draftmill.jobs.drive.cost import DeviceSums, DeviceTime, device_time_rows, hours_text, purposes_of
+from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
-from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.drive.totals import DeviceSums, Totals, device_time_rows, hours_text, purposes_of
 from draftmill.jobs.results.status import device_time_lines
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
@@ -32,31 +32,41 @@ def log_in(store: Store, epoch: int = 1, *, clock: Callable[[], float] = time.mo
     return log
 
 
-def worked(clock: Hand) -> DeviceTime:
+def busy(wall_s: float) -> TurnReport:
+    return TurnReport((), Effort(wall_s=wall_s), Tally())
+
+
+def at_work(clock: Hand) -> Totals:
     """Two workers: w0 loads 10 s, decodes 30 of its 50 s, 20 of them for committed units; w1 dies 8 s after its only report."""
-    devices = DeviceTime(clock)
-    devices.up("w0", load_s=10.0)
-    devices.up("w1", load_s=5.0)
+    totals = Totals(units=1, rows=1, clock=clock)
+    totals.worker_up("w0", {"load_s": 10.0})
+    totals.worker_up("w1", {"load_s": 5.0})
     clock.now_s += 12.0
-    devices.heard("w1", 12.0)
+    totals.add_report("w1", busy(12.0))
     clock.now_s += 8.0
-    devices.end_worker("w1", lost=True)
+    totals.worker_ended("w1", lost=True)
     clock.now_s += 30.0
-    devices.heard("w0", 30.0)
-    devices.add_unit(20.0)
-    devices.stop()
-    return devices
+    totals.add_report("w0", busy(30.0))
+    totals.add_receipt(Receipt(0, 0, "w0", "node", None, Tally(), spent_s=20.0))
+    return totals
+
+
+def worked(clock: Hand) -> Totals:
+    """The same when it is over."""
+    totals = at_work(clock)
+    totals.stop()
+    return totals
 
 
 def test_every_second_of_a_worker_has_one_purpose() -> None:
-    sums = worked(Hand()).sums
+    sums = worked(Hand()).devices
     assert sums.up_s == (10 + 50) + (5 + 20)
     assert purposes_of(sums) == {"decoding": 20, "loading": 15, "idle": 20, "wasted": (30 - 20) + 12 + 8}
     assert sum(purposes_of(sums).values()) == sums.up_s
 
 
 def test_what_is_in_progress_is_not_called_wasted() -> None:
-    sums = worked(Hand()).sums
+    sums = worked(Hand()).devices
     purposes = purposes_of(sums, open_s=sums.open_s)
     assert purposes["wasted"] == sums.lost_s == 8 and sums.open_s == 22
     assert sum(purposes.values()) + sums.open_s == sums.up_s
@@ -71,9 +81,7 @@ def test_hours_are_printed_with_three_digits() -> None:
 def test_sessions_add_up_without_records_that_are_torn() -> None:
     store = open_store("memory://sessions-add-up")
     for epoch in (1, 2):
-        totals = Totals(units=1, rows=1, devices=worked(Hand()))
-        totals.worker_up()
-        log_in(store, epoch).write_out(totals)
+        log_in(store, epoch).write_out(worked(Hand()))
     store.put("attempts/epoch-0003-session.jsonl", b'{"wall_s": 1.0, "torn')
     assert read_sessions(store).devices.up_s == pytest.approx(2 * 85)
 
@@ -81,11 +89,10 @@ def test_sessions_add_up_without_records_that_are_torn() -> None:
 def test_what_a_lost_driver_did_last_is_missing_and_said_to_be() -> None:
     store, hand = open_store("memory://sessions-cut"), Hand()
     for epoch in (1, 2):
-        totals = Totals(units=1, rows=1, devices=worked(hand), clock=hand)
         log = log_in(store, epoch, clock=hand)
-        log.show(totals)
+        log.show(Totals(units=1, rows=1, clock=hand))
         assert store.stat(f"attempts/epoch-{epoch:04d}-session.jsonl") is None
-        totals.worker_up()
+        totals = at_work(hand)
         log.show(totals)  # a session is known from its first worker on, however soon its driver is lost
         assert read_sessions(store).devices.unended == epoch
         if epoch == 2:
@@ -96,18 +103,18 @@ def test_what_a_lost_driver_did_last_is_missing_and_said_to_be() -> None:
     assert [text.partition("  ")[0] for _, text in device_time_rows(sums)] == ["at least 170 s"]
     (running,) = device_time_lines([store], is_running=True)
     assert running.split()[2] == "170", "what still runs is no loss"
-    whole = device_time_rows(worked(hand).sums)
+    whole = device_time_rows(worked(hand).devices)
     assert [text.partition("  ")[0] for _, text in whole] == ["85 s"]
 
 
 def test_a_worker_that_ended_twice_or_never_came_up_counts_once_or_not() -> None:
     clock = Hand()
-    devices = DeviceTime(clock)
-    devices.end_worker("never", lost=True)
-    devices.up("w0")
+    totals = Totals(units=1, rows=1, clock=clock)
+    totals.worker_ended("never", lost=True)
+    totals.worker_up("w0", {})
     clock.now_s += 1.0
-    devices.end_worker("w0")
+    totals.worker_ended("w0")
     clock.now_s += 9.0
-    devices.end_worker("w0", lost=True)
-    devices.stop()
-    assert devices.sums == DeviceSums(up_s=1.0)
+    totals.worker_ended("w0", lost=True)
+    totals.stop()
+    assert totals.devices == DeviceSums(up_s=1.0) and totals.workers == 0

@@ -33,7 +33,7 @@ def asked_for(shapes: list[WorkerShape], *units: int) -> list[Any]:
     )
     for left in units:
         demand.need(left)
-    demand.close()
+    demand.need(0)
     return asked
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
-from draftmill.actors.messages import Effort, Failure, Receipt, Tally, TurnReport
+from draftmill.actors.messages import Effort, Failure, Receipt, Tally, TurnReport, WorkerLost
 from draftmill.decoders.base import EngineStats
-from draftmill.jobs.drive.cost import DeviceTime
-from draftmill.jobs.drive.driver import Watchers
+from draftmill.jobs.drive.driver import Driver, StopFlag
 from draftmill.jobs.drive.metrics import METRICS, Metric, MetricsWatcher
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.schedule.events import Assign, Tick, WorkerUp
@@ -64,12 +64,13 @@ def receipt(unit: int) -> Receipt:
         proposed=12,
         accepted=9,
     )
-    return Receipt(unit, unit, "w0", "n", None, tally, {"too_long": 1}, spent_s=2.0, commit_s=0.25)
+    committed: Any = SimpleNamespace(exact=True)
+    return Receipt(unit, unit, "w0", "n", committed, tally, {"too_long": 1}, spent_s=2.0, commit_s=0.25)
 
 
-def turn(*, steps: int) -> TurnReport:
+def turn(*answers: Receipt | Failure, steps: int) -> TurnReport:
     engine = EngineStats(steps=steps, slot_steps=8 * steps, active_slot_steps=6 * steps, committed=3 * steps)
-    return TurnReport((), Effort(engine, 1.0, 0.0), Tally())
+    return TurnReport(answers, Effort(engine, 1.0, 0.0), Tally())
 
 
 def at_work(clock: Hand) -> tuple[Scheduler, Totals]:
@@ -78,9 +79,8 @@ def at_work(clock: Hand) -> tuple[Scheduler, Totals]:
     scheduler.on(Tick(0.0))
     commands = scheduler.on(WorkerUp("w0"))
     assert [type(command) for command in commands] == [Assign]
-    totals = Totals(units=4, rows=16, clock=clock, devices=DeviceTime(clock))
-    totals.worker_up()
-    totals.devices.up("w0", load_s=5.0)
+    totals = Totals(units=4, rows=16, clock=clock)
+    totals.worker_up("w0", {"load_s": 5.0})
     return scheduler, totals
 
 
@@ -88,13 +88,13 @@ def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
     clock, exporter = Hand(), Exporter()
     scheduler, totals = at_work(clock)
     watcher = MetricsWatcher("job", "assd", make=exporter.make, clock=clock)
-    watcher.reported("w0", turn(steps=10))
-    watcher.committed(receipt(0))
-    totals.add_receipt(receipt(0))
-    watcher.committed(receipt(1))
-    totals.add_receipt(receipt(1))
-    watcher.failed(Failure(9, 2, "w0", "INFRA", "store", "store", "no"))
+    report = turn(receipt(0), receipt(1), Failure(9, 2, "w0", "INFRA", "store", "store", "no"), steps=10)
+    totals.add_report("w0", report)
+    watcher.reported("w0", report)
+    for unit in range(2):
+        totals.add_receipt(receipt(unit))
     clock.now_s += 5.0
+    totals.still_s = 5.0
     watcher.look(totals, scheduler)
     values = exporter.values
     assert {metric.name for metric in METRICS} - {name for name, _ in values} == {
@@ -121,8 +121,8 @@ def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
     assert {name: values[f"draftmill_{name}", ()] for name in expected} == expected
     assert values["draftmill_errors", ("too_long",)] == 2 and values["draftmill_unit_failures", ("store",)] == 1
     assert values["draftmill_workers", ("up",)] == 1 and values["draftmill_workers", ("loading",)] == 0
-    watcher.died("w0")
-    totals.worker_ended(died=True)
+    scheduler.on(WorkerLost("w0", "killed"))
+    totals.worker_ended("w0", died=True)
     totals.stop()
     watcher.over(totals, scheduler)
     assert values["draftmill_worker_deaths", ()] == 1 and values["draftmill_running", ()] == 0
@@ -137,7 +137,7 @@ def test_metrics_are_reported_once_a_second_however_often_workers_report() -> No
     for _ in range(40):  # ten seconds
         clock.now_s += 0.25
         for _ in range(20):
-            watcher.reported("w0", turn(steps=1))
+            totals.add_report("w0", turn(steps=1))
         watcher.look(totals, scheduler)
     assert max(exporter.calls.values()) <= 5 * 10  # the units have five states, everything else is one series
     assert exporter.calls["draftmill_decoded_tokens"] == 10
@@ -162,10 +162,12 @@ def test_an_exporter_that_fails_is_told_nothing_more_and_says_so_once() -> None:
 
     clock, notes = Hand(), list[str]()
     scheduler, totals = at_work(clock)
-    watchers = Watchers([MetricsWatcher("job", "assd", make=broken, clock=clock)], note=notes.append)
+    display, pool = SimpleNamespace(note=notes.append), SimpleNamespace()
+    watchers = [MetricsWatcher("job", "assd", make=broken, clock=clock)]
+    driver = Driver(scheduler, pool, display, totals, StopFlag(), watchers=watchers)  # type: ignore[arg-type]
     for _ in range(3):
-        watchers.each(lambda watcher: watcher.reported("w0", turn(steps=1)))
-        watchers.each(lambda watcher: watcher.look(totals, scheduler))
+        driver.watch(lambda watcher: watcher.reported("w0", turn(steps=1)))
+        driver.watch(lambda watcher: watcher.look(totals, scheduler))
         clock.now_s += 1.0
-    watchers.each(lambda watcher: watcher.over(totals, scheduler))
+    driver.watch(lambda watcher: watcher.over(totals, scheduler))
     assert notes == ["metrics end here, the run goes on: RuntimeError: no exporter"]

@@ -16,13 +16,13 @@ import yaml
 from draftmill.jobs.config.notify_settings import NotifySettings
 from draftmill.jobs.config.spec import check_spec, load_spec
 from draftmill.jobs.config.yaml_file import parse
-from draftmill.jobs.drive import notify
-from draftmill.jobs.drive.notify import StallWatcher, check_receivers, send, text_of
+from draftmill.jobs.drive.notify import check_receivers, send, text_of
 from draftmill.jobs.drive.totals import Totals
+from draftmill.jobs.run import outcome
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import UserError
-from tests.jobs.drive.test_cost import Hand
+from draftmill.storage.stores.store import open_store
 
 SECRET = "xoxb-9f3a1c7e5d2b"
 
@@ -177,39 +177,24 @@ def test_a_command_that_is_not_there_is_refused_at_once(command: Any, said: str)
 # ---- a run that stands still
 
 
-class Sent:
-    """Collects what would be sent."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.notices: list[dict[str, Any]] = []
-        self.arrived = threading.Semaphore(0)
-        monkeypatch.setattr(notify, "send", self.send)
-
-    def send(self, receivers: list[NotifySettings], event: str, notice: dict[str, Any], tell: Any) -> None:
-        self.notices.append({"event": event, "to": len(receivers), **notice})
-        self.arrived.release()
-
-
 def test_a_stall_is_sent_once_until_there_is_progress_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, sent = Hand(), Sent(monkeypatch)
-    totals = Totals(units=2, rows=8, clock=clock)
-    scheduler = Scheduler([UnitSize(0, 4, 4)], workers=1)
-    receivers = [receiver(command=["sh"]), receiver(command=["sh"])]
-    watcher = StallWatcher(receivers, lambda totals, still_s: {"still_s": still_s}, print, clock=clock)
+    notices, arrived = list[dict[str, Any]](), threading.Semaphore(0)
 
-    def pass_time(seconds: float) -> None:
-        for _ in range(int(seconds)):
-            clock.now_s += 1.0
-            watcher.look(totals, scheduler)
+    def collect(receivers: list[NotifySettings], event: str, notice: dict[str, Any], tell: Any) -> None:
+        notices.append({"event": event, "to": len(receivers), **notice})
+        arrived.release()
 
-    pass_time(notify.STALL_S - 1)
-    assert not sent.notices
-    pass_time(70)
-    assert sent.arrived.acquire(timeout=10)
-    assert sent.notices == [{"event": "stall", "to": 2, "still_s": notify.STALL_S}]
-    totals.units_done = 1
-    pass_time(notify.STALL_S + 2)
-    assert sent.arrived.acquire(timeout=10) and len(sent.notices) == 2
-    clock.now_s += 3600.0  # the driver itself was suspended
-    watcher.look(totals, scheduler)
-    assert len(sent.notices) == 2
+    monkeypatch.setattr(outcome, "send", collect)
+    totals, scheduler = Totals(units=2, rows=8), Scheduler([UnitSize(0, 4, 4)], workers=1)
+    spec = check_spec(spec_with([{"command": ["sh"]}, {"command": ["sh"]}]))
+    watcher = outcome.RunOutcome(spec, open_store("memory://stalls"))
+    for still_s in (0.0, outcome.STALL_S - 1, outcome.STALL_S, outcome.STALL_S + 70):
+        totals.still_s = still_s
+        watcher.look(totals, scheduler)
+    assert arrived.acquire(timeout=10)
+    (notice,) = notices
+    assert (notice["event"], notice["to"], notice["seconds_without_progress"]) == ("stall", 2, outcome.STALL_S)
+    for still_s in (1.0, outcome.STALL_S + 2):
+        totals.still_s = still_s
+        watcher.look(totals, scheduler)
+    assert arrived.acquire(timeout=10) and len(notices) == 2

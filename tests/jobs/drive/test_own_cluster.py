@@ -5,25 +5,29 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
-from draftmill.jobs.drive.ray_session import address_among
+import psutil
+import pytest
 
-RAYLET = [
-    "/somewhere/ray/core/src/ray/raylet/raylet",
-    "--raylet_socket_name=/tmp/socket",
-    "--gcs-address=10.0.0.5:6379",
-]
-SUPERVISOR = ["ray::JobSupervisor", ""]
+from draftmill.jobs.drive.ray_session import own_address
 
 
-def test_the_nearest_raylet_names_the_head():
-    farther = ["raylet", "--gcs-address=10.0.0.9:6379"]
-    assert address_among([["sh", "-c", "draftmill"], SUPERVISOR, RAYLET, farther]) == "10.0.0.5:6379"
+def test_the_nearest_raylet_names_the_head_and_another_program_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*commands: list[str]) -> str | None:
+        parents = [SimpleNamespace(cmdline=lambda words=words: words) for words in commands]
+        monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
+        return own_address()
 
-
-def test_without_a_raylet_or_its_address_there_is_none():
-    assert address_among([SUPERVISOR, [], ["bash", "--gcs-address=10.0.0.9:6379"]]) is None
-    assert address_among([RAYLET[:2]]) is None
+    raylet = [
+        "/somewhere/ray/core/src/ray/raylet/raylet",
+        "--raylet_socket_name=/tmp/socket",
+        "--gcs-address=10.0.0.5:6379",
+    ]
+    farther, supervisor = ["raylet", "--gcs-address=10.0.0.9:6379"], ["ray::JobSupervisor", ""]
+    assert found(["sh", "-c", "draftmill"], supervisor, raylet, farther) == "10.0.0.5:6379"
+    assert found(supervisor, [], ["bash", "--gcs-address=10.0.0.9:6379"]) is None
+    assert found(raylet[:2]) is None
 
 
 def test_it_is_found_over_real_processes():

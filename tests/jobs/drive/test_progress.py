@@ -27,11 +27,10 @@ def totals_after(seconds: float) -> Totals:
     """Two workers since time 0; 25 of 100 samples were done before, 25 are decoded now."""
     clock = iter([0.0] + [seconds] * 20)
     totals = Totals(units=4, rows=100, units_before=1, rows_before=25, clock=lambda: next(clock))
-    totals.worker_up()
-    totals.worker_up()
+    totals.worker_up("w0", {})
+    totals.worker_up("w1", {})
     decoded = Tally(rows=25, ok=24, failed=1, new_tokens=500, nfe=300)
-    totals.add_report(TurnReport((), Effort(), decoded))
-    totals.waiting["w0"] = 25
+    totals.add_report("w0", TurnReport((), Effort(), decoded, waiting=25))
     return totals
 
 
@@ -47,14 +46,14 @@ def test_before_anything_is_decoded_nothing_is_made_up():
 
 def test_tokens_count_while_their_samples_still_go_on():
     totals = totals_after(10.0)
-    totals.add_report(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
+    totals.add_report("w1", TurnReport((), Effort(EngineStats(committed=700)), Tally()))
     assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
 
 
 def test_tokens_of_tried_lengths_do_not_count() -> None:
     totals = totals_after(10.0)
     totals.counts_open = False
-    totals.add_report(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
+    totals.add_report("w1", TurnReport((), Effort(EngineStats(committed=700)), Tally()))
     assert totals.tokens == 500 and " 50 tokens/s " in progress_line(totals)
 
 
@@ -82,9 +81,9 @@ def test_a_slow_rate_has_a_decimal():
 def test_workers_that_are_not_up_yet_load_the_model():
     totals = Totals(units=1, rows=10)
     for loading, text in ((1, "1 worker loads the model"), (3, "3 workers load the model")):
-        totals.loading = loading
+        totals.loading = {f"w{number}" for number in range(loading)}
         assert text in progress_line(totals)
-    totals.worker_up()
+    totals.worker_up("w0", {})
     assert "1 worker " in progress_line(totals)
 
 

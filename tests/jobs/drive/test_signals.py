@@ -32,7 +32,8 @@ def test_what_ray_does_with_the_signal_is_undone_and_its_own_exit_is_an_interrup
 
 
 def test_in_the_drivers_loop_a_signal_is_a_flag_and_a_second_one_is_urgent():
-    with interruptible(), StopFlag().on_signals() as stop:
+    stop = StopFlag()
+    with interruptible(), stop.on_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         assert (stop.reason, stop.urgent) == ("SIGTERM", False)
         os.kill(os.getpid(), signal.SIGINT)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from draftmill.storage.runs.unit_facts import BLOCK, DoneUnits
+from draftmill.storage.runs.done_units import BLOCK, DoneUnits
 
 CODE = """
 import json, resource
@@ -54,7 +54,7 @@ writer.finish()
 planned = peak_mb()
 done = done_units(Store())
 listed = peak_mb()
-assert writer.totals.rows == UNITS == len(writer.sums.rows) == len(done) and UNITS - 1 in done and UNITS not in done
+assert writer.totals.rows == UNITS == writer.totals.units == len(done) and UNITS - 1 in done and UNITS not in done
 print(json.dumps({"parts": len(writer.parts), "bytes": BYTES, "plan_mb": planned - small, "list_mb": listed - planned}))
 """
 

@@ -14,15 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.actors.checkpoints.models import BUILTIN
-from draftmill.actors.planning.surveying import table_of
-from draftmill.actors.rows.canvas import Canvas, CanvasSize
+from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.task import Complete
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.plan.checks import length_note
-from draftmill.jobs.run.first_rows import LoadedModel, RowCanvas, estimate_rows
-from draftmill.jobs.run.validate import canvas_lines, model_lines, prompt_text, quantized_lines, validate
+from draftmill.jobs.run.first_rows import FirstRow, device_lines, estimate_rows
+from draftmill.jobs.run.validate import canvas_lines, prompt_text, quantized_lines, validate
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
@@ -128,9 +127,8 @@ def test_a_prompt_shows_holes_as_their_lengths() -> None:
 def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("twelve chars\n" * 1000)
     inputs = list_inputs(str(tmp_path / "a.txt"))
-    sample = table_of(
-        0, rows=range(101), offsets=[13 * n for n in range(101)], ids=["x"] * 101, sizes=[CanvasSize(1, 1)] * 101
-    )
+    canvas = Canvas(np.asarray([HOLE], np.int32), ((0, 1),))
+    sample = [FirstRow(0, 13 * n, "x", 0, canvas) for n in range(101)]
     assert estimate_rows(inputs, sample) == 1000
     pq.write_table(pa.table({"text": ["a"] * 77}), tmp_path / "b.parquet")
     assert estimate_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
@@ -139,7 +137,7 @@ def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> 
 def test_prompts_that_will_be_cut_are_counted() -> None:
     resolved: Any = SimpleNamespace(tokenizer=None, recipe=SimpleNamespace(task=Complete(kind="complete")))
     tokens = np.asarray([7, 7, 7, HOLE], np.int32)
-    rows = [RowCanvas("r", 0, Canvas(tokens, ((3, 4),), truncated=cut)) for cut in (0, 7, 9)]
+    rows = [FirstRow(0, None, "r", 0, Canvas(tokens, ((3, 4),), truncated=cut)) for cut in (0, 7, 9)]
     lines = list(canvas_lines(resolved, rows))
     assert lines[-1] == "  cut     2 of the first 3 prompts do not fit: 16 of their tokens"
     assert not any("cut" in line for line in canvas_lines(resolved, rows[:1]))
@@ -171,13 +169,12 @@ def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(
 
 def test_half_precision_is_compared_with_float32_on_this_cpu() -> None:
     device = {"name": "CPU", "dtype": "bfloat16", "torch": "2.13.0"}
-    lines = list(model_lines(LoadedModel(True, 2**30, "CPU memory", device=device | {"times_float32": 5.2})))
+    lines = list(device_lines(device | {"times_float32": 5.2}))
     assert lines[0] == "device    CPU, bfloat16, torch 2.13.0"
     assert "bfloat16 products take 5.2 times as long as float32's on this CPU" in lines[1]
-    plain = LoadedModel(True, 2**30, "CPU memory", device=device)
-    assert not any("  dtype" in line for line in model_lines(plain))
-    fast = LoadedModel(True, 2**30, "CPU memory", device=device | {"dtype": "float32", "bfloat16_times": 0.6})
-    assert "float32 is exact; bfloat16 products take 0.6 of its time" in list(model_lines(fast))[1]
+    assert len(list(device_lines(device))) == 1
+    fast = device | {"dtype": "float32", "bfloat16_times": 0.6}
+    assert "float32 is exact; bfloat16 products take 0.6 of its time" in list(device_lines(fast))[1]
 
 
 def test_a_completion_longer_than_its_model_is_noted() -> None:

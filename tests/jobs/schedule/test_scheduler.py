@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, WorkUnit
+from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Failure, NodeLeaving, WorkerLost, WorkUnit
 from draftmill.jobs.schedule import unit_leases
 from draftmill.jobs.schedule.events import (
     Assign,
@@ -26,10 +26,7 @@ from draftmill.jobs.schedule.events import (
     StartWorker,
     Tick,
     UnitDone,
-    UnitFailed,
     WorkerAnswered,
-    WorkerDied,
-    WorkerLeaving,
     WorkerUp,
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
@@ -56,9 +53,9 @@ def units_of(commands: list[Command]) -> list[WorkUnit]:
     return [c.unit for c in commands if isinstance(c, Assign)]
 
 
-def failure(work: WorkUnit, kind: str = "TASK") -> UnitFailed:
+def failure(work: WorkUnit, kind: str = "TASK") -> Failure:
     assert kind in {"TASK", "INFRA"}
-    return UnitFailed(work.lease, work.unit, kind, "boom", "decode", "it broke")  # type: ignore[arg-type]
+    return Failure(work.lease, work.unit, "w0", kind, "boom", "decode", "it broke")  # type: ignore[arg-type]
 
 
 def holding(scheduler: Scheduler, *, spent: int) -> list[WorkUnit]:
@@ -72,20 +69,20 @@ def holding(scheduler: Scheduler, *, spent: int) -> list[WorkUnit]:
 def test_a_worker_on_a_machine_that_goes_ends_before_it_and_its_unit_goes_elsewhere_without_suspicion():
     scheduler = Scheduler(sizes(5, 4), workers=1)
     (first,) = units_of(started(scheduler))
-    assert scheduler.on(WorkerLeaving("w0", left_s=30.0)) == [StartWorker("w1")]
+    assert scheduler.on(NodeLeaving("w0", left_s=30.0)) == [StartWorker("w1")]
     assert scheduler.on(Tick(24.0)) == []
     assert scheduler.on(Tick(25.5)) == [LetGo("w0", lost=True)]
     (again,) = units_of(scheduler.on(WorkerUp("w1")))
     assert (again.unit, again.attempt) == (first.unit, 1)
-    assert scheduler.on(WorkerDied("w0", "its node is gone")) == []
+    assert scheduler.on(WorkerLost("w0", "its node is gone")) == []
     scheduler = Scheduler(sizes(5), workers=1)
     started(scheduler)
-    scheduler.on(WorkerLeaving("w0", left_s=2.0))
+    scheduler.on(NodeLeaving("w0", left_s=2.0))
     assert scheduler.on(Tick(0.9)) == []
     assert scheduler.on(Tick(1.0)) == [LetGo("w0", lost=True)], "half of a short time is for the work"
     scheduler = Scheduler(sizes(5), workers=1)
     started(scheduler)
-    scheduler.on(WorkerLeaving("w0"))
+    scheduler.on(NodeLeaving("w0"))
     assert scheduler.on(Tick(500.0)) == [], "an unknown end is waited for"
 
 
@@ -204,7 +201,7 @@ def test_a_unit_that_has_failed_is_not_copied_but_tried_again_until_its_rows_are
 def test_a_dead_worker_is_replaced_and_its_units_are_leased_again():
     scheduler = Scheduler(sizes(9, 8), workers=1)
     holding(scheduler, spent=1)
-    assert scheduler.on(WorkerDied("w0", "killed")) == [StartWorker("w1")]
+    assert scheduler.on(WorkerLost("w0", "killed")) == [StartWorker("w1")]
     (first,) = units_of(scheduler.on(WorkerUp("w1")))
     (second,) = units_of(scheduler.on(WorkerAnswered("w1", (first.lease,))))
     assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
@@ -213,9 +210,9 @@ def test_a_dead_worker_is_replaced_and_its_units_are_leased_again():
 def test_a_unit_that_took_two_workers_with_it_runs_alone_and_its_neighbour_is_cleared():
     scheduler = Scheduler(sizes(9, 8), workers=1)
     started(scheduler)
-    scheduler.on(WorkerDied("w0", "killed"))
+    scheduler.on(WorkerLost("w0", "killed"))
     scheduler.on(WorkerUp("w1"))
-    scheduler.on(WorkerDied("w1", "killed"))
+    scheduler.on(WorkerLost("w1", "killed"))
     (only,) = units_of(scheduler.on(WorkerUp("w2")))
     assert not only.probe
     (other,) = units_of(scheduler.on(UnitDone(only.lease, only.unit)))
@@ -230,11 +227,11 @@ def test_bisection_finds_the_row_that_kills_and_the_others_come_back():
         (work,) = units_of(commands)
         probes += work.probe
         if work.start <= 5 < work.stop:
-            (start,) = scheduler.on(WorkerDied(work_holder(scheduler), "segfault"))[-1:]
+            (start,) = scheduler.on(WorkerLost(work_holder(scheduler), "segfault"))[-1:]
             assert isinstance(start, StartWorker)
             commands = scheduler.on(WorkerUp(start.worker))
         else:
-            commands = scheduler.on(ProbeDone(work.lease, work.unit))
+            commands = scheduler.on(ProbeDone(work.lease))
         check_integrity(scheduler.state)
     (work,) = units_of(commands)
     assert [(v.start, v.stop, v.kind) for v in work.verdicts] == [(5, 6, "worker_died")]
@@ -245,7 +242,7 @@ def test_bisection_finds_the_row_that_kills_and_the_others_come_back():
 def test_a_lost_device_is_the_machines_fault_and_its_units_rest_and_go_elsewhere():
     scheduler = Scheduler(sizes(9, 8), workers=1)
     holding(scheduler, spent=1)
-    assert scheduler.on(WorkerDied("w0", "illegal memory access", device=True)) == [StartWorker("w1")]
+    assert scheduler.on(WorkerLost("w0", "illegal memory access", device=True)) == [StartWorker("w1")]
     assert not units_of(scheduler.on(WorkerUp("w1")))
     (first,) = units_of(scheduler.on(Tick(1.0)))
     (second,) = units_of(scheduler.on(WorkerAnswered("w1", (first.lease,))))
@@ -263,11 +260,11 @@ def test_a_row_under_which_every_device_is_lost_is_found_and_its_neighbours_come
             commands = scheduler.on(Tick(now_s))
         elif works[0].start <= 5 < works[0].stop:
             deaths += 1
-            (start,) = scheduler.on(WorkerDied(work_holder(scheduler), "device-side assert", device=True))[-1:]
+            (start,) = scheduler.on(WorkerLost(work_holder(scheduler), "device-side assert", device=True))[-1:]
             assert isinstance(start, StartWorker)
             commands = scheduler.on(WorkerUp(start.worker))
         else:
-            commands = scheduler.on(ProbeDone(works[0].lease, works[0].unit))
+            commands = scheduler.on(ProbeDone(works[0].lease))
     (verdict,) = units_of(commands)[0].verdicts
     assert (verdict.start, verdict.stop, verdict.kind) == (
         5,
@@ -290,10 +287,10 @@ def test_task_failures_are_retried_and_then_the_guilty_row_is_quarantined():
     quarantined = []
     while work.probe:
         guilty = work.start == 0
-        commands = scheduler.on(failure(work) if guilty else ProbeDone(work.lease, work.unit))
+        commands = scheduler.on(failure(work) if guilty else ProbeDone(work.lease))
         quarantined += [c for c in commands if isinstance(c, Quarantine)]
         (work,) = units_of(commands)
-    assert [(q.start, q.stop, q.kind) for q in quarantined] == [(0, 1, "boom")]
+    assert [(q.rows.start, q.rows.stop, q.rows.kind) for q in quarantined] == [(0, 1, "boom")]
 
 
 def test_infra_failures_rest_longer_each_time_and_have_their_own_bound():
@@ -349,8 +346,8 @@ def test_a_worker_that_answers_but_gets_nowhere_is_killed_too():
 def test_workers_that_never_start_end_the_job():
     scheduler = Scheduler(sizes(9), workers=1, limits=Limits(starts=2))
     scheduler.on(Tick(0.0))
-    assert scheduler.on(WorkerDied("w0", "no such model")) == [StartWorker("w1")]
-    (finish,) = scheduler.on(WorkerDied("w1", "no such model"))
+    assert scheduler.on(WorkerLost("w0", "no such model")) == [StartWorker("w1")]
+    (finish,) = scheduler.on(WorkerLost("w1", "no such model"))
     assert finish == Finish("failed", "workers can't start: no such model")
 
 
@@ -384,18 +381,18 @@ def test_draining_keeps_the_units_that_run_and_gives_back_the_next():
 def test_a_worker_whose_machine_is_to_go_ends_what_runs_while_another_takes_the_rest():
     scheduler = Scheduler(sizes(9, 8, 7), workers=1)
     first, second, third = holding(scheduler, spent=2)
-    assert scheduler.on(WorkerLeaving("w0")) == [Revoke("w0", third.lease), StartWorker("w1")]
-    assert scheduler.on(WorkerLeaving("w0")) == []
+    assert scheduler.on(NodeLeaving("w0")) == [Revoke("w0", third.lease), StartWorker("w1")]
+    assert scheduler.on(NodeLeaving("w0")) == []
     assert assigned(scheduler.on(WorkerUp("w1"))) == [("w1", third.unit)]
     assert scheduler.on(UnitDone(first.lease, first.unit)) == []
     assert scheduler.on(UnitDone(second.lease, second.unit)) == [LetGo("w0")]
-    assert scheduler.on(WorkerDied("w0", "its node is gone")) == []
+    assert scheduler.on(WorkerLost("w0", "its node is gone")) == []
 
 
 def test_an_idle_worker_whose_machine_is_to_go_is_let_go_at_once():
     scheduler = Scheduler(sizes(9), workers=1)
     scheduler.on(Tick(0.0))
-    assert scheduler.on(WorkerLeaving("w0")) == [LetGo("w0"), StartWorker("w1")]
+    assert scheduler.on(NodeLeaving("w0")) == [LetGo("w0"), StartWorker("w1")]
 
 
 def test_units_that_were_lost_with_a_machine_that_had_to_go_are_under_no_suspicion():
@@ -404,8 +401,8 @@ def test_units_that_were_lost_with_a_machine_that_had_to_go_are_under_no_suspici
     for round_ in range(20):
         (work,) = units_of(scheduler.on(WorkerUp(f"w{round_}")))
         assert work.attempt == 1
-        scheduler.on(WorkerLeaving(f"w{round_}"))
-        scheduler.on(WorkerDied(f"w{round_}", "its node is gone"))
+        scheduler.on(NodeLeaving(f"w{round_}"))
+        scheduler.on(WorkerLost(f"w{round_}", "its node is gone"))
     assert not scheduler.state.touched[0].suspect and scheduler.finished is None
 
 
@@ -415,9 +412,9 @@ def test_workers_that_were_dead_before_a_row_reached_them_do_not_speak_against_i
     (probe,) = units_of(scheduler.on(failure(work)))
     for round_ in range(10):
         assert probe.probe
-        assert scheduler.on(WorkerDied(f"w{round_}", "its node is gone", idle=True)) == [StartWorker(f"w{round_ + 1}")]
+        assert scheduler.on(WorkerLost(f"w{round_}", "its node is gone", idle=True)) == [StartWorker(f"w{round_ + 1}")]
         (probe,) = units_of(scheduler.on(WorkerUp(f"w{round_ + 1}")))
-    (work,) = units_of(scheduler.on(ProbeDone(probe.lease, 0)))
+    (work,) = units_of(scheduler.on(ProbeDone(probe.lease)))
     assert not work.verdicts
 
 
@@ -425,9 +422,9 @@ def test_workers_that_keep_dying_with_nothing_in_hand_end_the_job():
     scheduler = Scheduler(sizes(9), workers=1, limits=Limits(fruitless=4))
     started(scheduler)
     for round_ in range(3):
-        scheduler.on(WorkerDied(f"w{round_}", "out of memory", idle=True))
+        scheduler.on(WorkerLost(f"w{round_}", "out of memory", idle=True))
         scheduler.on(WorkerUp(f"w{round_ + 1}"))
-    assert scheduler.on(WorkerDied("w3", "out of memory", idle=True)) == [
+    assert scheduler.on(WorkerLost("w3", "out of memory", idle=True)) == [
         Finish("failed", "workers keep dying: out of memory")
     ]
 
@@ -435,7 +432,7 @@ def test_workers_that_keep_dying_with_nothing_in_hand_end_the_job():
 def test_at_the_end_of_a_job_what_may_be_lost_is_copied_first():
     scheduler = Scheduler(sizes(9, 8), workers=2)
     held = dict(assigned(started(scheduler)))
-    scheduler.on(WorkerLeaving("w1"))
+    scheduler.on(NodeLeaving("w1"))
     assert assigned(scheduler.on(WorkerUp("w2"))) == [("w2", held["w1"])]
 
 
@@ -472,7 +469,7 @@ class World:
             name = found[0]
             self.dead.discard(name)
             del self.up[name]
-            self.tell(WorkerDied(name, "its node is gone", idle=True))
+            self.tell(WorkerLost(name, "its node is gone", idle=True))
 
     def obey(self, command: Command) -> None:
         if isinstance(command, StartWorker):
@@ -490,7 +487,7 @@ class World:
         elif isinstance(command, KillWorker):
             self.zombies += [work for work in self.up.pop(command.worker) if not self.is_poisoned(work)]
         elif isinstance(command, Quarantine):
-            self.quarantined |= {(command.unit, row) for row in range(command.start, command.stop)}
+            self.quarantined |= {(command.unit, row) for row in range(command.rows.start, command.rows.stop)}
 
     def is_poisoned(self, work: WorkUnit) -> bool:
         spared = {row for verdict in work.verdicts for row in range(verdict.start, verdict.stop)}
@@ -498,7 +495,7 @@ class World:
 
     def die(self, worker: str) -> None:
         del self.up[worker]
-        self.tell(WorkerDied(worker, "segfault"))
+        self.tell(WorkerLost(worker, "segfault"))
 
     def work(self, worker: str) -> None:
         """The worker ends its oldest unit, or dies of it."""
@@ -510,7 +507,7 @@ class World:
 
     def answer(self, work: WorkUnit) -> None:
         if work.probe:
-            self.tell(ProbeDone(work.lease, work.unit))
+            self.tell(ProbeDone(work.lease))
             return
         if not self.commits[work.unit]:  # conditional creation: the first file stays
             self.commits[work.unit] += 1
@@ -553,7 +550,7 @@ def random_step(world: World, data: st.DataObject) -> None:
         world.idle_deaths += 1
         world.dead.add(data.draw(st.sampled_from(idle)))
     elif choice == "leave":
-        world.tell(WorkerLeaving(data.draw(st.sampled_from(sorted(world.up)))))
+        world.tell(NodeLeaving(data.draw(st.sampled_from(sorted(world.up)))))
     elif choice == "fail":
         world.fail(data.draw(st.sampled_from(busy)), data.draw(st.sampled_from(["TASK", "INFRA"])))
     elif choice == "stall":

@@ -6,16 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftmill.actors.messages import WorkUnit
+from draftmill.actors.messages import Failure, WorkerLost, WorkUnit
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
     Revoke,
     Tick,
     UnitDone,
-    UnitFailed,
     WorkerAnswered,
-    WorkerDied,
     WorkerUp,
 )
 from draftmill.jobs.schedule.scheduler import Scheduler, WorkLeft, fitting_unit
@@ -37,7 +35,7 @@ class Team:
         for name in self.speeds:
             self.tell(WorkerUp(name))
 
-    def tell(self, event: Tick | WorkerUp | WorkerAnswered | UnitDone | UnitFailed | WorkerDied) -> list[Command]:
+    def tell(self, event: Tick | WorkerUp | WorkerAnswered | UnitDone | Failure | WorkerLost) -> list[Command]:
         commands = self.scheduler.on(event)
         for command in commands:
             if isinstance(command, Assign):
@@ -99,7 +97,7 @@ def test_near_the_end_the_fast_worker_takes_the_long_unit_and_the_slow_one_a_sho
 def test_a_worker_without_a_known_speed_counts_as_an_average_one():
     team = Team(units(1000, 990, 980, 400, 300, 60), 100, 100)
     team.decode(9.0)
-    team.tell(WorkerDied("w1", "killed", idle=True))
+    team.tell(WorkerLost("w1", "killed", idle=True))
     team.speeds["w2"], team.held["w2"], team.taken["w2"] = 0, [], []
     team.tell(WorkerUp("w2"))
     assert team.taken["w2"], "it gets a unit although nothing is known of it"
@@ -111,7 +109,7 @@ def test_an_idle_slow_worker_leaves_the_last_unit_to_a_fast_one_until_that_is_go
     team.decode(9.0)
     team.finish("w1")
     assert team.taken == {"w0": [0], "w1": [1]}, "w0 would finish the last one in 1.8 s, w1 in 8 s"
-    team.tell(WorkerDied("w0", "killed", idle=True))
+    team.tell(WorkerLost("w0", "killed", idle=True))
     assert team.taken == {"w0": [0], "w1": [1, 2]}
 
 
@@ -131,7 +129,7 @@ def test_a_unit_of_an_early_window_that_comes_back_at_the_end_is_tried_again():
     work = team.held["w0"].pop(0)
     for _ in range(10):  # every other unit first: the lost one rests
         if len(team.taken["w0"]) == 1:
-            team.tell(UnitFailed(work.lease, work.unit, "INFRA", "store", "commit", "it broke"))
+            team.tell(Failure(work.lease, work.unit, "w0", "INFRA", "store", "commit", "it broke"))
         team.decode(0.01)
         team.finish("w0")
     assert team.scheduler.remaining == 1

@@ -1,4 +1,4 @@
-"""Sizes of units in columns, and sets of units: they behave like a dict and a set."""
+"""Sizes of units in columns: they behave like a dict."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from draftmill.jobs.schedule.units import UnitSet, UnitSize, UnitSizes
+from draftmill.jobs.schedule.units import UnitSize, UnitSizes
 
 
 def test_sizes_are_a_mapping_in_the_order_of_the_units() -> None:
@@ -22,18 +22,3 @@ def test_sizes_are_a_mapping_in_the_order_of_the_units() -> None:
         UnitSizes(sizes)[1]
     with pytest.raises(AssertionError):
         UnitSizes([sizes[0], sizes[0]])
-
-
-def test_a_set_of_units_is_a_set() -> None:
-    rng = random.Random(0)
-    found, plain = UnitSet(), set[int]()
-    for _ in range(2000):
-        unit = rng.choice([rng.randrange(100), rng.randrange(300_000)])
-        if rng.random() < 0.6:
-            found.add(unit)
-            plain.add(unit)
-        else:
-            found.discard(unit)
-            plain.discard(unit)
-    assert set(found) == plain and len(found) == len(plain) and list(found) == sorted(plain)
-    assert all((unit in found) == (unit in plain) for unit in range(300))

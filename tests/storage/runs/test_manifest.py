@@ -9,7 +9,8 @@ import pytest
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs import commit
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, read_manifest, write_manifest
-from draftmill.storage.runs.unit_facts import BLOCK, CommittedUnit, CommittedUnits, UnitFacts, unit_name
+from draftmill.storage.runs.done_units import BLOCK
+from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, UnitFacts, unit_name
 from draftmill.storage.stores.interface import MOST_ETAG
 
 

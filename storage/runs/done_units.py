@@ -1,0 +1,34 @@
+"""A set of units, of which there may be millions, in a byte each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Final
+
+BLOCK: Final = 2**14
+"""Units of a block of columns."""
+
+
+class DoneUnits(Collection[int]):
+    """The numbers of the committed units, in order."""
+
+    def __init__(self) -> None:
+        self._there: dict[int, bytearray] = {}
+        self._count = 0
+
+    def add(self, unit: int) -> None:
+        """Add a unit."""
+        self._count += unit not in self
+        if unit // BLOCK not in self._there:
+            self._there[unit // BLOCK] = bytearray(BLOCK)
+        self._there[unit // BLOCK][unit % BLOCK] = 1
+
+    def __contains__(self, unit: object) -> bool:
+        return isinstance(unit, int) and unit // BLOCK in self._there and bool(self._there[unit // BLOCK][unit % BLOCK])
+
+    def __iter__(self) -> Iterator[int]:
+        for block in sorted(self._there):
+            yield from (block * BLOCK + place for place, there in enumerate(self._there[block]) if there)
+
+    def __len__(self) -> int:
+        return self._count
