@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_rows, tile_of
-from draftmill.decoders.backbones.cache import OnSlots, SlotCache
+from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
@@ -39,7 +40,7 @@ from draftmill.decoders.kernels.find import Attend, demanded, find_attention, fi
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
-class ModuleBackbone(OnSlots):
+class ModuleBackbone(Model):
     """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. With
     `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't."""
 

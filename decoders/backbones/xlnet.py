@@ -37,7 +37,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.backbones.cache import OnSlots, SlotCache, rounded
+from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.cache import SlotCache, rounded
 from draftmill.decoders.backbones.families.xlnet import XLNetShape
 from draftmill.decoders.backbones.invariance import (
     EXACT_DTYPES,
@@ -159,7 +160,7 @@ def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Atten
     return attention
 
 
-class XLNetBackbone(OnSlots):
+class XLNetBackbone(Model):
     """See the module's docstring; `weights` are the checkpoint's tensors by name, already checked for completeness."""
 
     def __init__(
@@ -248,7 +249,7 @@ class XLNetBackbone(OnSlots):
         return self.cache.positions_SW
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
-        """See OnSlots. How many distances a forward looks at depends on the number of columns."""
+        """See Model. How many distances a forward looks at depends on the number of columns."""
         num_columns = rounded(num_columns, self.column_multiple)
         return num_columns == self.cache.num_columns and super().stays(num_slots, num_columns)
 
@@ -259,7 +260,7 @@ class XLNetBackbone(OnSlots):
         self.relative = relative
 
     def spread(self, num_slots: int, num_columns: int) -> bool:
-        """See OnSlots."""
+        """See Model."""
         before, self.relative = self.cache.num_columns, self._relative_to(num_columns)
         super().spread(num_slots, num_columns)
         return before == self.cache.num_columns
@@ -290,10 +291,6 @@ class XLNetBackbone(OnSlots):
         sinusoid = torch.cat([angle.sin(), angle.cos()], dim=1).to(device=self.device, dtype=self.dtype)
         parts = [torch.einsum("pD,Dhd->hdp", part, layer.relative_DHd) for part in sinusoid.split(_DISTANCES)]
         return torch.cat(parts, dim=2).contiguous()
-
-    def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Set the positions of a slot's columns, int64 [L]."""
-        self.cache.set_positions(slot, order_L)
 
     # ---- the forward ---------------------------------------------------------------------------------------------
 
