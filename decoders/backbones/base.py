@@ -7,7 +7,7 @@ two kinds: two-stream models (any-subset) have content rows and query rows; in a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,21 @@ from draftmill.decoders.backbones.cache import SlotCache, rounded
 from draftmill.decoders.backbones.invariance import ShapeRules
 from draftmill.decoders.kernels.find import Attend
 from draftmill.decoders.kernels.seen import Tiling
+
+
+class Running(NamedTuple):
+    """How a model runs: dtype and device of its tensors; with `exact` a row has the same bits in any batch on a GPU, too, or the
+    model is refused; `small` is a kind of small_weights.py."""
+
+    dtype: torch.dtype
+    device: torch.device
+    exact: bool = False
+    small: str = "auto"
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all products run by kernels of fixed tiles."""
+        return self.exact and self.device.type != "cpu"
 
 
 class Model(ABC):

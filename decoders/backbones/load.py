@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
-from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.checkpoint import (
     bos_id,
     check_weights,
@@ -38,6 +38,7 @@ from draftmill.decoders.kernels.find import noting
 
 __all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BACKBONES: dict[type, Any] = {XLNetShape: XLNetBackbone, DDiTShape: DDiTBackbone, RotaryShape: RotaryBackbone}
 
 
 def load_weights(
@@ -129,18 +130,14 @@ def load_backbone(
     with noting() as kernels:
         weights = load_weights(folder, dtype=read_as, device=first, form=find_form(config), share=share)
         weights = entry.own_names(config, weights)
-        options: dict[str, Any] = {"dtype": torch_dtype, "device": place}
+        how = Running(torch_dtype, torch.device(place), exact, small)
         backbone: Any
         if share is not None:
-            backbone = SplitBackbone(shape, weights, share=share, **options)
-        elif isinstance(shape, XLNetShape):
-            backbone = XLNetBackbone(shape, weights, exact=exact, **options)
-        elif isinstance(shape, DDiTShape):
-            backbone = DDiTBackbone(shape, weights, exact=exact, **options)
-        elif isinstance(shape, RotaryShape):
-            backbone = RotaryBackbone(shape, weights, exact=exact, small=small, **options)
+            backbone = SplitBackbone(shape, weights, how, share=share)
+        elif isinstance(shape, CausalFacts):
+            backbone = AnyCausalBackbone(entry.name, config, weights, how)
         else:
-            backbone = AnyCausalBackbone(entry.name, config, weights, exact=exact, small=small, **options)
+            backbone = _BACKBONES[type(shape)](shape, weights, how)
         if entry.rows_are_tokens:
             check_masking(backbone)
         backbone.kernels = kernels

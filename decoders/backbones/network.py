@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Scores, attend_rows
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
 from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.packed import UnsetLinear
@@ -342,34 +343,24 @@ def _reordered(tensor: Tensor, order_d: Tensor, num_turned: int) -> Tensor:
 
 class RotaryBackbone(NetworkBackbone):
     """Runs a RotaryNetwork. `weights` are the checkpoint's tensors by the names of transformers' Llama, already checked for
-    completeness; they are removed from the dict. `small` is a kind of small_weights.py."""
+    completeness; they are removed from the dict."""
 
     base: RotaryNetwork
 
-    def __init__(
-        self,
-        shape: RotaryShape,
-        weights: dict[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-        small: str = "auto",
-    ) -> None:
-        where = torch.device(device)
-        first = (
-            where if small == "auto" else torch.device("cpu")
-        )  # full weights never reach a device that gets small ones
+    def __init__(self, shape: RotaryShape, weights: dict[str, Tensor], how: Running) -> None:
+        # Full weights never reach a device that gets small ones.
+        first = how.device if how.small == "auto" else torch.device("cpu")
         for name in list(weights):
-            wide = torch.promote_types(dtype, torch.float32) if shape.has_groups and _WIDE in name else dtype
-            weights[name] = weights[name].to(device=first, dtype=wide)
+            is_wide = shape.has_groups and _WIDE in name
+            dtype = torch.promote_types(how.dtype, torch.float32) if is_wide else how.dtype
+            weights[name] = weights[name].to(device=first, dtype=dtype)
         rope = shape.rope, shape.head_dim, shape.rotary_dim, shape.max_position_embeddings
-        self._rotation = Rotation(*rope, dtype, where)
+        self._rotation = Rotation(*rope, how.dtype, how.device)
         ready = own_weights(weights, self._rotation.order_d, shape.num_attention_heads + shape.num_key_value_heads)
         embedding_VD, head_VD = ready["model.word_embeddings.weight"], ready.get("lm_head.weight")
         if head_VD is None or (shape.tied and torch.equal(head_VD, embedding_VD)):
             ready["lm_head.weight"] = embedding_VD
-        super().__init__(RotaryNetwork, shape, ready, dtype=dtype, device=device, exact=exact, small=small)
+        super().__init__(RotaryNetwork, shape, ready, how)
         self.bind()
 
     def bind(self) -> None:
@@ -379,7 +370,6 @@ class RotaryBackbone(NetworkBackbone):
             self.layers_by = f"own network, {'by' if self.base.kernels is not None else 'without'} kernels"
 
     def tap(self, reader: Any) -> None:
-        """See ModuleBackbone."""
         self.reader = reader
         self.base.taps = frozenset(() if reader is None else reader.speculator.layer_ids)
         self._tapped = self.base.tapped

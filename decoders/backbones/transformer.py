@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_rows, tile_of
-from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
@@ -41,8 +41,7 @@ from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
 class ModuleBackbone(Model):
-    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. With
-    `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't."""
+    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer."""
 
     layers_by = "own network"
     """The code that runs the layers, as users are shown it."""
@@ -51,19 +50,9 @@ class ModuleBackbone(Model):
     is_foreign: ClassVar[bool] = False
     """Whether the layers run the code of others: then only a test tells whether rows are exact."""
 
-    def __init__(
-        self,
-        model: Any,
-        parsed: Any,
-        windows: tuple[int | None, ...],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-    ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+    def __init__(self, model: Any, parsed: Any, windows: tuple[int | None, ...], how: Running) -> None:
+        self.device, self.dtype, dtype, is_fixed = how.device, how.dtype, how.dtype, how.is_fixed
         on_cpu, self._packed = self.device.type == "cpu", can_pack(dtype, self.device)
-        is_fixed = exact and not on_cpu
         self.model, self.windows = model, windows
         self.base, self.head = model.get_decoder(), model.get_output_embeddings()
         inner = getattr(parsed, "widths", None) or [num_out for _, _, num_out, _ in products(self.base)]
@@ -91,7 +80,7 @@ class ModuleBackbone(Model):
         group = parsed.num_attention_heads // key_heads
         longest = getattr(parsed, "max_position_embeddings", None) or parsed.max_length
         all_products = [*products(self.base), *products(self.head)]
-        self.rules = model_rules(all_products, (key_heads, group, width), dtype, self.device, longest, exact=exact)
+        self.rules = model_rules(all_products, (key_heads, group, width), dtype, self.device, longest, exact=how.exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._row_multiple = VECTOR // math.gcd(VECTOR, width, *inner) if on_cpu else 1
         for part in mixtures:
@@ -296,32 +285,21 @@ class Network(nn.Module):
 
 class NetworkBackbone(ModuleBackbone):
     """Runs a `Network`, whose stack is called with tokens and positions [P] and a layout. `weights` are its tensors by name. They
-    are removed from the dict, so that no reference keeps the experts in memory a second time. `small` is a kind of
-    small_weights.py."""
+    are removed from the dict, so that no reference keeps the experts in memory a second time."""
 
-    def __init__(
-        self,
-        stack: Callable[[Any], nn.Module],
-        shape: Any,
-        weights: dict[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-        small: str = "auto",
-    ) -> None:
+    def __init__(self, stack: Callable[[Any], nn.Module], shape: Any, weights: dict[str, Tensor], how: Running) -> None:
         with torch.device("meta"):
             network = Network(stack, shape, bias="lm_head.bias" in weights)
         network.load_state_dict(weights, assign=True)
         weights.clear()
         network.eval().requires_grad_(False)
-        if small != "auto":
-            shrink_products(network.model, small, torch.device(device))
-            if small == "int8":
-                network.shrink_output(torch.device(device))
-            network.to(device)
+        if how.small != "auto":
+            shrink_products(network.model, how.small, how.device)
+            if how.small == "int8":
+                network.shrink_output(how.device)
+            network.to(how.device)
         windows = getattr(shape, "windows", (None,) * shape.num_hidden_layers)
-        super().__init__(network, shape, windows, dtype=dtype, device=device, exact=exact)
+        super().__init__(network, shape, windows, how)
         network.lm_head = self.head  # once packed, it is not kept a second time
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.cache import SlotCache, rounded
 from draftmill.decoders.backbones.families.xlnet import XLNetShape
 from draftmill.decoders.backbones.invariance import (
@@ -163,16 +163,8 @@ def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Atten
 class XLNetBackbone(Model):
     """See the module's docstring; `weights` are the checkpoint's tensors by name, already checked for completeness."""
 
-    def __init__(
-        self,
-        shape: XLNetShape,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-    ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+    def __init__(self, shape: XLNetShape, weights: Mapping[str, Tensor], how: Running) -> None:
+        self.device, self.dtype, dtype, is_fixed = how.device, how.dtype, how.dtype, how.is_fixed
         self.vocab_size, self.width = shape.vocab_size, shape.d_model
         self.num_heads, self.head_width = shape.n_head, shape.d_head
         self.num_layers, self.clamp_len, self.eps = shape.n_layer, shape.clamp_len, shape.layer_norm_eps
@@ -183,12 +175,11 @@ class XLNetBackbone(Model):
         self.output_VD = ready.get("lm_loss.weight", self.embedding_VD)
         self.output_bias_V = ready["lm_loss.bias"]
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
-        self.rules = self._rules(shape.d_inner, exact=exact)
+        self.rules = self._rules(shape.d_inner, exact=how.exact)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
         heads_width = self.num_heads * self.head_width
         self.num_weights = self.num_layers * self.width * (4 * heads_width + 2 * shape.d_inner)
-        is_fixed = exact and self.device.type != "cpu"
         heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
         self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)
         self._product: FixedProduct | None = None

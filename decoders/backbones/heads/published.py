@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.load import load_weights
@@ -166,7 +167,7 @@ class Speculator(NetworkBackbone):
         self._rotation = Rotation(shape.rope, width, width, shape.max_position_embeddings, dtype, device)
         named = {name if name.startswith("lm_head.") else f"model.{name}": weights.pop(name) for name in list(weights)}
         named["model.word_embeddings.weight"] = named.pop("model.embed_tokens.weight")
-        super().__init__(DraftStack, shape, named, dtype=dtype, device=device, exact=exact)
+        super().__init__(DraftStack, shape, named, Running(dtype, device, exact))
         self._ids_V, self.vocab_size = ids_V, target.vocab_size
         self.width = shape.num_last  # of the states that the output layer reads
 

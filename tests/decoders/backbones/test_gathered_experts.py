@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.blocks import llada2_shape
 from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.network import RotaryBackbone
@@ -88,7 +89,7 @@ def test_a_model_is_loaded_without_holding_its_experts_twice(monkeypatch):
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: reference.product)
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
     with Peak() as peak:
-        backbone = RotaryBackbone(llada2_shape(config), weights, dtype=torch.float32, device="cpu")
+        backbone = RotaryBackbone(llada2_shape(config), weights, Running(torch.float32, torch.device("cpu")))
     assert all(part.is_gathered for part in backbone.base.modules() if isinstance(part, Mixture))
     assert weights == {} and total * 0.8 <= peak.most <= total * 1.2
 
