@@ -83,7 +83,6 @@ class MaskedGroup:
         return 2 ** len(self.places_L) - 1 if self.enumerated else self.samples
 
     def mask(self, draw: int) -> Mask:
-        """The mask number `draw`."""
         length = len(self.places_L)
         if self.enumerated:
             hidden_L = ((draw + 1) >> np.arange(length)) % 2 == 1
@@ -167,7 +166,6 @@ class Text(Sample):
 
     @property
     def left(self) -> int:
-        """The number of canvases that have not run."""
         return self.num_canvases - self.num_run
 
     def next_canvases(self, count: int) -> list[list[Draw]]:

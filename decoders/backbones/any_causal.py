@@ -78,10 +78,12 @@ class AnyCausalBackbone(ModuleBackbone):
                 output = model.get_output_embeddings()
                 model.set_output_embeddings(SmallLinear(output.weight, output.bias, small))
             model.to(where)
-        super().__init__(model, known, known.windows, how)
+        parts = base, model.get_output_embeddings(), model.get_input_embeddings()
+        super().__init__(model, parts, known, known.windows, how)
         base.config._attn_implementation = ATTENTION
         model.set_output_embeddings(self.head)
-        base.forward = self._hand_over
+        # Stands in for the stack's forward while the model computes logits of given hidden states.
+        base.forward = lambda *_, **__: _Given(self._given)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=how.dtype, device=where)
         self._compare(name, own, choices)
 
@@ -105,10 +107,6 @@ class AnyCausalBackbone(ModuleBackbone):
         no_tokens_1R = torch.zeros(self._given.shape[:2], dtype=torch.int64, device=self.device)
         logits_1RV: Tensor = self.model(input_ids=no_tokens_1R, use_cache=False).logits
         return logits_1RV[0]
-
-    def _hand_over(self, *_: Any, **__: Any) -> Any:
-        """Stands in for the stack's forward while the model computes logits of given hidden states."""
-        return _Given(self._given)
 
     # ---- the comparison ------------------------------------------------------------------------------------------
 

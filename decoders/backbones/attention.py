@@ -256,15 +256,10 @@ def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scores: Scor
         asked = query_PHd[:count], held_2SKWd, layout.seen
         mixed_NHd = layout.attend(*asked, scaling=scores.scaling, window=window, **more)
     else:
-        mixed_NHd = _mix(query_PHd[:count], layer, layout, scores)
+        parts = [_attend_tile(query_PHd[tile.rows], layer, layout, tile, scores) for tile in layout.tiles]
+        mixed_NHd = parts[0] if len(parts) == 1 else torch.cat(parts)
     padding = query_PHd.shape[0] - count
     return functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd
-
-
-def _mix(query_NHd: Tensor, layer: int, layout: Layout, scores: Scores) -> Tensor:
-    """Attend tile by tile, [valid N, H, d]."""
-    parts = [_attend_tile(query_NHd[tile.rows], layer, layout, tile, scores) for tile in layout.tiles]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_tile(query_NHd: Tensor, layer: int, layout: Layout, tile: Tile, scores: Scores) -> Tensor:

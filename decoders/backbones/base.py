@@ -146,13 +146,14 @@ class Model(ABC):
         """Write the rows into the cache and return hidden states: of all rows, [N, D], for TokenRows; of the query rows, [Q, D],
         for the Rows of two streams."""
 
-    @abstractmethod
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return the raw logits of hidden states, [R, V], in float32 or better; nothing is suppressed yet."""
+        raw_RV = self.raw_logits(hidden_RD)
+        return raw_RV if raw_RV.dtype == torch.float64 else raw_RV.float()
 
     def raw_logits(self, hidden_RD: Tensor) -> Tensor:
         """The same in the dtype of the model's products, for kernels that compute in float32 themselves."""
-        return self.logits(hidden_RD)
+        raise NotImplementedError
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return the input embeddings of tokens, [R, D]; draft heads read them."""

@@ -95,7 +95,6 @@ class SlotCache:
         self._note_offsets()
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
-        """Whether a resize to this leaves its memory where it is."""
         if self.is_pooled and num_slots * num_columns:
             return self.holds(num_slots * num_columns) and num_slots <= len(self._starts_S)
         return (self.num_slots, self.num_columns) == (num_slots, num_columns)
@@ -108,7 +107,6 @@ class SlotCache:
 
     @property
     def dead_cell(self) -> int:
-        """The cell that is no slot's."""
         return self.positions_SW.shape[1] - 1
 
     def reserve(self, num_cells: int) -> None:
@@ -199,7 +197,6 @@ class SlotCache:
         self.positions_SW[slots_R, to_R] = self.positions_SW[slots_R, from_R]
 
     def clear_slot(self, slot: int) -> None:
-        """Put zeros into a slot."""
         slot, start, count = self._extent(slot)
         for layer in self.layers_2SKWd:
             layer[:, slot, :, start : start + count] = 0
@@ -220,14 +217,6 @@ class SlotCache:
         """Note the positions of rows that are written; all rows must have different cells."""
         cells_N = torch.add(columns_N, slots_N, alpha=self.num_columns)
         self.positions_SW.view(-1).index_copy_(0, cells_N, positions_N)
-
-    def note_cells(self, cells_N: Tensor, positions_N: Tensor) -> None:
-        """The same in a pooled cache."""
-        self.positions_SW[0].index_copy_(0, cells_N, positions_N)
-
-    def positions_of(self, cells_N: Tensor) -> Tensor:
-        """The positions of cells of a pooled cache, [N]."""
-        return self.positions_SW[0].index_select(0, cells_N)
 
     def add_layer(self, width: int) -> None:
         """Give an empty cache one more layer, which holds `width` numbers a column."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -117,11 +117,9 @@ def position_scores(query_NHd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tenso
 # ---- the self-test -------------------------------------------------------------------------------------------------
 
 
-class Attention(Protocol):
-    """Attention over random keys and values that the caller holds, [slots, rows, ...]; columns from `visible` on are hidden."""
-
-    def __call__(self, slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
-        """Attend with the first slots and columns and some of its `NUM_PROBE_ROWS` rows."""
+Attention = Callable[[int, slice, int, int, ShapeRules], Tensor]
+"""(slots, rows, visible, columns, rules) -> [slots, rows, ...]: attention over random keys and values that the caller holds, by
+the first slots and columns and some of its `NUM_PROBE_ROWS` rows; columns from `visible` on are hidden."""
 
 
 def find_rules(

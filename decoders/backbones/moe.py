@@ -40,7 +40,6 @@ class Expert(nn.Module):
     activate: Callable[..., Tensor]
 
     def forward(self, rows_ND: Tensor) -> Tensor:
-        """Return the network's output."""
         mixed: Tensor = self.down_proj(self.activate(*[getattr(self, name)(rows_ND) for name in self.ups]))
         return mixed
 
@@ -88,7 +87,6 @@ class Experts(nn.Module):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all experts are multiplied at once."""
         return self._product is not None
 
     def gather(self, product: Product) -> None:
@@ -217,7 +215,6 @@ class Mixture(Experts, ABC):
         """Return each row's experts, best first (int64 [N, K]), and their weights (float32 or better, [N, K])."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Mix every row's experts; shape and dtype stay."""
         rows_ND = hidden.reshape(-1, hidden.shape[-1])
         return self.mix(rows_ND, *self.choose(rows_ND)).to(hidden.dtype).view(hidden.shape)
 
@@ -230,7 +227,6 @@ class SoftmaxMixture(Mixture):
         self.normalise = normalise
 
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """See Mixture."""
         weight_NK, expert_NK = _exact(self.gate(rows_ND)).softmax(-1).topk(self.num_chosen, dim=-1)
         return expert_NK, weight_NK / weight_NK.sum(-1, keepdim=True) if self.normalise else weight_NK
 
@@ -262,7 +258,6 @@ class SigmoidMixture(Mixture):
         self.shared_experts = GatedMLP(width, shared) if shared else None
 
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """See Mixture."""
         score_NE = self.gate(_exact(rows_ND)).sigmoid()
         biased_NGe = (score_NE + self.expert_bias).unflatten(1, (self.num_groups, -1))
         best_NG2 = biased_NGe.topk(2, dim=-1).values

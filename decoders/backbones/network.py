@@ -131,15 +131,12 @@ class Norm(nn.RMSNorm):
     """weight * x / rms(x) over the last dimension; in float64 by way of float32, as transformers' modules compute it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed rows, any number of leading dimensions."""
         if x.dtype != torch.float64:
             return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         return self.weight * functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).double()
 
 
 class Layer(nn.Module):
-    """The weights of one layer."""
-
     def __init__(self, shape: RotaryShape, index: int) -> None:
         super().__init__()
         width, outer, eps = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.rms_norm_eps

@@ -34,7 +34,6 @@ class PackedLinear(nn.Module):
         self.bias_M = bias_M
 
     def forward(self, rows_RK: Tensor) -> Tensor:
-        """Return the products, any number of leading dimensions."""
         rows_RM: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows_RK, self._packed, self.bias_M, "none", [], "")
         return rows_RM
 
@@ -55,7 +54,6 @@ class FixedLinear(nn.Module):
         self.weight, self.bias = weight_MK.contiguous(), bias_M
 
     def forward(self, rows_RK: Tensor) -> Tensor:
-        """Return the products, any number of leading dimensions."""
         out_NM = self._product(rows_RK.reshape(-1, self.in_features), self.weight, self.bias)
         return out_NM.view(*rows_RK.shape[:-1], self.out_features)
 

@@ -1,7 +1,7 @@
 """The rows of a forward: flat, sample after sample; intervals say which columns of its slot each row sees.
 
 `pack` (engine/batch.py) makes them once: numpy arrays on the host, which go to the device as one buffer (`Sent`). What the host
-knows of them stays plain numbers (`RowShape`, `StreamShape`), so that no forward asks the device.
+knows of them stays plain numbers (`RowShape`), so that no forward asks the device.
 
 Legend: N rows that carry a token, Q query rows of a two-stream model, G slots of the forward, I intervals of a row, T tiles.
 """
@@ -142,6 +142,9 @@ class RowShape:
     `num_lines` is the largest number of rows of a slot. No row sees a column at or beyond `num_columns`. `slots` is a slice where
     the slots follow each other, else None. `num_positions` is given where all rows of a slot see the same columns, and where
     these have the positions 0, 1, .. once each: how many there are in the longest slot, or more.
+
+    Of a two-stream forward `num_lines` are rows that carry a token; the slot with the most query rows has `num_queries`, no
+    position of these slots is at or beyond `num_positions`, and some query sees no column if `some_blind`.
     """
 
     num_slots: int
@@ -149,6 +152,8 @@ class RowShape:
     num_columns: int
     slots: slice | None
     num_positions: int | None = None
+    num_queries: int = 0
+    some_blind: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -175,7 +180,6 @@ class Rows(Sent[A]):
 
     @property
     def num_rows(self) -> int:
-        """How many rows carry a token."""
         return len(self.token_N)
 
     @property
@@ -185,7 +189,6 @@ class Rows(Sent[A]):
 
     @property
     def tables(self) -> Tables | None:
-        """The tiles on the device, if there are any."""
         first: Any = tuple(tiles for tiles in (self.few_T, self.many_U) if tiles is not None)
         return Tables(self.tile_lines, first) if first else None
 
@@ -255,21 +258,6 @@ class TokenRows(Rows[A]):
         return TokenRows(**arrays, shape=shape, takes_drafts=bool(takes_drafts), tile_lines=tuple(lines))
 
 
-@dataclass(frozen=True, slots=True)
-class StreamShape:
-    """What the host knows of the rows of a two-stream forward. The slot with the most rows has `num_lines` that carry a token,
-    and that with the most query rows `num_queries`. No row sees a column at or beyond `num_columns`; no position of these slots
-    is at or beyond `num_positions`. `some_blind`: some query sees no column."""
-
-    num_slots: int
-    num_lines: int
-    num_columns: int
-    slots: slice | None
-    num_queries: int
-    num_positions: int
-    some_blind: bool
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class StreamRows(Rows[A]):
     """The rows of a two-stream model, int64. Columns of a slot are the ranks of its decoding order.
@@ -284,12 +272,11 @@ class StreamRows(Rows[A]):
     line_Q: A
     rank_Q: A
     limit_Q: A
-    shape: StreamShape
+    shape: RowShape
     start_Q: A | None = None
 
     @property
     def lines(self) -> tuple[A, ...]:
-        """See Rows."""
         return self.line_N, self.line_Q
 
 

@@ -109,7 +109,6 @@ class SmallLinear(nn.Module):
         return out_RM if self.bias is None else out_RM.add_(self.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the products, any number of leading dimensions."""
         if self.kind == "int8":
             out_RM = self._of_integers(rows.reshape(-1, self.in_features).float())
             return out_RM.to(self.dtype).view(*rows.shape[:-1], self.out_features)

@@ -41,7 +41,8 @@ from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
 class ModuleBackbone(Model):
-    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer."""
+    """Runs a `model`, whose `parts` are all but its output layer, the output layer, and the embeddings; `windows` holds one entry
+    a layer."""
 
     layers_by = "own network"
     """The code that runs the layers, as users are shown it."""
@@ -50,11 +51,13 @@ class ModuleBackbone(Model):
     is_foreign: ClassVar[bool] = False
     """Whether the layers run the code of others: then only a test tells whether rows are exact."""
 
-    def __init__(self, model: Any, parsed: Any, windows: tuple[int | None, ...], how: Running) -> None:
+    def __init__(
+        self, model: Any, parts: tuple[Any, Any, Any], parsed: Any, windows: tuple[int | None, ...], how: Running
+    ) -> None:
         self.device, self.dtype, dtype, is_fixed = how.device, how.dtype, how.dtype, how.is_fixed
         on_cpu, self._packed = self.device.type == "cpu", can_pack(dtype, self.device)
         self.model, self.windows = model, windows
-        self.base, self.head = model.get_decoder(), model.get_output_embeddings()
+        self.base, self.head, embeddings = parts
         inner = getattr(parsed, "widths", None) or [num_out for _, _, num_out, _ in products(self.base)]
         self._inner = max(inner)
         mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
@@ -73,7 +76,6 @@ class ModuleBackbone(Model):
         if is_fixed:
             fix_products(self.base)
             self.head = FixedLinear(self.head.weight, self.head.bias)
-        embeddings = model.get_input_embeddings()
         self.embedding_VD: Any = embeddings if isinstance(embeddings, SmallEmbedding) else embeddings.weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         key_heads, width = parsed.num_key_value_heads, parsed.head_dim
@@ -206,7 +208,7 @@ class ModuleBackbone(Model):
     def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
         start_N, places = self.cache.cells(rows.slot_N, rows.column_N, rows.start_N)
         if any(self.windows):
-            self.cache.note_cells(places, rows.position_N)
+            self.cache.positions_SW[0].index_copy_(0, places, rows.position_N)
         seen = Seen(
             rows.slot_N,
             rows.low_IN,
@@ -235,11 +237,6 @@ class ModuleBackbone(Model):
 
     # ---- both ends -----------------------------------------------------------------------------------------------
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return logits [R, V] of final hidden states, float32 or better."""
-        raw_RV = self.raw_logits(hidden_RD)
-        return raw_RV if raw_RV.dtype == torch.float64 else raw_RV.float()
-
     @torch.no_grad()
     def raw_logits(self, hidden_RD: Tensor) -> Tensor:
         return at_least_rows(self._padded(len(hidden_RD)), self.head, hidden_RD)
@@ -250,56 +247,30 @@ class ModuleBackbone(Model):
         return embedded_RD
 
 
-# ---- networks of our own -----------------------------------------------------------------------------------------------
-
-
-class Network(nn.Module):
-    """A network with the interface of a transformers module: `stack` makes all but the output layer from its sizes, `shape`. Its
-    embeddings are called `word_embeddings`."""
-
-    def __init__(self, stack: Callable[[Any], nn.Module], shape: Any, *, bias: bool) -> None:
-        super().__init__()
-        self.config, self.model = shape, stack(shape)
-        num_last = getattr(shape, "num_last", shape.hidden_size)
-        self.lm_head: Any = UnsetLinear(num_last, shape.vocab_size, bias=bias)
-
-    def get_decoder(self) -> nn.Module:
-        """All but the output layer."""
-        return self.model
-
-    def get_input_embeddings(self) -> Any:
-        """The token embeddings."""
-        return self.model.word_embeddings
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer."""
-        return self.lm_head
-
-    def shrink_output(self, device: torch.device) -> None:
-        """Make the output layer one of int8, and with it the embeddings where they are tied to it."""
-        output, embeddings = self.lm_head, self.get_input_embeddings()
-        self.lm_head = SmallLinear(output.weight, output.bias, "int8").to(device)
-        if output.weight.data_ptr() == embeddings.weight.data_ptr():
-            self.model.word_embeddings = SmallEmbedding(self.lm_head)
-
-
 class NetworkBackbone(ModuleBackbone):
-    """Runs a `Network`, whose stack is called with tokens and positions [P] and a layout. `weights` are its tensors by name. They
-    are removed from the dict, so that no reference keeps the experts in memory a second time."""
+    """Runs a network of our own: `stack` makes all but the output layer from its sizes, `shape`, is called with tokens and
+    positions [P] and a layout, and has its embeddings as `word_embeddings`. `weights` are the tensors of the stack (`model.`) and
+    of the output layer (`lm_head.`). They are removed from the dict, so that no reference keeps the experts in memory a second
+    time."""
 
     def __init__(self, stack: Callable[[Any], nn.Module], shape: Any, weights: dict[str, Tensor], how: Running) -> None:
         with torch.device("meta"):
-            network = Network(stack, shape, bias="lm_head.bias" in weights)
+            network: Any = nn.Module()
+            network.model, num_last = stack(shape), getattr(shape, "num_last", shape.hidden_size)
+            network.lm_head = UnsetLinear(num_last, shape.vocab_size, bias="lm_head.bias" in weights)
         network.load_state_dict(weights, assign=True)
         weights.clear()
         network.eval().requires_grad_(False)
         if how.small != "auto":
             shrink_products(network.model, how.small, how.device)
-            if how.small == "int8":
-                network.shrink_output(how.device)
-            network.to(how.device)
+        if how.small == "int8":
+            output, embeddings = network.lm_head, network.model.word_embeddings
+            network.lm_head = SmallLinear(output.weight, output.bias, "int8").to(how.device)
+            if output.weight.data_ptr() == embeddings.weight.data_ptr():  # they are tied
+                network.model.word_embeddings = SmallEmbedding(network.lm_head)
+        network.to(how.device)
         windows = getattr(shape, "windows", (None,) * shape.num_hidden_layers)
-        super().__init__(network, shape, windows, how)
+        super().__init__(network, (network.model, network.lm_head, network.model.word_embeddings), shape, windows, how)
         network.lm_head = self.head  # once packed, it is not kept a second time
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:

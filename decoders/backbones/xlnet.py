@@ -251,7 +251,6 @@ class XLNetBackbone(Model):
         self.relative = relative
 
     def spread(self, num_slots: int, num_columns: int) -> bool:
-        """See Model."""
         before, self.relative = self.cache.num_columns, self._relative_to(num_columns)
         super().spread(num_slots, num_columns)
         return before == self.cache.num_columns
@@ -259,13 +258,10 @@ class XLNetBackbone(Model):
     def _relative_to(self, num_columns: int) -> list[Tensor]:
         """The keys of all distances between this many columns, or more."""
         num_columns = rounded(num_columns, self.column_multiple)
-        if num_columns <= self._num_distances:
+        num_held = self.relative[0].shape[2] // 2 if self.relative else 0
+        if num_columns <= num_held:
             return self.relative
         return [self._relative_keys(layer, num_columns) for layer in self.layers]
-
-    @property
-    def _num_distances(self) -> int:
-        return self.relative[0].shape[2] // 2 if self.relative else 0
 
     @property
     def row_bytes(self) -> int:
@@ -319,7 +315,7 @@ class XLNetBackbone(Model):
         num_columns = self.rules.columns(shape.num_columns, self.order_SW.shape[1])
         position_N1 = self.order_SW[slot_N, column_N].unsqueeze(1)
         # Half the number of distances looked at: the longest canvas of the batch.
-        span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
+        span = self.rules.columns(shape.num_positions or 0, self.order_SW.shape[1])
         distance_NW = (position_N1 - self.order_SW[slot_N, :num_columns] + span).clamp_(0, 2 * span - 1)
         return _Layout(
             num_content=num_content,
@@ -347,7 +343,7 @@ class XLNetBackbone(Model):
         if rows.start_N is not None and rows.start_Q is not None:
             start_N = torch.cat([rows.start_N, rows.start_Q])
         start_N, cells_N = self.cache.cells(slot_N, column_N, start_N)
-        position_N, places = self.cache.positions_of(cells_N), cells_N[:num_content]
+        position_N, places = self.order_SW[0].index_select(0, cells_N), cells_N[:num_content]
         seen = Seen(
             slot_N,
             torch.zeros_like(limit_N).unsqueeze(0),
@@ -358,7 +354,7 @@ class XLNetBackbone(Model):
             start_N=start_N,
             num_columns=self.cache.num_columns,
         )
-        span = self.rules.columns(shape.num_positions, self.cache.num_columns)
+        span = self.rules.columns(shape.num_positions or 0, self.cache.num_columns)
         return _FlatLayout(
             num_content=num_content,
             span=span,
@@ -459,15 +455,8 @@ class XLNetBackbone(Model):
         bias_NHW = scores_NHp.gather(2, distance_N1W.expand(-1, self.num_heads, -1))
         return bias_NHW.masked_fill_(hidden_N1W, -torch.inf)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return logits [R, V] through the tied output layer, float32 or better."""
-        raw_RV = self.raw_logits(hidden_RD)
-        return raw_RV if raw_RV.dtype == torch.float64 else raw_RV.float()
-
     def raw_logits(self, hidden_RD: Tensor) -> Tensor:
-        """See Model."""
         return self._linear(hidden_RD, self.output_VD, self.output_bias_V)
 
     def embed(self, tokens_R: Tensor) -> Tensor:
-        """Return word embeddings [R, D]."""
         return self.embedding_VD[tokens_R]

@@ -56,7 +56,6 @@ class Running:
 
     @property
     def asking(self) -> list[Sample]:
-        """The samples that get answers."""
         return [sample for sample in self.samples if self.answers(sample)]
 
 
@@ -180,7 +179,6 @@ class Engine:
 
     @property
     def samples(self) -> list[Sample]:
-        """The samples in slots."""
         return [sample for sample in self._slots if sample is not None]
 
     @property

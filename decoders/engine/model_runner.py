@@ -193,7 +193,6 @@ class ModelRunner:
         return self.backbone.spread(shape.slots, shape.columns) or self.graphs is None
 
     def place(self, slot: int, start: int, num_columns: int) -> bool:
-        """Give a slot its cells of the pool; as `spread`."""
         return self.backbone.place(slot, start, num_columns) or self.graphs is None
 
     def wipe(self, slots: Iterable[int]) -> None:
@@ -231,7 +230,6 @@ class ModelRunner:
         return Started(b, copy, self.clock.cut(), done.num_computed)
 
     def _work(self, sent: Batch) -> Work:
-        """A whole forward on the device, which a graph repeats."""
         hidden_ND = self.backbone.forward(self.rows(sent))
         return Work(hidden_ND, self._record(sent, hidden_ND), self.backbone.num_rows_computed)
 

@@ -121,11 +121,9 @@ class Sampler:
         )
 
     def start(self, sample: Sample) -> None:
-        """A new sample has its slot."""
         self._noise.start(sample.slot)
 
     def stays(self, num_slots: int) -> bool:
-        """Whether a resize to this leaves its memory where it is."""
         return self._cells_of(num_slots) == len(self._states_CD) or not self._states_CD.shape[1]
 
     def _cells_of(self, num_slots: int) -> int:

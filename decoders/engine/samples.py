@@ -308,7 +308,6 @@ class Sample:
         return [self.tokens[place] for place in places], log_ps
 
     def outcome(self) -> Outcome:
-        """The result."""
         now, ran = time.perf_counter(), self.nfe > 0
         broken = self.is_bad or not math.isfinite(self.logprob)
         text, log_ps = self._generated_tokens()
@@ -387,5 +386,4 @@ class SlotTable:
             self.uses = Uses.of(self.settings_4S)
 
     def release(self, slot: int) -> None:
-        """A slot has become free."""
         self._set(slot, self._usual)

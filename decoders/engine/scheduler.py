@@ -265,11 +265,6 @@ def fitting(new: list[Sample], most: int | None) -> int:
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def rows_left(sample: Sample, algorithm: Algorithm) -> int:
-    """How many rows of its prompt the sample has still to run, with those that are scored; at least one."""
-    return max((sample.length if algorithm.scores else sample.prompt) - sample.cached, 1)
-
-
 def chunk_within(sample: Sample, algorithm: Algorithm, budget: int) -> int:
     """How many leading rows of the rest of its prompt, at most `budget`, may run without its end."""
     most, multiple = algorithm.reusable(sample), algorithm.cut_multiple
@@ -285,7 +280,8 @@ def schedule_chunks(waiting: Iterable[Sample], algorithm: Algorithm, budget: int
     something runs in any case."""
     running, left = list[Sample](), budget
     for sample in waiting:
-        rows, is_first = rows_left(sample, algorithm), not running
+        # The rows of its prompt that it has still to run, with those that are scored.
+        rows, is_first = max((sample.length if algorithm.scores else sample.prompt) - sample.cached, 1), not running
         if rows > left:
             most = max(left, algorithm.cut_multiple) if is_first else left
             sample.chunk = chunk_within(sample, algorithm, most)

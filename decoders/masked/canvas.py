@@ -87,7 +87,6 @@ class Canvas(Sample):
     # ---- what decoders ask about ---------------------------------------------------------------------------------
 
     def block(self, position: int) -> int:
-        """The block of a position."""
         return max(position - self.origin, 0) // self.size
 
     def end_of(self, block: int) -> int:
@@ -126,7 +125,6 @@ class Canvas(Sample):
             self.trace.append(TraceStep(len(self.trace), self.nfe, list(drafts), tokens, positions))
 
     def is_open(self, position: int) -> bool:
-        """Whether there is a mask at a position."""
         return self.tokens[position] == HOLE
 
     def _until_end(self, picks: Sequence[Pick]) -> int:
@@ -188,7 +186,6 @@ class CanvasAsk:
         self._bests.append(best)
 
     def ask(self, sigmas: Sequence[float] = ()) -> Ask:
-        """The ask."""
         position_R, sizes = np.concatenate(self._positions), [len(each) for each in self._positions]
         row_R = np.repeat(self._firsts, sizes) + np.maximum(position_R - self._shift, 0)
         runs = runs_of(row_R, position_R, TARGET, np.repeat(self._draws, sizes))

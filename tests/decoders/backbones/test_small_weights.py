@@ -200,7 +200,7 @@ def test_tied_embeddings_share_the_codes_of_the_output_layer(tmp_path, is_tied, 
     name = str(dtype).removeprefix("torch.")
     backbone, full = load(tmp_path, "int8", name), load(tmp_path, "auto", name)
     head, tokens = backbone.head, torch.arange(61)
-    assert isinstance(head, SmallLinear) and head is backbone.model.get_output_embeddings()
+    assert isinstance(head, SmallLinear) and head is backbone.model.lm_head
     table = backbone.base.word_embeddings
     assert isinstance(table, SmallEmbedding) == is_tied
     if is_tied:

@@ -398,10 +398,10 @@ def test_an_output_layer_beside_tied_embeddings_is_used_where_it_differs(tmp_pat
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + (0.0 if equal else 1.0)
     save_file(weights, tmp_path / "model.safetensors")
     backbone, wide = load(tmp_path), load(tmp_path, "float64")  # whose products are not packed
-    head = wide.model.get_output_embeddings().weight
+    head = wide.head.weight
     assert (head.data_ptr() == wide.embedding_VD.data_ptr()) == equal
     torch.testing.assert_close(head.detach(), weights["lm_head.weight"].double())
-    assert backbone.model.get_output_embeddings() is backbone.head
+    assert backbone.model.lm_head is backbone.head
     rows = torch.eye(head.shape[1])
     torch.testing.assert_close(backbone.logits(rows), rows @ weights["lm_head.weight"].T, atol=1e-5, rtol=1e-5)
 

@@ -397,7 +397,7 @@ def filled_pool(num_slots: int, num_columns: int) -> SlotCache:
     for slot, column in np.ndindex(num_slots, num_columns):
         starts, cells = cache.cells(torch.tensor([slot]), torch.tensor([column]))
         assert starts.tolist() == [slot * num_columns]
-        cache.note_cells(cells, torch.tensor([100 * slot + column]))
+        cache.positions_SW[0, cells] = 100 * slot + column
         for layer in range(2):
             cache.write(layer, cells, torch.full((1, 6, 4), 1000.0 * layer + 100 * slot + column))
     return cache
@@ -414,7 +414,7 @@ def test_a_pool_shows_its_content_in_another_shape_without_moving(slots, columns
     assert ([pool.data_ptr() for pool in cache.pools_2CKd] == places) == fits
     for slot, column in np.ndindex(min(slots, 4), min(columns, 12)):
         _, cell = cache.cells(torch.tensor([slot]), torch.tensor([column]))
-        assert cache.positions_of(cell).tolist() == [100 * slot + column]
+        assert cache.positions_SW[0, cell].tolist() == [100 * slot + column]
         for layer in range(2):
             assert (cache.pools_2CKd[layer][:, cell] == 1000 * layer + 100 * slot + column).all()
     assert torch.equal(cache.cells(torch.tensor([1]), torch.tensor([3]))[1], torch.tensor([columns + 3]))
@@ -431,9 +431,9 @@ def test_slots_that_were_placed_are_laid_out_side_by_side_again():
     for slot, start in enumerate((40, 0, 20)):
         cache.place(slot, start, 10)
         places = torch.arange(start, start + 10)
-        cache.note_cells(places, 100 * slot + torch.arange(10))
+        cache.positions_SW[0, places] = 100 * slot + torch.arange(10)
     cache.resize(3, 10)
     for slot in range(3):
         _, cells = cache.cells(torch.full((10,), slot), torch.arange(10))
         assert cells.tolist() == list(range(10 * slot, 10 * slot + 10))
-        assert cache.positions_of(cells).tolist() == list(range(100 * slot, 100 * slot + 10))
+        assert cache.positions_SW[0, cells].tolist() == list(range(100 * slot, 100 * slot + 10))
