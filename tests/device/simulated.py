@@ -81,7 +81,7 @@ class Hollow(Model):
         self._attend(query_NHd, self.cache.layers_2SKWd[0], seen, scaling=1.0)
         return torch.zeros(rows.num_rows, 4)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
         """Zeros, [R, V]."""
         return torch.zeros(len(hidden_RD), VOCAB)
 

@@ -32,6 +32,10 @@ class Toy(Model):
     def clear_slot(self, slot: int) -> None:
         """A table has no NaN."""
 
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
+        """The same logits."""
+        return self.logits(hidden_RD)
+
 
 class Table(Toy):
     """Random conditionals, float64, for a position and the visible tokens.
