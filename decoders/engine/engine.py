@@ -27,9 +27,9 @@ from draftmill.decoders.backbones.rows import Host, put
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom, Wish
-from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, steps
-from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
+from draftmill.decoders.engine.asks import MODEL, Answer, Ask, Roll, SampleFrom, Wish
+from draftmill.decoders.engine.batch import Batch, answers, bad_samples, best_tokens, pack, steps
+from draftmill.decoders.engine.cuda_graphs import drop_all, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.memory import Capacity, Extents, MemoryPlan, Shape
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
@@ -74,9 +74,11 @@ class Engine:
         self.hides_host = algorithm.follows is not None and hides_host(setup.backbone)
         """Whether a forward is packed and started before the one before it is read."""
         self.sampler = make_sampler(setup, algorithm, self.slots, self.plan)
-        self.models = [self._target(setup)]
-        if setup.drafter is not None:
-            self.models.append(self._drafting(setup))
+        roles = [True] if setup.drafter is None else [True, False]
+        self.models = [
+            ModelRunner(setup, algorithm, self.sampler, is_target=is_target, hides_host=self.hides_host)
+            for is_target in roles
+        ]
         self.target = self.models[0]
         setup.backbone.tap(setup.drafter if algorithm.reads_states else None)
         self.sampler.drafts_by = self.models[-1].logits
@@ -117,54 +119,6 @@ class Engine:
         self._slots: list[Sample | None] = []
         self._running: Running | None = None
         self._instant: list[Outcome] = []
-
-    def _target(self, setup: Setup) -> ModelRunner:
-        backbone, algorithm = setup.backbone, self.algorithm
-        masked = algorithm.kind == "masked"
-        if masked and setup.info.mask_id is None:
-            raise ValueError(f"decoder.kind: models of family {setup.info.family!r} have no mask to start from")
-        layout = Layout(
-            family="scores" if algorithm.scores else algorithm.kind,
-            streams=algorithm.kind == "any_subset",
-            keeps=algorithm.keeps,
-            # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
-            by_node=algorithm.nodes and backbone.device.type == "cpu" and not backbone.reads_rows,
-            mask_id=setup.info.mask_id if masked else None,
-            has_flags=backbone.has_sums,
-            num_notes=len(self.sampler.noted_C) if self.hides_host else 0,
-        )
-        return ModelRunner(
-            backbone,
-            self.sampler,
-            layout,
-            vocab_size=setup.info.vocab_size,
-            is_target=True,
-            # Where nothing is kept whole canvases run, which keep a device busy.
-            graphs=find_graphs(backbone) if algorithm.keeps else None,
-            num_slots=algorithm.num_slots,
-            whole=masked or not algorithm.keeps,
-        )
-
-    def _drafting(self, setup: Setup) -> ModelRunner:
-        drafter, windows = setup.drafter, self.algorithm.windows
-        assert drafter is not None, "a drafting model"
-        layout = Layout(
-            family="drafts",
-            most_id=drafter.vocab_size - 1 if drafter.vocab_size < setup.info.vocab_size else FAR,
-            has_flags=drafter.has_sums,
-            num_notes=len(self.sampler.noted_C) if windows is None else 0,
-        )
-        assert windows is None or setup.drafter_info is not None, "a drafting model with a mask"
-        return ModelRunner(
-            drafter,
-            self.sampler,
-            layout,
-            vocab_size=setup.info.vocab_size,
-            is_target=False,
-            graphs=find_graphs(drafter) if windows is None else None,
-            whole=windows is not None,
-            drafts=(setup.drafter_info, windows == "full") if windows and setup.drafter_info else None,
-        )
 
     # ---- admission -----------------------------------------------------------------------------------------------
 

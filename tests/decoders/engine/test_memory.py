@@ -11,7 +11,6 @@ from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine import memory, model_runner
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.batch import Layout
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.model_runner import ModelRunner
 from draftmill.decoders.engine.sampler import Sampler
@@ -90,25 +89,20 @@ def test_an_8b_model_on_an_80_gib_card_gets_the_slots_that_fit_instead_of_69_gb(
     assert 100 < plan.slots // (2048 * cache.cell_bytes) < 256
 
 
-def sampler_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 << 20)) -> Any:  # noqa: B008
+def runner_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 << 20)) -> Any:  # noqa: B008
     info, backbone = (
         ModelInfo("table", vocab, None, None, "any_subset", 0),
         TableBackbone(vocab_size=2, num_positions=2),
     )
     sampling = Sampling(acceptance="rejection")
     setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=4, max_tokens=100)
-    return Sampler(setup, Algorithm(decode=iter, window=5, keeps_laws=True), SlotTable(sampling, 4), plan)
+    algorithm = Algorithm(decode=iter, window=5, keeps_laws=True)
+    sampler = Sampler(setup, algorithm, SlotTable(sampling, 4), plan)
+    return ModelRunner(setup, algorithm, sampler, is_target=True, hides_host=False)
 
 
 def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
-    def runner_of(vocab: int) -> ModelRunner:
-        sampler, backbone = (
-            sampler_of(vocab=vocab, plan=MemoryPlan(2000, 0)),
-            TableBackbone(vocab_size=2, num_positions=2),
-        )
-        return ModelRunner(backbone, sampler, Layout("any_subset"), vocab_size=vocab, is_target=True)
-
-    wide, narrow = runner_of(50), runner_of(2)
+    wide, narrow = (runner_of(vocab=vocab, plan=MemoryPlan(2000, 0)) for vocab in (50, 2))
     for num_rows in (0, 1, 63, 64, 65, 1000):
         parts = list(wide.parts(num_rows))
         assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
@@ -297,7 +291,7 @@ def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch):
 
 
 def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch):
-    held, zeros, made = sampler_of(), torch.Tensor.new_zeros, list[int]()
+    held, zeros, made = runner_of()._sampler, torch.Tensor.new_zeros, list[int]()
     held.resize(1)
     before = held._states_CD, held._log_q_C
     assert [len(one) for one in before] == [6, 6]
