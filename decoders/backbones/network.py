@@ -31,8 +31,8 @@ from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Scores, attend_rows
 from draftmill.decoders.backbones.base import Running
-from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
-from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.families.rotary import RotaryShape
+from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
@@ -147,18 +147,10 @@ class Layer(nn.Module):
         if shape.head_norms:
             self.q_norm, self.k_norm = Norm(shape.head_dim, eps), Norm(shape.head_dim, eps)
         if shape.mixture is not None and index not in shape.dense:
-            self.mlp = _mixture(width, shape.mixture)
+            self.mlp = (SoftmaxMixture if shape.mixture.groups is None else SigmoidMixture)(width, shape.mixture)
         else:
             self.gate_up_proj = UnsetLinear(width, 2 * shape.intermediate_size, bias=shape.inner_bias)
             self.down_proj = UnsetLinear(shape.intermediate_size, width, bias=shape.inner_bias)
-
-
-def _mixture(width: int, shape: MixtureShape) -> Mixture:
-    sizes: dict[str, Any] = {"num_experts": shape.num_experts, "num_chosen": shape.num_chosen}
-    if shape.groups is None:
-        return SoftmaxMixture(width, shape.inner, **sizes, normalise=shape.normalise)
-    sizes |= {"groups": shape.groups, "scale": shape.scale, "shared": shape.shared}
-    return SigmoidMixture(width, shape.inner, **sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class ModuleBackbone(Model):
         group = parsed.num_attention_heads // key_heads
         longest = getattr(parsed, "max_position_embeddings", None) or parsed.max_length
         all_products = [*products(self.base), *products(self.head)]
-        self.rules = model_rules(all_products, (key_heads, group, width), dtype, self.device, longest, exact=how.exact)
+        self.rules = model_rules(all_products, (key_heads, group, width), how, longest)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._row_multiple = VECTOR // math.gcd(VECTOR, width, *inner) if on_cpu else 1
         for part in mixtures:

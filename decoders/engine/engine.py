@@ -37,7 +37,7 @@ from draftmill.decoders.engine.penalties import PenaltyTracker
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding_order
-from draftmill.decoders.engine.scheduler import DEVICE_ROWS, GATHERED_ROWS, Scheduler, Turn, ask_of_chunk
+from draftmill.decoders.engine.scheduler import Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
 
@@ -94,16 +94,7 @@ class Engine:
             pooled=all(runner.backbone.reads_rows for runner in self.models),
         )
         gathers = self.target.graphs is not None and self.target.graphs.is_launch_bound
-        device_rows = GATHERED_ROWS if gathers else DEVICE_ROWS
-        self.scheduler = Scheduler(
-            algorithm,
-            setup.backbone.copy_prefix,
-            self.stats,
-            vocab_size=setup.info.vocab_size,
-            prompt_rows=setup.prompt_rows or (device_rows if setup.backbone.reads_rows else None),
-            on_cpu=setup.backbone.device.type == "cpu",
-            gathers=gathers,
-        )
+        self.scheduler = Scheduler(setup, algorithm, self.stats, gathers=gathers)
         # What a step takes for `auto`: on a CPU without the time that other processes have.
         self._clock = time.thread_time if setup.backbone.device.type == "cpu" else time.perf_counter
         self._drafts: dict[str, Callable[[list[Sample], list[Any]], Iterable[Answer]]] = {

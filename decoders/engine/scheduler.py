@@ -37,7 +37,7 @@ Source of chunks: Agrawal et al., "Sarathi" (2023), section 4. Legend: S slots, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -48,6 +48,7 @@ from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import FAR, Ask, Ints, Span
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
 
 LEAST_SHARED: Final = 16
 """The number of rows that waiting for another sample's prompt, and copying its columns, must save, unless it saves all."""
@@ -93,23 +94,15 @@ class Prefill:
 
 
 class Scheduler:
-    """The `line` of new samples, in the order in which they came, and what their prompts have in common. `copy_prefix` copies
-    the first columns of a slot onto another. Without `prompt_rows` prompts run without a budget."""
+    """The `line` of new samples, in the order in which they came, and what their prompts have in common. `gathers`: new samples
+    wait for more of them. Without `prompt_rows` prompts run without a budget."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        copy_prefix: Callable[[int, int, int], None],
-        stats: EngineStats,
-        *,
-        vocab_size: int,
-        prompt_rows: int | None,
-        on_cpu: bool,
-        gathers: bool = False,
-    ) -> None:
-        self.algorithm, self._copy_prefix, self._stats = algorithm, copy_prefix, stats
+    def __init__(self, setup: Setup, algorithm: Algorithm, stats: EngineStats, *, gathers: bool) -> None:
+        self.algorithm, self._copy_prefix, self._stats = algorithm, setup.backbone.copy_prefix, stats
         self._gathers, self._lost = gathers, 0
-        self._vocab_size, self.prompt_rows, self._on_cpu = vocab_size, prompt_rows, on_cpu
+        self._vocab_size, self._on_cpu = setup.info.vocab_size, setup.backbone.device.type == "cpu"
+        device_rows = GATHERED_ROWS if gathers else DEVICE_ROWS
+        self.prompt_rows = setup.prompt_rows or (device_rows if setup.backbone.reads_rows else None)
         self.prefixes = PrefixCache(algorithm.cut_multiple)
         self.line = list[Prefill]()
         self._was_mixed = False

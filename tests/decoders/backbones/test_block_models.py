@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from draftmill.decoders.backbones import moe
+from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
@@ -226,14 +226,8 @@ def test_a_sample_has_the_same_bits_alone_and_among_others(golden, tmp_path, fam
 
 def mixture_of(width=16, inner=24, **changes):
     torch.manual_seed(3)
-    options: dict[str, Any] = {
-        "num_experts": 8,
-        "num_chosen": 3,
-        "groups": (4, 2),
-        "scale": 2.5,
-        "shared": 24,
-    } | changes
-    mixture = SigmoidMixture(width, inner, **options)
+    shape = MixtureShape(inner=inner, num_experts=8, num_chosen=3, groups=(4, 2), scale=2.5, shared=24)
+    mixture = SigmoidMixture(width, replace(shape, **changes))
     for parameter in mixture.parameters():
         torch.nn.init.normal_(parameter)
     return mixture.requires_grad_(False)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.blocks import llada2_shape
+from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.network import RotaryBackbone
 from tests.decoders.references import kernels as reference
@@ -18,11 +19,11 @@ from tests.device.pretend import pretending
 
 
 def softmax_mixture():
-    return SoftmaxMixture(12, 20, num_experts=7, num_chosen=3, normalise=True)
+    return SoftmaxMixture(12, MixtureShape(inner=20, num_experts=7, num_chosen=3, normalise=True))
 
 
 def sigmoid_mixture():
-    return SigmoidMixture(12, 20, num_experts=8, num_chosen=2, groups=(4, 2), scale=2.5, shared=6)
+    return SigmoidMixture(12, MixtureShape(inner=20, num_experts=8, num_chosen=2, groups=(4, 2), scale=2.5, shared=6))
 
 
 def filled(mixture):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import SoftmaxMixture
@@ -230,7 +231,7 @@ def test_drafts_do_not_change_a_text(tmp_path, kind, temperature):
 
 
 def test_routers_stay_as_they_are_and_experts_become_small():
-    mixture = SoftmaxMixture(64, 32, num_experts=4, num_chosen=2, normalise=True)
+    mixture = SoftmaxMixture(64, MixtureShape(inner=32, num_experts=4, num_chosen=2, normalise=True))
     for parameter in mixture.parameters():
         nn.init.normal_(parameter, std=0.1)
     rows_ND = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
