@@ -158,11 +158,6 @@ def cut_rows(
     return cuts
 
 
-def bias_of(seen_NW: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rows see, as an additive bias (0 or -inf)."""
-    return torch.where(seen_NW, 0.0, -torch.inf).to(dtype)
-
-
 def tile_of(cut: Cut, rows: TokenRows, order_BW: Tensor | None, biases: Mapping[int | None, Tensor]) -> Tile:
     """The tile of a part of the rows; `biases` are those of all rows, [N, W]. Places without a row see everything, since a
     softmax over nothing is NaN."""

@@ -28,14 +28,9 @@ _COUNT: Final = re.compile(r"attention_types|(num_|n_)?(hidden_|local_|routed_|s
 GENERATION_FILE: Final = "generation_config.json"
 # The text model of a multimodal one: what its tensors' names begin with, and the fields of the whole config that are its own.
 _TEXT_PART: Final = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=.)")
-_OF_ALL_PARTS: Final = {
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "quantization_config",
-    "draftmill",
-    "tie_word_embeddings",
-}
+_OF_ALL_PARTS: Final = (
+    "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config", "draftmill", "tie_word_embeddings",
+)  # fmt: skip
 _SHARD: Final = re.compile(r"[^/\\]+\.safetensors")
 _LFS: Final = b"version https://git-lfs"
 # Levels of objects and lists in a JSON file. Deeper ones could end any walk through them with a RecursionError.

@@ -172,8 +172,7 @@ class DDiTBackbone(NetworkBackbone):
         if self.takes_sigma:
             assert rows.sigma_G is not None, "this network is conditioned on the noise: its rows need sigma_G"
             count = rows.sigma_G.shape[0]
-            padded_U = rows.sigma_G.new_zeros(self._padded(count), dtype=self.exact_dtype)
-            padded_U[:count] = rows.sigma_G
+            padded_U = functional.pad(rows.sigma_G.to(self.exact_dtype), (0, self._padded(count) - count))
             modulations = [part[:count] for part in self.base.modulations(padded_U)]
             which_P = self._pad(rows.owner_N) if count > 1 else None
         hidden_PD: Tensor = self.base(tokens_P, positions_P, layout, modulations, which_P)

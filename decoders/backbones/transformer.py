@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_rows, tile_of
+from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, cut_rows, tile_of
 from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
@@ -178,11 +179,8 @@ class ModuleBackbone(Model):
 
     def _pad(self, values_N: Tensor) -> Tensor:
         """A value of each row, [P]."""
-        if values_N.shape[0] == self.num_rows_computed:
-            return values_N
-        padded_P = values_N.new_zeros(self.num_rows_computed)
-        padded_P[: values_N.shape[0]] = values_N
-        return padded_P
+        missing = self.num_rows_computed - values_N.shape[0]
+        return functional.pad(values_N, (0, missing)) if missing else values_N
 
     def _layout(self, rows: TokenRows) -> AnyLayout:
         shape = rows.shape
@@ -232,7 +230,7 @@ class ModuleBackbone(Model):
                 if order_BW is not None:
                     near_NW = torch.arange(num_columns, device=self.device).expand(rows.num_rows, -1)
                 within_NW = seen_NW & (near_NW > rows.position_N.unsqueeze(1) - window)
-            biases[window] = bias_of(within_NW, self.dtype)
+            biases[window] = torch.where(within_NW, 0.0, -torch.inf).to(self.dtype)
         return biases
 
     # ---- both ends -----------------------------------------------------------------------------------------------

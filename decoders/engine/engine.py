@@ -304,13 +304,15 @@ class Engine:
         if not turn.samples:
             return done
         self.stats.steps += 1
-        self.stats.slot_steps += len(turn.samples) if turn.prefill_only else self._shape.possible - turn.num_waiting
+        num_prompts = len(turn.new) + len(turn.chunks)
+        has_others = len(turn.samples) > num_prompts
+        self.stats.slot_steps += self._shape.possible - turn.num_waiting if has_others else num_prompts
         if self.algorithm.auto is not None:
             self.algorithm.auto.note_step(
                 self.stats.committed - committed,
                 self._clock() - began_s,
                 len(turn.samples),
-                has_prompts=turn.prefill_only or turn.mixed,
+                has_prompts=num_prompts > 0,
             )
         return done
 

@@ -64,12 +64,9 @@ _FEW_PROMPTS: Final = 4
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The samples of one step. It is the first evaluation of those that are `new`; those in `chunks` run a part of their
-    prompts. `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples wait until others' prompts
-    have run."""
+    prompts. `num_waiting` samples wait until others' prompts have run."""
 
     samples: list[Sample]
-    prefill_only: bool = False
-    mixed: bool = False
     new: Sequence[Sample] = ()
     chunks: Sequence[Sample] = ()
     num_waiting: int = 0
@@ -144,10 +141,9 @@ class Scheduler:
         """The step of those whose prompts have run, and of `running` ones among those in line."""
         slots = {prefill.sample.slot for prefill in self.line} - {sample.slot for sample in running}
         samples = [sample for sample in everyone if sample.slot not in slots]
-        prefill_only = len(samples) == len(running)
         new, chunks = ([prefill for prefill in running if bool(prefill.chunk) is cut] for cut in (False, True))
         self._begin(running)
-        return Turn(samples, prefill_only, bool(running) and not prefill_only, new, chunks, len(slots))
+        return Turn(samples, new, chunks, len(slots))
 
     def _budget(self, num_samples: int, plan: MemoryPlan, *, alternates: bool) -> int | None:
         """How many rows of prompts may run beside the others' rows now; None if prompts run without the others."""

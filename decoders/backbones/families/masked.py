@@ -33,13 +33,8 @@ _LLADA_NAMES: Final = {
     "mlp.down_proj": "ff_out",
 }
 _LLADA_LACKS: Final = (
-    "include_bias",
-    "include_qkv_bias",
-    "attention_layer_norm",
-    "input_emb_norm",
-    "scale_logits",
-    "alibi",
-)
+    "include_bias", "include_qkv_bias", "attention_layer_norm", "input_emb_norm", "scale_logits", "alibi",
+)  # fmt: skip
 _LLADA_BUILT: Final[Supported] = {
     "block_type": ("llama",),
     "block_group_size": (1,),
