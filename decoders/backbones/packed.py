@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.kernels.find import demanded, find_fixed_product
 
 _BLOCK: Final = 8
@@ -79,17 +80,15 @@ def is_conv1d(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def pack_products(module: nn.Module) -> None:
-    """Replace every linear layer below `module` by a packed one, in place."""
-    replace_products(module, PackedLinear)
-
-
-def fix_products(module: nn.Module) -> None:
-    """Replace every linear layer below `module` by a fixed one, in place; ValueError as FixedLinear."""
-    if not hasattr(torch.ops.aten, "_fused_rms_norm"):
+def product_kind(how: Running) -> type[PackedLinear | FixedLinear] | None:
+    """What takes the place of the linear layers of a model that runs so; None where they stay. ValueError, with the reason, where a
+    model can't be exact."""
+    if can_pack(how.dtype, how.device):
+        return PackedLinear
+    if how.is_fixed and not hasattr(torch.ops.aten, "_fused_rms_norm"):
         # Older versions take the mean of a norm by a general reduction: more threads for a row the fewer rows there are.
         raise ValueError(f"model.exact: true needs torch 2.9 or later on a GPU, and here is {torch.__version__}")
-    replace_products(module, FixedLinear)
+    return FixedLinear if how.is_fixed else None
 
 
 def replace_products(

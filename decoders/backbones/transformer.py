@@ -26,13 +26,11 @@ from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
-    FixedLinear,
     PackedLinear,
     UnsetLinear,
     block_of_rows,
-    can_pack,
-    fix_products,
-    pack_products,
+    product_kind,
+    replace_products,
 )
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
@@ -56,7 +54,8 @@ class ModuleBackbone(Model):
         self, model: Any, parts: tuple[Any, Any, Any], parsed: Any, windows: tuple[int | None, ...], how: Running
     ) -> None:
         self.device, self.dtype, dtype, is_fixed = how.device, how.dtype, how.dtype, how.is_fixed
-        on_cpu, self._packed = self.device.type == "cpu", can_pack(dtype, self.device)
+        on_cpu, kind = self.device.type == "cpu", product_kind(how)
+        self._packed = kind is PackedLinear
         self.model, self.windows = model, windows
         self.base, self.head, embeddings = parts
         inner = getattr(parsed, "widths", None) or [num_out for _, _, num_out, _ in products(self.base)]
@@ -66,17 +65,14 @@ class ModuleBackbone(Model):
         dense = [(num_in, num_out) for part, num_in, num_out, _ in products(self.base) if id(part) not in of_experts]
         self.num_weights = sum(num_in * num_out for num_in, num_out in dense)
         """The weights that multiply a row in a forward, without experts."""
-        if self._packed:
-            pack_products(self.base)
+        if kind is not None:
+            replace_products(self.base, kind)
             if not isinstance(self.head, SmallLinear):
-                self.head = PackedLinear(self.head.weight, self.head.bias)
+                self.head = kind(self.head.weight, self.head.bias)
         if on_cpu and adds_exactly():
             for part in model.modules():
                 if isinstance(part, SmallLinear):
                     part.pack()
-        if is_fixed:
-            fix_products(self.base)
-            self.head = FixedLinear(self.head.weight, self.head.bias)
         self.embedding_VD: Any = embeddings if isinstance(embeddings, SmallEmbedding) else embeddings.weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         key_heads, width = parsed.num_key_value_heads, parsed.head_dim

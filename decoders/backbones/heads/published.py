@@ -33,7 +33,7 @@ from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.load import load_weights
 from draftmill.decoders.backbones.network import RotaryBackbone, Rotation
-from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_pack
+from draftmill.decoders.backbones.packed import PackedLinear, product_kind
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.small_weights import SmallLinear
 from draftmill.decoders.backbones.split import SplitBackbone
@@ -158,7 +158,8 @@ class Speculator(NetworkBackbone):
         device, dtype, num_read = target.device, target.dtype, weights["fc.weight"].shape[1]
         self.speculator, ids_V = head, _target_ids(weights, target.vocab_size)
         _complete(weights, target, ids_V, is_dflash=head.kind != "eagle3")
-        self.heads = _take_markov(weights, head, exact=exact and device.type != "cpu")
+        how = Running(dtype, device, exact)
+        self.heads = _take_markov(weights, head, how)
         """Corrects the states of a DSpark head (engine/rolls.py); None if it is none."""
         if self.heads is not None:
             weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], weights.pop("markov_w2")], 1)
@@ -167,7 +168,7 @@ class Speculator(NetworkBackbone):
         self._rotation = Rotation(shape.rope, width, width, shape.max_position_embeddings, dtype, device)
         named = {name if name.startswith("lm_head.") else f"model.{name}": weights.pop(name) for name in list(weights)}
         named["model.word_embeddings.weight"] = named.pop("model.embed_tokens.weight")
-        super().__init__(DraftStack, shape, named, Running(dtype, device, exact))
+        super().__init__(DraftStack, shape, named, how)
         self._ids_V, self.vocab_size = ids_V, target.vocab_size
         self.width = shape.num_last  # of the states that the output layer reads
 
@@ -234,7 +235,7 @@ class MarkovBias(nn.Module):
         return both if self.gate is None else torch.cat([hidden_RD, self.gate(both).sigmoid() * prev_RD], 1)
 
 
-def _take_markov(weights: dict[str, Tensor], head: SpeculatorConfig, *, exact: bool) -> Any:
+def _take_markov(weights: dict[str, Tensor], head: SpeculatorConfig, how: Running) -> Any:
     """The part of a DSpark head beside its network, as draft heads are given to an engine; None without one. The second matrix
     stays, as `markov_w2`."""
     if not head.markov_rank:
@@ -243,11 +244,10 @@ def _take_markov(weights: dict[str, Tensor], head: SpeculatorConfig, *, exact: b
     gate: nn.Module | None = None
     if head.is_gated:
         weight, bias = (weights.pop(f"markov_head.gate_proj.{name}") for name in ("weight", "bias"))
-        packs = can_pack(weight.dtype, weight.device)
         gate = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
         gate.load_state_dict({"weight": weight, "bias": bias}, assign=True)
-        if packs or exact:
-            gate = (PackedLinear if packs else FixedLinear)(weight, bias)
+        if (kind := product_kind(how)) is not None:
+            gate = kind(weight, bias)
     return SimpleNamespace(markov=MarkovBias(prev_VR, gate))
 
 

@@ -88,7 +88,7 @@ def test_a_model_is_loaded_without_holding_its_experts_twice(monkeypatch):
     experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
     assert experts > 0.8 * total
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: reference.product)
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
+    monkeypatch.setattr("draftmill.decoders.backbones.packed.can_pack", lambda *_: False)
     with Peak() as peak:
         backbone = RotaryBackbone(llada2_shape(config), weights, Running(torch.float32, torch.device("cpu")))
     assert all(part.is_gathered for part in backbone.base.modules() if isinstance(part, Mixture))
