@@ -81,7 +81,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def product_kind(how: Running) -> type[PackedLinear | FixedLinear] | None:
-    """What takes the place of a model's linear layers; None where they stay. ValueError, with the reason, where it can't be exact."""
+    """What takes the place of linear layers; None where they stay. ValueError, with the reason, where a model can't be exact."""
     if can_pack(how.dtype, how.device):
         return PackedLinear
     if how.is_fixed and not hasattr(torch.ops.aten, "_fused_rms_norm"):
