@@ -138,7 +138,7 @@ class Text(Sample):
     groups with random masks, `exact_M` over all other tokens."""
 
     __slots__ = (
-        "alone", "by_position", "exact_M", "groups", "is_exact", "num_canvases", "num_draws", "num_run", "per_canvas",
+        "alone", "by_position", "canvases", "exact_M", "groups", "is_exact", "num_canvases", "num_draws", "num_run", "per_canvas",
         "positions", "sampled_M", "scored",
     )  # fmt: skip
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding
 from draftmill.decoders.engine.scheduler import Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
+
+_CANVASES: Final = attrgetter("canvases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,23 +465,24 @@ class Engine:
     # ---- after a forward -----------------------------------------------------------------------------------------
 
     def _count(self, samples: list[Sample], running: Running) -> None:
-        """Count a forward of the target: its rows for each of these samples, of its seconds an equal share. The only place for
-        it. Rows of samples that had ended before count as computed alone."""
-        active, started, stats = len(samples), running.started, self.stats
+        """Count a forward of the target: its rows for each canvas of these samples, of its seconds an equal share. The only place
+        for it. Rows of samples that had ended before count as computed alone."""
+        active, started, stats = sum(map(_CANVASES, samples)), running.started, self.stats
         laps, batch, computed = started.seconds, started.batch, started.computed
-        dropped = len(running.samples) - active  # each had one row of each kind
+        dropped = len(running.samples) - len(samples)  # each had one row of each kind
         seconds, useful = sum(laps), batch.num_rows - dropped * len(batch.rows.lines)
         each = 2 if self.algorithm.guidance else 1  # with and without what was given
         for sample in samples:
+            count = sample.canvases
             # A chunk is a part of the evaluation that runs the rest of the prompt.
             if sample.slot not in running.chunks:
-                sample.nfe += each
-                sample.batch_rows += active * each
-            if sample.nfe <= each:
+                sample.nfe += count * each
+                sample.batch_rows += count * active * each
+            if sample.nfe <= count * each:
                 sample.first_s += laps[0] if laps else 0.0
-            sample.device_s += seconds / active
-            sample.used_rows += useful
-            sample.computed_rows += computed
+            sample.device_s += count * seconds / active
+            sample.used_rows += count * useful
+            sample.computed_rows += count * computed
         stats.verified += batch.num_verified - dropped
         stats.active_slot_steps += active
         stats.useful_rows += useful

@@ -86,6 +86,8 @@ class Sample:
         "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "slot",
         "stats", "stops", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
     )  # fmt: skip
+    canvases = 1
+    """How many canvases of it a forward runs, an evaluation each; a text that is scored has several (estimates.py)."""
 
     def __init__(
         self,
