@@ -42,6 +42,8 @@ class Model(ABC):
     device: torch.device
     dtype: torch.dtype
     cache: SlotCache
+    cache_shape: tuple[int, int, int]
+    """The cache's layers, heads, and width of a head."""
     rules: ShapeRules
     min_rows: int
     """Products over fewer rows than this are padded, so that results do not depend on the batch (invariance.py)."""
@@ -81,6 +83,11 @@ class Model(ABC):
     def column_multiple(self) -> int:
         """The multiple to which it rounds columns up."""
         return self.rules.column_multiple
+
+    def forget(self) -> None:
+        """Drop the whole cache."""
+        self.cache = SlotCache(*self.cache_shape, dtype=self.dtype, device=self.device, pooled=self.reads_rows)
+        self.sums_N = None
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
         """Make room for at least this many slots and columns; see `resize`."""

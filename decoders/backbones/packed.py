@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from draftmill.decoders.backbones.base import Running
-from draftmill.decoders.kernels.find import demanded, find_fixed_product
+from draftmill.decoders.kernels.find import find_fixed_product
 
 _BLOCK: Final = 8
 
@@ -50,7 +50,7 @@ class FixedLinear(nn.Module):
 
     def __init__(self, weight_MK: Tensor, bias_M: Tensor | None) -> None:
         super().__init__()
-        self._product = demanded("fixed products", find_fixed_product(weight_MK.device, weight_MK.dtype))
+        self._product = find_fixed_product(weight_MK.device, weight_MK.dtype)
         self.out_features, self.in_features = weight_MK.shape
         self.weight, self.bias = weight_MK.contiguous(), bias_M
 

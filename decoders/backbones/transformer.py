@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, cut_rows, tile_of
 from draftmill.decoders.backbones.base import Model, Running
-from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
@@ -35,7 +34,7 @@ from draftmill.decoders.backbones.packed import (
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly, shrink_products
-from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
+from draftmill.decoders.kernels.find import Attend, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
@@ -93,8 +92,6 @@ class ModuleBackbone(Model):
         self._heads = {"num_heads": key_heads * group, "key_heads": key_heads, "width": width}
         is_plain = getattr(parsed, "is_plain", True)
         self._attend = find_attention(self.device, dtype, **self._heads, plain=is_plain, fixed=is_fixed)
-        if is_fixed:
-            self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
         self.reader: Any = None
         """The draft head that reads states of the layers, if any (heads/published.py); its cache follows this one's."""
@@ -102,15 +99,10 @@ class ModuleBackbone(Model):
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward never waits for the device: then it can be captured as a CUDA graph."""
+        self.cache_shape = len(windows), key_heads, width
         self.forget()
 
     # ---- the cache -----------------------------------------------------------------------------------------------
-
-    def forget(self) -> None:
-        """Drop the whole cache."""
-        shape, is_pooled = (len(self.windows), self._heads["key_heads"], self._heads["width"]), self._attend is not None
-        self.cache = SlotCache(*shape, dtype=self.dtype, device=self.device, pooled=is_pooled)
-        self.sums_N = None
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         super().copy_prefix(source, target, num_columns)

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftmill.decoders.backbones.base import Model, Running
-from draftmill.decoders.backbones.cache import SlotCache, rounded
+from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.backbones.families.xlnet import XLNetShape
 from draftmill.decoders.backbones.invariance import (
     EXACT_DTYPES,
@@ -55,7 +55,7 @@ from draftmill.decoders.backbones.invariance import (
     rows_exact,
 )
 from draftmill.decoders.backbones.rows import StreamRows
-from draftmill.decoders.kernels.find import Attend, FixedProduct, demanded, find_attention, find_fixed_product
+from draftmill.decoders.kernels.find import Attend, find_attention, find_fixed_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -182,13 +182,11 @@ class XLNetBackbone(Model):
         self.num_weights = self.num_layers * self.width * (4 * heads_width + 2 * shape.d_inner)
         heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
         self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)
-        self._product: FixedProduct | None = None
-        if is_fixed:
-            self._product = demanded("fixed products", find_fixed_product(self.device, dtype))
-            self._attend = demanded("attention", self._attend)
+        self._product = find_fixed_product(self.device, dtype) if is_fixed else None
         self.tiling = Tiling.of(self.device, dtype, group=1, width=self.head_width, relative=True, fixed=is_fixed)
         self.captures = self._attend is not None
         self.relative: list[Tensor] = []
+        self.cache_shape = self.num_layers, self.num_heads, self.head_width
         self.forget()
 
     def _rules(self, inner: int, *, exact: bool) -> ShapeRules:
@@ -221,18 +219,6 @@ class XLNetBackbone(Model):
         )
 
     # ---- the cache -----------------------------------------------------------------------------------------------
-
-    def forget(self) -> None:
-        """Drop the whole cache; the table of distances stays."""
-        self.cache = SlotCache(
-            self.num_layers,
-            self.num_heads,
-            self.head_width,
-            dtype=self.dtype,
-            device=self.device,
-            pooled=self._attend is not None,
-        )
-        self.sums_N = None  # of content rows, then of query rows
 
     @property
     def order_SW(self) -> Tensor:  # noqa: N802

@@ -44,20 +44,17 @@ Count = Callable[[list[float]], int]
 """The number of tokens to reveal, given the confidences of those that may come next, the highest first."""
 
 
-def stepwise(s: Canvas, reading: Reading, quota_of: Callable[[Canvas], Quota]) -> Decoding:
-    """Reveal by a schedule."""
+def stepwise(
+    s: Canvas,
+    reading: Reading,
+    quota_of: Callable[[Canvas], Quota] = lambda s: lambda masks: masks,
+    count: Count | None = None,
+) -> Decoding:
+    """Reveal by a schedule, or the number of tokens that their confidences allow."""
     windows, quota = Windows(s, reading), quota_of(s)
     while s.holes:
         picks = yield from surest(s, reading, windows, quota)
-        s.reveal(picks)
-
-
-def by_confidence(s: Canvas, reading: Reading, count: Count) -> Decoding:
-    """Reveal the number of tokens that their confidences allow."""
-    windows = Windows(s, reading)
-    while s.holes:
-        picks = yield from surest(s, reading, windows, lambda masks: masks)
-        s.reveal(picks[: count([-less_sure for less_sure, *_ in picks])])
+        s.reveal(picks if count is None else picks[: count([-less_sure for less_sure, *_ in picks])])
 
 
 def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Generator[Ask, Answer, list[Pick]]:
@@ -152,13 +149,13 @@ def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
 
 def threshold(setup: Setup, settings: ThresholdSettings) -> Algorithm:
     """How the engine runs `threshold`."""
-    decode = partial(by_confidence, reading=reading_of(setup, settings), count=partial(above, settings.tau))
+    decode = partial(stepwise, reading=reading_of(setup, settings), count=partial(above, settings.tau))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
 
 
 def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
     """How the engine runs `factor`."""
-    decode = partial(by_confidence, reading=reading_of(setup, settings), count=partial(within, settings.factor))
+    decode = partial(stepwise, reading=reading_of(setup, settings), count=partial(within, settings.factor))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
 
 
