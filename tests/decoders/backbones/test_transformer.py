@@ -311,10 +311,10 @@ def test_rows_computed_are_counted_with_their_padding(tmp_path):
 def test_a_mask_that_has_no_effect_is_found_at_start(tmp_path, monkeypatch):
     save_random(tmp_path)
 
-    def see_all(seen_NW, dtype):
-        return torch.zeros(seen_NW.shape, dtype=dtype)
+    def see_all(low_IN, high_IN, num_columns):
+        return torch.ones(low_IN.shape[1], num_columns, dtype=torch.bool)
 
-    monkeypatch.setattr(transformer, "bias_of", see_all)
+    monkeypatch.setattr(transformer, "seen_columns", see_all)
     with pytest.raises(RuntimeError, match="masked columns or other slots change"):
         load(tmp_path)
 
