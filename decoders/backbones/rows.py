@@ -67,8 +67,14 @@ class Sent(Generic[A]):
             setattr(new, name, None if part is None else part.changed(change))
         return new
 
-    def _fields(self) -> Fields:
-        return _fields_of(type(self))  # type: ignore[arg-type]  # mypy takes a class for one of its objects
+    @classmethod
+    @cache
+    def _fields(cls) -> Fields:
+        types = {field.name: str(field.type) for field in fields(cls)}
+        arrays = tuple(name for name, of in types.items() if of in ("A", "A | None"))
+        parts = tuple(name for name, of in types.items() if "[A]" in of)
+        others = tuple(name for name in types if name not in (*arrays, *parts))
+        return Fields(arrays, parts, others, tuple(name for name in others if types[name] in _FACTS))
 
     @property
     def signature(self) -> Hashable:
@@ -124,15 +130,6 @@ class Fields(NamedTuple):
     parts: tuple[str, ...]
     others: tuple[str, ...]
     facts: tuple[str, ...]
-
-
-@cache
-def _fields_of(kind: type[Sent]) -> Fields:
-    types = {field.name: str(field.type) for field in fields(kind)}
-    arrays = tuple(name for name, of in types.items() if of in ("A", "A | None"))
-    parts = tuple(name for name, of in types.items() if "[A]" in of)
-    others = tuple(name for name in types if name not in (*arrays, *parts))
-    return Fields(arrays, parts, others, tuple(name for name in others if types[name] in _FACTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +244,7 @@ class TokenRows(Rows[A]):
     def heard(cls, facts: Sequence[int], flat: Sequence[Tensor]) -> TokenRows:
         """The rows of which these were `told`; views, and the noise is float64."""
         there, num_intervals, num_slots, num_lines, num_columns, first, end, positions, takes_drafts, *lines = facts
-        names = [name for bit, name in enumerate(_fields_of(cls).arrays) if there >> bit & 1]  # type: ignore[arg-type]
+        names = [name for bit, name in enumerate(cls._fields().arrays) if there >> bit & 1]
         arrays: dict[str, Any] = dict(zip(names, flat, strict=True))
         for name in ("low_IN", "high_IN"):
             arrays[name] = arrays[name].view(num_intervals, -1)

@@ -175,7 +175,10 @@ class XLNetBackbone(Model):
         self.output_VD = ready.get("lm_loss.weight", self.embedding_VD)
         self.output_bias_V = ready["lm_loss.bias"]
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
-        self.rules = self._rules(shape.d_inner, exact=how.exact)
+        self.rules = replace(NO_RULES, exact=how.exact)
+        if self.device.type == "cpu":
+            widths = (self.width, self.num_heads * self.head_width, shape.d_inner, self.vocab_size)
+            self.rules = xlnet_rules(widths, self.num_heads, dtype, torch.get_num_threads())
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
         heads_width = self.num_heads * self.head_width
@@ -188,12 +191,6 @@ class XLNetBackbone(Model):
         self.relative: list[Tensor] = []
         self.cache_shape = self.num_layers, self.num_heads, self.head_width
         self.forget()
-
-    def _rules(self, inner: int, *, exact: bool) -> ShapeRules:
-        if self.device.type != "cpu":
-            return replace(NO_RULES, exact=exact)
-        widths = (self.width, self.num_heads * self.head_width, inner, self.vocab_size)
-        return xlnet_rules(widths, self.num_heads, self.dtype, torch.get_num_threads())
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
         attention, inner = prefix + "rel_attn.", prefix + "ff."
@@ -219,11 +216,6 @@ class XLNetBackbone(Model):
         )
 
     # ---- the cache -----------------------------------------------------------------------------------------------
-
-    @property
-    def order_SW(self) -> Tensor:  # noqa: N802
-        """The position of every column of every slot."""
-        return self.cache.positions_SW
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
         """See Model. How many distances a forward looks at depends on the number of columns."""
@@ -270,7 +262,7 @@ class XLNetBackbone(Model):
     @torch.no_grad()
     def forward(self, rows: StreamRows) -> Tensor:
         """Write the content rows' keys and values and return the query rows' last hidden states, [Q, D]."""
-        layout = self._layout(rows) if self._attend is None else self._flat_layout(rows, self._attend)
+        layout = self._layout_of(rows)
         num_query = rows.rank_Q.shape[0]
         content_ND = self.embedding_VD[rows.token_N]
         states_ND = torch.cat([content_ND, self.mask_embedding_D.expand(num_query, self.width)])
@@ -284,8 +276,16 @@ class XLNetBackbone(Model):
         self.sums_N = torch.cat([entering_ND[:num_content], states_ND]).sum(1, dtype=torch.float64)
         return states_ND
 
-    def _layout(self, rows: StreamRows) -> _Layout:
-        shape = rows.shape
+    def _layout_of(self, rows: StreamRows) -> _AnyLayout:
+        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
+        column_N = torch.cat([rows.column_N, rows.rank_Q])
+        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
+        if self._attend is None:
+            return self._layout(rows, limit_N, column_N, slot_N)
+        return self._flat_layout(rows, limit_N, column_N, slot_N, self._attend)
+
+    def _layout(self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor) -> _Layout:
+        shape, order_SW = rows.shape, self.cache.positions_SW
         num_content, num_query = rows.token_N.shape[0], rows.rank_Q.shape[0]
         num_rows = max(shape.num_lines + shape.num_queries, self.rules.min_queries)
         content_N = torch.add(rows.line_N, rows.owner_N, alpha=num_rows)
@@ -295,14 +295,11 @@ class XLNetBackbone(Model):
         rows_P, last_rows_P = row_N.new_zeros(2, shape.num_slots * num_rows)
         rows_P[rectangle_N] = row_N
         last_rows_P[query_N] = row_N[:num_query]
-        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
-        column_N = torch.cat([rows.column_N, rows.rank_Q])
-        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
-        num_columns = self.rules.columns(shape.num_columns, self.order_SW.shape[1])
-        position_N1 = self.order_SW[slot_N, column_N].unsqueeze(1)
+        num_columns = self.rules.columns(shape.num_columns, order_SW.shape[1])
+        position_N1 = order_SW[slot_N, column_N].unsqueeze(1)
         # Half the number of distances looked at: the longest canvas of the batch.
-        span = self.rules.columns(shape.num_positions or 0, self.order_SW.shape[1])
-        distance_NW = (position_N1 - self.order_SW[slot_N, :num_columns] + span).clamp_(0, 2 * span - 1)
+        span = self.rules.columns(shape.num_positions or 0, order_SW.shape[1])
+        distance_NW = (position_N1 - order_SW[slot_N, :num_columns] + span).clamp_(0, 2 * span - 1)
         return _Layout(
             num_content=num_content,
             num_slots=shape.num_slots,
@@ -320,22 +317,21 @@ class XLNetBackbone(Model):
             blind_N=limit_N == 0 if shape.some_blind else None,
         )
 
-    def _flat_layout(self, rows: StreamRows, attend: Attend) -> _FlatLayout:
-        shape, num_content = rows.shape, rows.token_N.shape[0]
-        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
-        column_N = torch.cat([rows.column_N, rows.rank_Q])
-        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
+    def _flat_layout(
+        self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor, attend: Attend
+    ) -> _FlatLayout:
+        shape, num_content, order_SW = rows.shape, rows.token_N.shape[0], self.cache.positions_SW
         start_N = None
         if rows.start_N is not None and rows.start_Q is not None:
             start_N = torch.cat([rows.start_N, rows.start_Q])
         start_N, cells_N = self.cache.cells(slot_N, column_N, start_N)
-        position_N, places = self.order_SW[0].index_select(0, cells_N), cells_N[:num_content]
+        position_N, places = order_SW[0].index_select(0, cells_N), cells_N[:num_content]
         seen = Seen(
             slot_N,
             torch.zeros_like(limit_N).unsqueeze(0),
             limit_N.unsqueeze(0),
             position_N=position_N,
-            positions_SW=self.order_SW,
+            positions_SW=order_SW,
             tables=rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q])),
             start_N=start_N,
             num_columns=self.cache.num_columns,
@@ -352,7 +348,8 @@ class XLNetBackbone(Model):
         )
 
     def _layer_forward(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> Tensor:
-        self._write(layer, index, states_ND, layout)
+        key_value = self._linear(states_ND[: layout.num_content], layer.key_value_DD, None)
+        self.cache.write(index, layout.places, key_value.view(-1, 2 * self.num_heads, self.head_width))
         start = layout.num_content if index == self.num_layers - 1 else 0
         rows_ND = states_ND[start:]
         query_ND = self._linear(rows_ND, layer.query_DD, None)
@@ -373,11 +370,6 @@ class XLNetBackbone(Model):
         if self._product is not None:
             return self._product(rows_NK, weight_MK, bias_M)
         return linear_rows(rows_NK, weight_MK, bias_M, self.rules.min_rows)
-
-    def _write(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> None:
-        content_ND = states_ND[: layout.num_content]
-        key_value = self._linear(content_ND, layer.key_value_DD, None)
-        self.cache.write(index, layout.places, key_value.view(-1, 2 * self.num_heads, self.head_width))
 
     def _flat_attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
         """Attend to the cache by the rows' limits, [N, H * d]."""

@@ -102,9 +102,7 @@ class Sampler:
             return "drafts are judged by the rejection rule (sampling.acceptance: rejection, or this decoder's own)"
         if setup.has_constraints or setup.sampling.min_p:
             return "this job has constraints, penalties or min_p"
-        return (
-            "" if self.kernel is not None else "this job has distributions or a device without the kernel for sampling"
-        )
+        return "this job has distributions or a device without the kernel for sampling" if self.kernel is None else ""
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
