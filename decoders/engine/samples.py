@@ -369,18 +369,13 @@ class SlotTable:
         slot, own = sample.slot, sample.request.settings
         self.key_S2[slot], self.length_S[slot] = split_key(sample.key), sample.length
         self._set(slot, column_of(self._job, (own.temperature, own.top_p, own.min_p, own.top_k)))
-        if sample.order is not None:
-            self._wider(sample.length)[slot, : sample.length] = sample.order
-
-    def _wider(self, length: int) -> Ints:
-        """The orders, widened to `length` ranks."""
-        held = self.order_SW
-        if held is None or held.shape[1] < length:
-            self.order_SW = np.zeros((len(self.length_S), length), dtype=np.int64)
-            if held is not None:
-                self.order_SW[:, : held.shape[1]] = held
-        assert self.order_SW is not None, "orders have a table"
-        return self.order_SW
+        if sample.order is None:
+            return
+        if self.order_SW is None:
+            self.order_SW = np.zeros((len(self.length_S), sample.length), dtype=np.int64)
+        if (missing := sample.length - self.order_SW.shape[1]) > 0:
+            self.order_SW = np.pad(self.order_SW, ((0, 0), (0, missing)))
+        self.order_SW[slot, : sample.length] = sample.order
 
     def _set(self, slot: int, settings: tuple[float, ...]) -> None:
         if tuple(self.settings_4S[:, slot]) != settings:

@@ -93,11 +93,6 @@ class Canvas(Sample):
         """The position after the last one of a block."""
         return min(self.origin + (block + 1) * self.size, self.length)
 
-    def next_masks(self) -> tuple[int, int, int]:
-        """The masks that may come next, those of the first block that has any: first position, end, number of masks."""
-        end = self.end_of(self.block(self.holes[0]))
-        return self.holes[0], end, bisect_left(self.holes, end)
-
     # ---- what decoders reveal ------------------------------------------------------------------------------------
 
     def reveal(self, picks: Sequence[Pick], proposed: int = 0, drafts: Sequence[int] = ()) -> None:

@@ -21,6 +21,7 @@ section 3.3.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, Final
@@ -59,9 +60,10 @@ def stepwise(
 
 def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Generator[Ask, Answer, list[Pick]]:
     """Run the canvas, or what the cache leaves to run; the surest of the masks that may come next."""
-    _, high, masks = s.next_masks()
-    asked = CanvasAsk(reading.shift, s.given if reading.guided else None)
-    for low, end in windows.next_runs(s.block(s.holes[0])):
+    block = s.block(s.holes[0])
+    high = s.end_of(block)
+    masks, asked = bisect_left(s.holes, high), CanvasAsk(reading.shift, s.given if reading.guided else None)
+    for low, end in windows.next_runs(block):
         first = asked.run(s.canvas, low, end, column=low, below=s.length)
         if low < high <= end:
             asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * reading.fresh)
