@@ -68,22 +68,15 @@ NUM_PROBE_ROWS: Final = 300
 _ROW_COUNTS: Final = (1, 2, 3, 5, 16, 17, 33, 64, 129, 257)
 
 
-def linear_rows(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, min_rows: int) -> Tensor:
-    """`functional.linear` on at least `min_rows` rows; the padding is cut off again."""
-    return at_least_rows(min_rows, lambda rows: functional.linear(rows, weight_MK, bias_M), rows_NK)
-
-
 def at_least_rows(min_rows: int, function: Callable[..., Tensor], first: Tensor, **others: Tensor) -> Tensor:
     """Call a row-wise function on tensors padded to `min_rows` rows; the padding is cut off its result."""
     num_rows = first.shape[0]
     if num_rows >= min_rows:
         return function(first, **others)
-    padded = {name: _pad_rows(rows, min_rows) for name, rows in others.items()}
-    return function(_pad_rows(first, min_rows), **padded)[:num_rows]
-
-
-def _pad_rows(rows: Tensor, num_rows: int) -> Tensor:
-    return torch.cat([rows, rows.new_zeros(num_rows - rows.shape[0], *rows.shape[1:])])
+    first, *padded = (
+        functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, min_rows - num_rows)) for rows in (first, *others.values())
+    )
+    return function(first, **dict(zip(others, padded, strict=True)))[:num_rows]
 
 
 def weigh_values(weights_CTW: Tensor, value_CWd: Tensor, sum_columns: int) -> Tensor:

@@ -46,9 +46,9 @@ from draftmill.decoders.backbones.invariance import (
     NUM_PROBE_ROWS,
     Attention,
     ShapeRules,
+    at_least_rows,
     attend,
     find_rules,
-    linear_rows,
     normal,
     position_scores,
     probe_columns,
@@ -369,7 +369,7 @@ class XLNetBackbone(Model):
         """A product whose rows do not depend on their number, as far as this device has one."""
         if self._product is not None:
             return self._product(rows_NK, weight_MK, bias_M)
-        return linear_rows(rows_NK, weight_MK, bias_M, self.rules.min_rows)
+        return at_least_rows(self.rules.min_rows, lambda rows: functional.linear(rows, weight_MK, bias_M), rows_NK)
 
     def _flat_attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
         """Attend to the cache by the rows' limits, [N, H * d]."""
