@@ -73,10 +73,12 @@ def at_least_rows(min_rows: int, function: Callable[..., Tensor], first: Tensor,
     num_rows = first.shape[0]
     if num_rows >= min_rows:
         return function(first, **others)
-    first, *padded = (
-        functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, min_rows - num_rows)) for rows in (first, *others.values())
-    )
-    return function(first, **dict(zip(others, padded, strict=True)))[:num_rows]
+    padded = {name: _pad_rows(rows, min_rows) for name, rows in others.items()}
+    return function(_pad_rows(first, min_rows), **padded)[:num_rows]
+
+
+def _pad_rows(rows: Tensor, num_rows: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(num_rows - rows.shape[0], *rows.shape[1:])])
 
 
 def weigh_values(weights_CTW: Tensor, value_CWd: Tensor, sum_columns: int) -> Tensor:
