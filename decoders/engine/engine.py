@@ -446,14 +446,12 @@ class Engine:
 
     def _copy_columns(self, samples: list[Sample]) -> None:
         """Copy columns within slots where decoders want it."""
-        copying = [sample for sample in samples if sample.copies]
-        if not copying:
+        copies = [(sample.slot, *copy) for sample in samples for copy in sample.copies]
+        if not copies:
             return
-        copies_P3 = np.array([number for sample in copying for number in sample.copies]).reshape(-1, 3)
-        slot_P = np.repeat([sample.slot for sample in copying], [len(sample.copies) // 3 for sample in copying])
-        for sample in copying:
+        for sample in samples:
             sample.copies = ()
-        source_P, target_P, count_P = copies_P3.T
+        slot_P, source_P, target_P, count_P = np.array(copies).T
         if self.slots.start_S is not None:
             source_P, target_P = source_P + self.slots.start_S[slot_P], target_P + self.slots.start_S[slot_P]
         step = steps(count_P)

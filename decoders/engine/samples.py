@@ -74,7 +74,7 @@ class Sample:
     """One request at work.
 
     Decoders read it, and write `tokens`, `cached`, `cached_draft` and `nfe_draft`; all else is the engine's. A
-    decoder that wants columns copied after an answer sets `copies`: (from column, to column, count), one after the other.
+    decoder that wants columns copied after an answer sets `copies`: (from column, to column, count) each.
 
     Of a forward the engine counts for each of its samples all rows, and of its seconds an equal share: `device_s`, of which
     `first_s` is the first evaluation's, `batch_rows` samples, `used_rows` that were asked for, `computed_rows` with padding.
@@ -133,7 +133,7 @@ class Sample:
         self.penalties: PenaltyTracker | None = None
         # Rows of the prompt that run in this forward, before anything is asked (scheduler.py).
         self.chunk = 0
-        self.copies: Sequence[int] = ()
+        self.copies: Sequence[tuple[int, int, int]] = ()
         # Whether a forward gave it NaN or infinity: then it fails.
         self.is_bad = False
         self.first_s = self.device_s = 0.0

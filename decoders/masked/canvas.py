@@ -424,14 +424,14 @@ def columns_of(visible: Visible) -> list[int]:
     return [number for stretch in stretches for number in stretch] + [0] * 2 * (MOST_STRETCHES - len(stretches))
 
 
-def evictions(visible: Visible, window: Positions) -> list[int]:
+def evictions(visible: Visible, window: Positions) -> list[tuple[int, int, int]]:
     """The columns beside the canvas to copy into it, but those that the next forward's window runs: (from, to, count) each."""
-    copies: list[int] = []
-    for first, end, at in visible:
-        for low, high in ((first, min(end, window[0])), (max(first, window[1]), end)):
-            if low < high and at != first:
-                copies += (at + low - first, low, high - low)
-    return copies
+    return [
+        (at + low - first, low, high - low)
+        for first, end, at in visible
+        for low, high in ((first, min(end, window[0])), (max(first, window[1]), end))
+        if low < high and at != first
+    ]
 
 
 def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[list[Pick]]]:
