@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.base import ModelInfo, Outcome, Request
+from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
 from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
@@ -261,13 +261,6 @@ def ask_about(canvases: Sequence[ScoredRows]) -> Ask:
         np.concatenate([canvas.wanted for canvas in canvases]),
         sigmas=[sigma for canvas in canvases for sigma in canvas.sigmas],
     )
-
-
-def mask_of(info: ModelInfo) -> int:
-    """The id of the model's mask; ValueError if it has none."""
-    if info.mask_id is None:
-        raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to score with")
-    return info.mask_id
 
 
 def estimate_algorithm(

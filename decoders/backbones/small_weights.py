@@ -208,8 +208,6 @@ def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
     """Make the linear layers of a model small and move them to a device, in place; routers stay.
     Experts that transformers has in one tensor get the numbers of small ones, and become small in a second call, once they are
     layers. ValueError where weights can't be made small."""
-    if kind not in _LARGEST:
-        raise ValueError(f"model.weights: {kind!r}; allowed: auto, {', '.join(_LARGEST)}")
     for part in base.modules():
         for weight in (weight for weight in part.parameters(recurse=False) if weight.ndim > 2):
             if not hasattr(part, "is_transposed"):

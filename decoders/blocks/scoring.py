@@ -30,7 +30,7 @@ from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import FAR, Ints, Span
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_algorithm, mask_of
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ class Layout:
 def algorithm(setup: Setup, settings: BlockDiffusionSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it."""
     assert not setup.info.prompt_block, "which blocks a text is made of is not known without its prompt"
-    layout = Layout(settings.size_for(setup.info), mask_of(setup.info), setup.info.shift, settings.causal_cache)
+    assert setup.info.mask_id is not None, "families of this kind have a mask"
+    layout = Layout(settings.size_for(setup.info), setup.info.mask_id, setup.info.shift, settings.causal_cache)
     return estimate_algorithm(
         settings,
         estimate,

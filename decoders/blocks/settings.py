@@ -333,8 +333,7 @@ class Rules:
         """Raises ValueError, with the field path, where settings and model do not fit."""
         settings.check_model(info)
         size = settings.size_for(info)
-        if info.mask_id is None:
-            raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to start from")
+        assert info.mask_id is not None, "families of this kind have a mask"
         return cls(
             settings=settings,
             size=size,

@@ -120,16 +120,14 @@ class Started:
 
 def _layout(setup: Setup, algorithm: Algorithm, num_notes: int) -> Layout:
     """How the target's rows stand in its cache."""
-    backbone, masked = setup.backbone, algorithm.kind == "masked"
-    if masked and setup.info.mask_id is None:
-        raise ValueError(f"decoder.kind: models of family {setup.info.family!r} have no mask to start from")
+    backbone = setup.backbone
     return Layout(
         family="scores" if algorithm.scores else algorithm.kind,
         streams=algorithm.kind == "any_subset",
         keeps=algorithm.keeps,
         # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
         by_node=algorithm.nodes and backbone.device.type == "cpu" and not backbone.reads_rows,
-        mask_id=setup.info.mask_id if masked else None,
+        mask_id=setup.info.mask_id if algorithm.kind == "masked" else None,
         has_flags=backbone.has_sums,
         num_notes=num_notes,
     )

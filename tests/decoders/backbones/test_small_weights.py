@@ -248,7 +248,6 @@ def test_what_has_no_small_form_is_refused(tmp_path):
     save_random(tmp_path, "gpt2")  # its width is 24
     for arguments, message in (
         ({"small": "int4"}, "int4, but a layer has 24 inputs; allowed: auto, int8, fp8"),
-        ({"small": "int3"}, "'int3'; allowed: auto, int8, int4, fp8"),
         ({"small": "int8", "dtype": "float64"}, "int8, but model.dtype is float64; allowed: auto"),
         ({"small": "int8", "share": Share(0, 2)}, "int8, but workers.gpus_per_model is above 1; allowed: auto"),
     ):
