@@ -26,17 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.load import load_weights
-from draftmill.decoders.backbones.network import RotaryBackbone, Rotation
+from draftmill.decoders.backbones.network import Rotation
 from draftmill.decoders.backbones.packed import PackedLinear, product_kind
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.small_weights import SmallLinear
-from draftmill.decoders.backbones.split import SplitBackbone
 from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone
 from draftmill.decoders.kernels.find import noting
 
@@ -279,13 +277,7 @@ def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor 
 
 
 def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Speculator:
-    """Load a head onto the device of its target; ValueError as read_speculator, where its tensors do not fit its config, or where
-    the target is of a kind whose layers can't be read."""
-    kinds = RotaryBackbone, AnyCausalBackbone
-    if not isinstance(target, kinds) or isinstance(target, SplitBackbone):
-        raise ValueError(
-            "decoder.drafter.kind: 'head' reads states of the model's layers; allowed: a causal model on one device"
-        )
+    """Load a head onto the device of its target; ValueError as read_speculator, or where its tensors do not fit its config."""
     head = read_speculator(folder)
     weights = load_weights(folder, device=str(target.device))
     weights = {name: part.to(target.dtype) if part.is_floating_point() else part for name, part in weights.items()}

@@ -245,7 +245,7 @@ def test_routers_stay_as_they_are_and_experts_become_small():
 
 def test_what_has_no_small_form_is_refused(tmp_path):
     save_random(tmp_path, "gpt2")  # its width is 24
-    with pytest.raises(ValueError, match="^model.weights: int4, but a layer has 24 inputs; allowed: auto, int8, fp8$"):
+    with pytest.raises(ValueError, match=r"^model.weights: int4, but a layer has 24 inputs; allowed: auto, int8, fp8$"):
         load_backbone(tmp_path, device="cpu", small="int4")
     with pytest.raises(ValueError, match=r"model.weights: int8, but Conv1d has no small form; allowed: auto"):
         shrink_products(nn.Sequential(nn.Conv1d(2, 3, 4)), "int8", torch.device("cpu"))
