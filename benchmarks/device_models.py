@@ -111,7 +111,7 @@ def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
     else:
         backbone = XLNetBackbone(sizes, weights, how)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    return Made(cast(Model, backbone), describe(family, config, mask_id=None, max_length=None), num_bytes)
+    return Made(cast(Model, backbone), describe(family, config, mask_id=None), num_bytes)
 
 
 # ---- a device, and what is asked of it -------------------------------------------------------------------------------
