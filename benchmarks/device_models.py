@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.any_subset.settings import AssdSettings
-from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.families.rotary import RotaryShape
 from draftmill.decoders.backbones.families.table import describe, find_family
 from draftmill.decoders.backbones.network import RotaryBackbone
@@ -104,13 +104,14 @@ def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dty
         else:
             weights[name] = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, _SPREAD, generator=generator)
     backbone: Any
+    how = Running(dtype, device)
     if family.rows_are_tokens:
         assert isinstance(sizes, RotaryShape), "only models with rotary positions are made here"
-        backbone = RotaryBackbone(sizes, family.own_names(config, weights), dtype=dtype, device=device)
+        backbone = RotaryBackbone(sizes, family.own_names(config, weights), how)
     else:
-        backbone = XLNetBackbone(sizes, weights, dtype=dtype, device=device)
+        backbone = XLNetBackbone(sizes, weights, how)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    return Made(cast(Model, backbone), describe(family, config, mask_id=None, max_length=None), num_bytes)
+    return Made(cast(Model, backbone), describe(family, config, mask_id=None), num_bytes)
 
 
 # ---- a device, and what is asked of it -------------------------------------------------------------------------------

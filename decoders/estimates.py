@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.base import ModelInfo, Outcome, Request
+from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
 from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
@@ -83,7 +83,6 @@ class MaskedGroup:
         return 2 ** len(self.places_L) - 1 if self.enumerated else self.samples
 
     def mask(self, draw: int) -> Mask:
-        """The mask number `draw`."""
         length = len(self.places_L)
         if self.enumerated:
             hidden_L = ((draw + 1) >> np.arange(length)) % 2 == 1
@@ -139,7 +138,7 @@ class Text(Sample):
     groups with random masks, `exact_M` over all other tokens."""
 
     __slots__ = (
-        "alone", "by_position", "exact_M", "groups", "is_exact", "num_canvases", "num_draws", "num_run", "per_canvas",
+        "alone", "by_position", "canvases", "exact_M", "groups", "is_exact", "num_canvases", "num_draws", "num_run", "per_canvas",
         "positions", "sampled_M", "scored",
     )  # fmt: skip
 
@@ -167,7 +166,6 @@ class Text(Sample):
 
     @property
     def left(self) -> int:
-        """The number of canvases that have not run."""
         return self.num_canvases - self.num_run
 
     def next_canvases(self, count: int) -> list[list[Draw]]:
@@ -263,13 +261,6 @@ def ask_about(canvases: Sequence[ScoredRows]) -> Ask:
         np.concatenate([canvas.wanted for canvas in canvases]),
         sigmas=[sigma for canvas in canvases for sigma in canvas.sigmas],
     )
-
-
-def mask_of(info: ModelInfo) -> int:
-    """The id of the model's mask; ValueError if it has none."""
-    if info.mask_id is None:
-        raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to score with")
-    return info.mask_id
 
 
 def estimate_algorithm(

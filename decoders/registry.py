@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.heads.files import head_place
 from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
-from draftmill.decoders.backbones.packed import can_pack, fix_products, pack_products
+from draftmill.decoders.backbones.packed import product_kind, replace_products
 from draftmill.decoders.base import CachedDecoder
 from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -60,9 +60,8 @@ def find_heads(settings: DecoderChoice, folder: Path, backbone: Model) -> DraftH
     if width != backbone.width:
         raise ValueError(f"decoder.head: made for models of width {width}, but this model has {backbone.width}")
     heads = heads.to(device=backbone.device, dtype=backbone.dtype)
-    if backbone.exact and backbone.device.type != "cpu":
-        fix_products(heads)
-    elif backbone.min_rows == 1 and can_pack(backbone.dtype, backbone.device):
-        # The model's products are packed, so its rows need no padding to keep their bits: the head's must not need any, either.
-        pack_products(heads)
+    kind = product_kind(Running(backbone.dtype, backbone.device, backbone.exact))
+    if backbone.min_rows == 1 and kind is not None:
+        # The model's rows need no padding to keep their bits: the head's must not need any, either.
+        replace_products(heads, kind)
     return heads

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Offer
-from draftmill.decoders.engine.engine import Engine, Running
+from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.scheduler import Turn
 from draftmill.decoders.engine.setup import Setup
@@ -24,7 +23,6 @@ class ScoreEngine(Engine):
 
     def __init__(self, setup: Setup, algorithm: Algorithm) -> None:
         super().__init__(setup, algorithm)
-        self._counts = dict[int, int]()  # the canvases that each slot's text runs in this step
         self._memory_bound: int | None = None  # the most canvases that may run at once since memory ran out
 
     @property
@@ -56,13 +54,13 @@ class ScoreEngine(Engine):
             text.ask, count = offer, min(offer.most, left)
             if count:
                 text.ask, left = text.decoding.send(count), left - count
-                self._counts[text.slot] = count
+                text.canvases = count
                 taking.append(text)
         return Turn(taking)
 
     def _evaluate(self, turn: Turn) -> list[Sample]:
         """Run the canvases; where they do not fit into memory none is run, and from here on no more than half as many are."""
-        num_canvases = sum(self._counts[text.slot] for text in turn.samples)
+        num_canvases = sum(text.canvases for text in turn.samples)
         try:
             possible = self._shape.possible
             self._make_room(num_canvases, 1)
@@ -73,22 +71,3 @@ class ScoreEngine(Engine):
                 raise
             self._memory_bound = num_canvases // 2
             return self._resume(turn.samples, [None] * len(turn.samples))  # type: ignore[list-item]
-
-    def _count(self, samples: list[Sample], running: Running) -> None:
-        """Charge each text for its canvases."""
-        started, stats = running.started, self.stats
-        batch, laps = started.batch, started.seconds
-        count_B = np.array([self._counts[text.slot] for text in samples])
-        active, seconds = int(count_B.sum()), sum(laps)
-        for text, count in zip(samples, count_B.tolist(), strict=True):
-            if not text.nfe:
-                text.first_s += laps[0]
-            text.nfe += count
-            text.device_s += count * seconds / active
-            text.batch_rows += count * active
-            text.used_rows += count * batch.num_rows
-            text.computed_rows += count * started.computed
-        stats.active_slot_steps += active
-        stats.useful_rows += batch.num_rows
-        stats.computed_rows += started.computed
-        stats.forward_s += seconds

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.any_causal import CausalFacts, facts, parse, pin_rotations
 from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.invariance import at_least_rows
@@ -49,28 +50,18 @@ Choices = dict[str, list[Chosen]]
 
 class AnyCausalBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by their names there; they are removed from the dict.
-    `small` is a kind of small_weights.py. ValueError where our forward gives other numbers than the model's own."""
+    ValueError where our forward gives other numbers than the model's own."""
 
     is_foreign = True
     layers_by = "transformers' code"
 
-    def __init__(
-        self,
-        name: str,
-        config: Mapping[str, Any],
-        weights: dict[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-        small: str = "auto",
-    ) -> None:
-        known, where = facts(name, config), torch.device(device)
-        if exact and where.type != "cpu" and name not in _FIXED:
+    def __init__(self, name: str, config: Mapping[str, Any], weights: dict[str, Tensor], how: Running) -> None:
+        known, where, small = facts(name, config), how.device, how.small
+        if how.is_fixed and name not in _FIXED:
             raise ValueError(
                 f"model.exact: true, but models of family {name!r} are not exact on GPUs; allowed there: false"
             )
-        model = _load(name, config, known, weights, dtype)
+        model = _load(name, config, known, weights, how.dtype)
         base = model.get_decoder()
         # Full weights never reach a device that gets small ones.
         first = where if small == "auto" else torch.device("cpu")
@@ -87,11 +78,13 @@ class AnyCausalBackbone(ModuleBackbone):
                 output = model.get_output_embeddings()
                 model.set_output_embeddings(SmallLinear(output.weight, output.bias, small))
             model.to(where)
-        super().__init__(model, known, known.windows, dtype=dtype, device=where, exact=exact)
+        parts = base, model.get_output_embeddings(), model.get_input_embeddings()
+        super().__init__(model, parts, known, known.windows, how)
         base.config._attn_implementation = ATTENTION
         model.set_output_embeddings(self.head)
-        base.forward = self._hand_over
-        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=where)
+        # Stands in for the stack's forward while the model computes logits of given hidden states.
+        base.forward = lambda *_, **__: _Given(self._given)
+        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=how.dtype, device=where)
         self._compare(name, own, choices)
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
@@ -114,10 +107,6 @@ class AnyCausalBackbone(ModuleBackbone):
         no_tokens_1R = torch.zeros(self._given.shape[:2], dtype=torch.int64, device=self.device)
         logits_1RV: Tensor = self.model(input_ids=no_tokens_1R, use_cache=False).logits
         return logits_1RV[0]
-
-    def _hand_over(self, *_: Any, **__: Any) -> Any:
-        """Stands in for the stack's forward while the model computes logits of given hidden states."""
-        return _Given(self._given)
 
     # ---- the comparison ------------------------------------------------------------------------------------------
 

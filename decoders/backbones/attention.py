@@ -158,11 +158,6 @@ def cut_rows(
     return cuts
 
 
-def bias_of(seen_NW: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rows see, as an additive bias (0 or -inf)."""
-    return torch.where(seen_NW, 0.0, -torch.inf).to(dtype)
-
-
 def tile_of(cut: Cut, rows: TokenRows, order_BW: Tensor | None, biases: Mapping[int | None, Tensor]) -> Tile:
     """The tile of a part of the rows; `biases` are those of all rows, [N, W]. Places without a row see everything, since a
     softmax over nothing is NaN."""
@@ -256,15 +251,10 @@ def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scores: Scor
         asked = query_PHd[:count], held_2SKWd, layout.seen
         mixed_NHd = layout.attend(*asked, scaling=scores.scaling, window=window, **more)
     else:
-        mixed_NHd = _mix(query_PHd[:count], layer, layout, scores)
+        parts = [_attend_tile(query_PHd[tile.rows], layer, layout, tile, scores) for tile in layout.tiles]
+        mixed_NHd = parts[0] if len(parts) == 1 else torch.cat(parts)
     padding = query_PHd.shape[0] - count
     return functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd
-
-
-def _mix(query_NHd: Tensor, layer: int, layout: Layout, scores: Scores) -> Tensor:
-    """Attend tile by tile, [valid N, H, d]."""
-    parts = [_attend_tile(query_NHd[tile.rows], layer, layout, tile, scores) for tile in layout.tiles]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_tile(query_NHd: Tensor, layer: int, layout: Layout, tile: Tile, scores: Scores) -> Tensor:

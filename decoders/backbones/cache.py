@@ -20,12 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.backbones.base import Model
-
 if TYPE_CHECKING:
-    from draftmill.decoders.backbones.invariance import ShapeRules
     from draftmill.decoders.backbones.rows import TokenRows
-    from draftmill.decoders.kernels.find import Attend
 
 
 class SlotCache:
@@ -45,14 +41,22 @@ class SlotCache:
         self.layers_2SKWd = [empty] * num_layers
         """Keys and values, [2, S, K, W, d]; of a pooled cache all cells as one slot."""
         self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        self.is_pooled, self.num_slots, self.num_columns = pooled, 0, 0
-        self.pools_2CKd = [empty.transpose(2, 3).flatten(1, 2)] * num_layers if pooled else []
+        self.is_pooled = pooled
+        self.pools_2CKd: list[Tensor]
         """One pool of cells a layer; none where the cache is not pooled."""
-        self._places = list[
-            tuple[int, int]
-        ]()  # of a pooled cache: the first cell and the number of columns of each slot
-        # The first cells of slots that are equally wide; graphs read it.
-        self._starts_S = torch.zeros(0, dtype=torch.int64, device=device)
+        # Of a pooled cache the first cell and the number of columns of each slot; and, which graphs read, the first cells of
+        # slots that are equally wide.
+        self._places: list[tuple[int, int]]
+        self._starts_S: Tensor
+        self._free()
+
+    def _free(self) -> None:
+        """Become empty."""
+        self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
+        self.pools_2CKd = [layer.transpose(2, 3).flatten(1, 2) for layer in self.layers_2SKWd if self.is_pooled]
+        self.positions_SW = self.positions_SW[:0, :0].clone()
+        self.num_slots = self.num_columns = 0
+        self._places, self._starts_S = [], self.positions_SW.flatten()
         self._note_offsets()
 
     def _note_offsets(self) -> None:
@@ -74,27 +78,23 @@ class SlotCache:
 
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Resize to exactly this many slots and columns; content within them stays. One layer at a time, so that the old and
-        the new cache are never both whole in memory. If memory runs out, the layers that were done are restored; if there is no
-        memory even for that, the cache becomes empty."""
+        the new cache are never both whole in memory. If memory runs out, the cache becomes empty."""
         if self.is_pooled:
             self._lay_out(num_slots, num_columns)
             return
-        before = self.num_slots, self.num_columns
-        if before == (num_slots, num_columns):
+        if (self.num_slots, self.num_columns) == (num_slots, num_columns):
             return
-        positions, num_done = _resize(self.positions_SW, 0, 1, num_slots, num_columns), 0
         try:
-            for index in range(len(self.layers_2SKWd)):
-                self.layers_2SKWd[index] = _resize(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
-                num_done += 1
+            for index, layer in enumerate(self.layers_2SKWd):
+                self.layers_2SKWd[index] = _resize(layer, 1, 3, num_slots, num_columns)
+            self.positions_SW = _resize(self.positions_SW, 0, 1, num_slots, num_columns)
         except BaseException:
-            self._go_back(num_done, *before)
+            self._free()
             raise
-        self.positions_SW, self.num_slots, self.num_columns = positions, num_slots, num_columns
+        self.num_slots, self.num_columns = num_slots, num_columns
         self._note_offsets()
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
-        """Whether a resize to this leaves its memory where it is."""
         if self.is_pooled and num_slots * num_columns:
             return self.holds(num_slots * num_columns) and num_slots <= len(self._starts_S)
         return (self.num_slots, self.num_columns) == (num_slots, num_columns)
@@ -107,7 +107,6 @@ class SlotCache:
 
     @property
     def dead_cell(self) -> int:
-        """The cell that is no slot's."""
         return self.positions_SW.shape[1] - 1
 
     def reserve(self, num_cells: int) -> None:
@@ -168,13 +167,6 @@ class SlotCache:
             self._free()
             raise
 
-    def _free(self) -> None:
-        self.pools_2CKd = [pool[:, :0].clone() for pool in self.pools_2CKd]
-        self.layers_2SKWd = [pool.unsqueeze(1).transpose(2, 3) for pool in self.pools_2CKd]
-        self.positions_SW = self.positions_SW[:0, :0].clone()
-        self.num_slots = self.num_columns = 0
-        self._places, self._starts_S = [], self._starts_S[:0].clone()
-
     def cells(self, slots_N: Tensor, columns_N: Tensor, starts_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of a pooled cache: the cell at which each row's slot begins, and that of its column; int64 [N] each. Who places slots
         gives the first ones."""
@@ -182,24 +174,17 @@ class SlotCache:
             starts_N = self._starts_S.index_select(0, slots_N)
         return starts_N, starts_N + columns_N
 
-    def _go_back(self, num_done: int, num_slots: int, num_columns: int) -> None:
-        try:
-            for index in range(num_done):
-                self.layers_2SKWd[index] = _resize(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
-        except (RuntimeError, MemoryError):
-            self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
-            self.positions_SW, self.num_slots, self.num_columns = self.positions_SW[:0, :0].clone(), 0, 0
+    def _extent(self, slot: int) -> tuple[int, int, int]:
+        """Where a slot is in `layers_2SKWd`: among the slots there, its first column, and how many it has."""
+        return (0, *self._places[slot]) if self.is_pooled else (slot, 0, self.num_columns)
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source` onto those of slot `target`; its others stay."""
-        if self.is_pooled:
-            (first, _), (now, _) = self._places[source], self._places[target]
-            for pool in [*self.pools_2CKd, self.positions_SW]:
-                pool[:, now : now + num_columns] = pool[:, first : first + num_columns]
-            return
+        (there, start, _), (here, first, _) = self._extent(source), self._extent(target)
+        theirs, own = slice(start, start + num_columns), slice(first, first + num_columns)
         for layer in self.layers_2SKWd:
-            layer[:, target, :, :num_columns] = layer[:, source, :, :num_columns]
-        self.positions_SW[target, :num_columns] = self.positions_SW[source, :num_columns]
+            layer[:, here, :, own] = layer[:, there, :, theirs]
+        self.positions_SW[here, own] = self.positions_SW[there, theirs]
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
         """Copy columns of slots onto others of the same slots; none is both read and written. Where slots are placed these are
@@ -212,16 +197,13 @@ class SlotCache:
         self.positions_SW[slots_R, to_R] = self.positions_SW[slots_R, from_R]
 
     def clear_slot(self, slot: int) -> None:
-        """Put zeros into a slot."""
-        start, count = self._places[slot] if self.is_pooled else (0, 0)
-        for pool in self.pools_2CKd:
-            pool[:, start : start + count] = 0
-        for layer in self.layers_2SKWd if not self.is_pooled else []:
-            layer[:, slot] = 0
+        slot, start, count = self._extent(slot)
+        for layer in self.layers_2SKWd:
+            layer[:, slot, :, start : start + count] = 0
 
     def set_positions(self, slot: int, positions_L: Tensor) -> None:
         """Note the positions of a slot's first columns."""
-        start, slot = (self._places[slot][0], 0) if self.is_pooled else (0, slot)
+        slot, start, _ = self._extent(slot)
         self.positions_SW[slot, start : start + len(positions_L)] = positions_L
 
     def places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
@@ -235,14 +217,6 @@ class SlotCache:
         """Note the positions of rows that are written; all rows must have different cells."""
         cells_N = torch.add(columns_N, slots_N, alpha=self.num_columns)
         self.positions_SW.view(-1).index_copy_(0, cells_N, positions_N)
-
-    def note_cells(self, cells_N: Tensor, positions_N: Tensor) -> None:
-        """The same in a pooled cache."""
-        self.positions_SW[0].index_copy_(0, cells_N, positions_N)
-
-    def positions_of(self, cells_N: Tensor) -> Tensor:
-        """The positions of cells of a pooled cache, [N]."""
-        return self.positions_SW[0].index_select(0, cells_N)
 
     def add_layer(self, width: int) -> None:
         """Give an empty cache one more layer, which holds `width` numbers a column."""
@@ -302,77 +276,6 @@ class SlotCache:
             return key, value
         near = held_2SKWd[:, :, :, :num_columns]
         return near[0].index_select(0, slots), near[1].index_select(0, slots)
-
-
-class OnSlots(Model):
-    """A model with a slot `cache`, whose columns are a multiple of what its `rules` say."""
-
-    cache: SlotCache
-    rules: ShapeRules
-    _attend: Attend | None
-    has_sums = True
-
-    @property
-    def reads_rows(self) -> bool:
-        """See Model."""
-        return self._attend is not None
-
-    @property
-    def cell_bytes(self) -> int:
-        """See Model."""
-        return self.cache.cell_bytes
-
-    @property
-    def column_multiple(self) -> int:
-        """See Model."""
-        return self.rules.column_multiple
-
-    def allocate(self, num_slots: int, num_columns: int) -> None:
-        """See Model."""
-        self.resize(max(num_slots, self.cache.num_slots), max(num_columns, self.cache.num_columns))
-
-    def resize(self, num_slots: int, num_columns: int) -> None:
-        """See Model."""
-        self.cache.resize(num_slots, rounded(num_columns, self.column_multiple))
-
-    @property
-    def spreads(self) -> bool:
-        """See Model."""
-        return self.cache.is_pooled
-
-    def reserve(self, num_cells: int) -> None:
-        """See Model."""
-        self.cache.reserve(num_cells)
-
-    def spread(self, num_slots: int, num_columns: int) -> bool:
-        """See Model."""
-        self.cache.spread(num_slots, rounded(num_columns, self.column_multiple))
-        return True
-
-    def place(self, slot: int, start: int, num_columns: int) -> bool:
-        """See Model."""
-        return self.cache.place(slot, start, num_columns)
-
-    @property
-    def dead_cell(self) -> int:
-        """See Model."""
-        return self.cache.dead_cell
-
-    def stays(self, num_slots: int, num_columns: int) -> bool:
-        """See Model."""
-        return self.cache.stays(num_slots, rounded(num_columns, self.column_multiple))
-
-    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """See Model."""
-        self.cache.copy_prefix(source, target, num_columns)
-
-    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """See Model."""
-        self.cache.copy_columns(slots_R, from_R, to_R)
-
-    def clear_slot(self, slot: int) -> None:
-        """See Model."""
-        self.cache.clear_slot(slot)
 
 
 def _resize(held: Tensor, slot_dim: int, column_dim: int, num_slots: int, num_columns: int) -> Tensor:

@@ -28,14 +28,9 @@ _COUNT: Final = re.compile(r"attention_types|(num_|n_)?(hidden_|local_|routed_|s
 GENERATION_FILE: Final = "generation_config.json"
 # The text model of a multimodal one: what its tensors' names begin with, and the fields of the whole config that are its own.
 _TEXT_PART: Final = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=.)")
-_OF_ALL_PARTS: Final = {
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "quantization_config",
-    "draftmill",
-    "tie_word_embeddings",
-}
+_OF_ALL_PARTS: Final = (
+    "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config", "draftmill", "tie_word_embeddings",
+)  # fmt: skip
 _SHARD: Final = re.compile(r"[^/\\]+\.safetensors")
 _LFS: Final = b"version https://git-lfs"
 # Levels of objects and lists in a JSON file. Deeper ones could end any walk through them with a RecursionError.
@@ -97,9 +92,7 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def inspect_model(
-    folder: Path, *, family: str = "auto", mask_id: int | None = None, max_length: int | None = None
-) -> ModelInfo:
+def inspect_model(folder: Path, *, family: str = "auto", mask_id: int | None = None) -> ModelInfo:
     """Describe a checkpoint from config.json and the headers of its weight files, without reading the weights. Raises
     ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a tensor is
     missing, unexpected, or of another shape."""
@@ -110,7 +103,7 @@ def inspect_model(
     # The tokenizer names the mask where config.json has no id of it.
     if mask_id is None and entry.mask_token and all(config.get(key) is None for key in MASK_KEYS):
         mask_id = _added_tokens(folder).get(entry.mask_token)
-    info = describe(entry, config, mask_id=mask_id, max_length=max_length)
+    info = describe(entry, config, mask_id=mask_id)
     if entry.rows_are_tokens:
         without = ids_without_token(folder, info.vocab_size)
         info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))

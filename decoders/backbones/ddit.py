@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.masked import DDiTShape
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
@@ -155,22 +156,14 @@ class DDiTBackbone(NetworkBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
     `takes_sigma` says that the rows need `sigma_B`; otherwise it is ignored."""
 
-    def __init__(
-        self,
-        shape: DDiTShape,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-    ) -> None:
+    def __init__(self, shape: DDiTShape, weights: Mapping[str, Tensor], how: Running) -> None:
         self.takes_sigma = shape.takes_sigma
-        self.exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.exact_dtype = torch.float64 if how.dtype == torch.float64 else torch.float32
         ready = {
-            _own_name(name): tensor.to(device=device, dtype=dtype if _is_product(name) else self.exact_dtype)
+            _own_name(name): tensor.to(device=how.device, dtype=how.dtype if _is_product(name) else self.exact_dtype)
             for name, tensor in weights.items()
         }
-        super().__init__(DDiT, shape, ready, dtype=dtype, device=device, exact=exact)
+        super().__init__(DDiT, shape, ready, how)
         self._at_zero = self.base.modulations(torch.zeros(1, dtype=self.exact_dtype, device=self.device))
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
@@ -179,8 +172,7 @@ class DDiTBackbone(NetworkBackbone):
         if self.takes_sigma:
             assert rows.sigma_G is not None, "this network is conditioned on the noise: its rows need sigma_G"
             count = rows.sigma_G.shape[0]
-            padded_U = rows.sigma_G.new_zeros(self._padded(count), dtype=self.exact_dtype)
-            padded_U[:count] = rows.sigma_G
+            padded_U = functional.pad(rows.sigma_G.to(self.exact_dtype), (0, self._padded(count) - count))
             modulations = [part[:count] for part in self.base.modulations(padded_U)]
             which_P = self._pad(rows.owner_N) if count > 1 else None
         hidden_PD: Tensor = self.base(tokens_P, positions_P, layout, modulations, which_P)

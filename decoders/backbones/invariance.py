@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -68,11 +68,6 @@ NUM_PROBE_ROWS: Final = 300
 _ROW_COUNTS: Final = (1, 2, 3, 5, 16, 17, 33, 64, 129, 257)
 
 
-def linear_rows(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, min_rows: int) -> Tensor:
-    """`functional.linear` on at least `min_rows` rows; the padding is cut off again."""
-    return at_least_rows(min_rows, lambda rows: functional.linear(rows, weight_MK, bias_M), rows_NK)
-
-
 def at_least_rows(min_rows: int, function: Callable[..., Tensor], first: Tensor, **others: Tensor) -> Tensor:
     """Call a row-wise function on tensors padded to `min_rows` rows; the padding is cut off its result."""
     num_rows = first.shape[0]
@@ -117,11 +112,9 @@ def position_scores(query_NHd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tenso
 # ---- the self-test -------------------------------------------------------------------------------------------------
 
 
-class Attention(Protocol):
-    """Attention over random keys and values that the caller holds, [slots, rows, ...]; columns from `visible` on are hidden."""
-
-    def __call__(self, slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
-        """Attend with the first slots and columns and some of its `NUM_PROBE_ROWS` rows."""
+Attention = Callable[[int, slice, int, int, ShapeRules], Tensor]
+"""(slots, rows, visible, columns, rules) -> [slots, rows, ...]: attention over random keys and values that the caller holds, by
+the first slots and columns and some of its `NUM_PROBE_ROWS` rows; columns from `visible` on are hidden."""
 
 
 def find_rules(

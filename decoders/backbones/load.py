@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
-from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.checkpoint import (
     bos_id,
     check_weights,
@@ -37,7 +37,7 @@ from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.kernels.find import noting
 
 __all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BACKBONES: dict[type, Any] = {XLNetShape: XLNetBackbone, DDiTShape: DDiTBackbone, RotaryShape: RotaryBackbone}
 
 
 def load_weights(
@@ -63,17 +63,13 @@ def load_weights(
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
     """Return the torch dtype of a setting; 'auto' is float32 on a CPU and bfloat16 on a GPU."""
-    if dtype == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    if dtype not in _DTYPES:
-        raise ValueError(f"model.dtype: {dtype!r}; allowed: auto, {', '.join(_DTYPES)}")
-    return _DTYPES[dtype]
+    name = ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def pick_device(device: str) -> str:
     """Return 'cpu' or 'cuda[:N]'; 'auto' takes a GPU where there is one. ValueError if torch can't use it: no silent CPU."""
-    if device not in {"auto", "cpu"} and not device.startswith("cuda"):
-        raise ValueError(f"model.device: {device!r}; allowed: auto, cpu, cuda, cuda:N")
     is_found = torch.cuda.is_available()
     if not is_found and (device.startswith("cuda") or (device == "auto" and gpus.has_gpu())):
         raise ValueError(f"model.device: {gpus.unusable(device)}")
@@ -108,12 +104,8 @@ def load_backbone(
     if place.startswith("cuda:"):
         torch.cuda.set_device(place)  # Triton starts kernels on the current device
     torch_dtype = pick_dtype(dtype, place)
-    if exact and share is not None and place != "cpu":
-        raise ValueError(f"model.exact: true, but workers.gpus_per_model is {share.count}; allowed on GPUs: 1")
     problems = {
         f"family {entry.name!r} has no small form": not isinstance(shape, RotaryShape | CausalFacts),
-        "model.dtype is float64": torch_dtype == torch.float64,
-        "workers.gpus_per_model is above 1": share is not None,
         "model.exact has other products on a GPU": exact and place != "cpu",
     }
     if small != "auto" and any(problems.values()):
@@ -129,18 +121,14 @@ def load_backbone(
     with noting() as kernels:
         weights = load_weights(folder, dtype=read_as, device=first, form=find_form(config), share=share)
         weights = entry.own_names(config, weights)
-        options: dict[str, Any] = {"dtype": torch_dtype, "device": place}
+        how = Running(torch_dtype, torch.device(place), exact, small)
         backbone: Any
         if share is not None:
-            backbone = SplitBackbone(shape, weights, share=share, **options)
-        elif isinstance(shape, XLNetShape):
-            backbone = XLNetBackbone(shape, weights, exact=exact, **options)
-        elif isinstance(shape, DDiTShape):
-            backbone = DDiTBackbone(shape, weights, exact=exact, **options)
-        elif isinstance(shape, RotaryShape):
-            backbone = RotaryBackbone(shape, weights, exact=exact, small=small, **options)
+            backbone = SplitBackbone(shape, weights, how, share=share)
+        elif isinstance(shape, CausalFacts):
+            backbone = AnyCausalBackbone(entry.name, config, weights, how)
         else:
-            backbone = AnyCausalBackbone(entry.name, config, weights, exact=exact, small=small, **options)
+            backbone = _BACKBONES[type(shape)](shape, weights, how)
         if entry.rows_are_tokens:
             check_masking(backbone)
         backbone.kernels = kernels

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.kernels.find import Product
@@ -40,7 +41,6 @@ class Expert(nn.Module):
     activate: Callable[..., Tensor]
 
     def forward(self, rows_ND: Tensor) -> Tensor:
-        """Return the network's output."""
         mixed: Tensor = self.down_proj(self.activate(*[getattr(self, name)(rows_ND) for name in self.ups]))
         return mixed
 
@@ -88,7 +88,6 @@ class Experts(nn.Module):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all experts are multiplied at once."""
         return self._product is not None
 
     def gather(self, product: Product) -> None:
@@ -207,17 +206,16 @@ def take_experts(module: nn.Module) -> None:
 class Mixture(Experts, ABC):
     """A layer of experts; a subclass implements the router. Choices, weights and sums are in float32 or better."""
 
-    def __init__(self, width: int, inner: int, *, num_experts: int, num_chosen: int) -> None:
-        super().__init__(GatedMLP(width, inner) for _ in range(num_experts))
-        self.num_chosen = num_chosen
-        self.gate = UnsetLinear(width, num_experts, bias=False)
+    def __init__(self, width: int, shape: MixtureShape) -> None:
+        super().__init__(GatedMLP(width, shape.inner) for _ in range(shape.num_experts))
+        self.shape = shape
+        self.gate = UnsetLinear(width, shape.num_experts, bias=False)
 
     @abstractmethod
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, best first (int64 [N, K]), and their weights (float32 or better, [N, K])."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Mix every row's experts; shape and dtype stay."""
         rows_ND = hidden.reshape(-1, hidden.shape[-1])
         return self.mix(rows_ND, *self.choose(rows_ND)).to(hidden.dtype).view(hidden.shape)
 
@@ -225,44 +223,27 @@ class Mixture(Experts, ABC):
 class SoftmaxMixture(Mixture):
     """The K experts of highest probability; with `normalise` their probabilities are scaled to a sum of one (Qwen3-MoE)."""
 
-    def __init__(self, width: int, inner: int, *, num_experts: int, num_chosen: int, normalise: bool) -> None:
-        super().__init__(width, inner, num_experts=num_experts, num_chosen=num_chosen)
-        self.normalise = normalise
-
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """See Mixture."""
-        weight_NK, expert_NK = _exact(self.gate(rows_ND)).softmax(-1).topk(self.num_chosen, dim=-1)
-        return expert_NK, weight_NK / weight_NK.sum(-1, keepdim=True) if self.normalise else weight_NK
+        weight_NK, expert_NK = _exact(self.gate(rows_ND)).softmax(-1).topk(self.shape.num_chosen, dim=-1)
+        return expert_NK, weight_NK / weight_NK.sum(-1, keepdim=True) if self.shape.normalise else weight_NK
 
 
 class SigmoidMixture(Mixture):
     """Sigmoid scores, chosen in groups with a bias that has no part in the weights (DeepSeek-V3's rule; LLaDA2).
 
-    Of `num_groups` equal groups of experts the `groups_kept` remain whose two best biased scores have the largest sum; of their
-    experts the K best by biased score are chosen. Weights are the scores without the bias, scaled to a sum of `scale`. Besides,
-    every row gets the answer of a `shared` network of this inner width, unless it is 0. The router's weights are float32 or
-    better.
+    Of equal groups of experts those are kept whose two best biased scores have the largest sum; of their experts the K best by
+    biased score are chosen. Weights are the scores without the bias, scaled. Besides, every row gets the answer of a shared
+    network, if there is one. The router's weights are float32 or better.
     """
 
-    def __init__(
-        self,
-        width: int,
-        inner: int,
-        *,
-        num_experts: int,
-        num_chosen: int,
-        groups: tuple[int, int],
-        scale: float,
-        shared: int,
-    ) -> None:
-        super().__init__(width, inner, num_experts=num_experts, num_chosen=num_chosen)
-        self.num_groups, self.groups_kept = groups
-        self.scale = scale
-        self.expert_bias = nn.Parameter(torch.zeros(num_experts))
-        self.shared_experts = GatedMLP(width, shared) if shared else None
+    def __init__(self, width: int, shape: MixtureShape) -> None:
+        super().__init__(width, shape)
+        assert shape.groups is not None, "experts in groups"
+        self.num_groups, self.groups_kept = shape.groups
+        self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts))
+        self.shared_experts = GatedMLP(width, shape.shared) if shape.shared else None
 
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """See Mixture."""
         score_NE = self.gate(_exact(rows_ND)).sigmoid()
         biased_NGe = (score_NE + self.expert_bias).unflatten(1, (self.num_groups, -1))
         best_NG2 = biased_NGe.topk(2, dim=-1).values
@@ -270,11 +251,11 @@ class SigmoidMixture(Mixture):
         dropped_NG = torch.ones_like(biased_NGe[..., 0], dtype=torch.bool).scatter_(1, kept_NG, False)
         # Not zero, which would exceed a negative biased score.
         left_NE = biased_NGe.masked_fill(dropped_NG.unsqueeze(-1), -torch.inf).flatten(1)
-        expert_NK = left_NE.topk(self.num_chosen, dim=-1).indices
+        expert_NK = left_NE.topk(self.shape.num_chosen, dim=-1).indices
         weight_NK = score_NE.gather(1, expert_NK)
-        if self.num_chosen > 1:
+        if self.shape.num_chosen > 1:
             weight_NK = weight_NK / (weight_NK.sum(-1, keepdim=True) + 1e-20)
-        return expert_NK, weight_NK * self.scale
+        return expert_NK, weight_NK * self.shape.scale
 
     def forward(self, hidden: Tensor) -> Tensor:
         """See Mixture; the shared experts' answer is added."""

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Scores, attend_rows
-from draftmill.decoders.backbones.families.rotary import MixtureShape, RotaryShape
-from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.base import Running
+from draftmill.decoders.backbones.families.rotary import RotaryShape
+from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
@@ -130,15 +131,12 @@ class Norm(nn.RMSNorm):
     """weight * x / rms(x) over the last dimension; in float64 by way of float32, as transformers' modules compute it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed rows, any number of leading dimensions."""
         if x.dtype != torch.float64:
             return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         return self.weight * functional.rms_norm(x.float(), self.normalized_shape, None, self.eps).double()
 
 
 class Layer(nn.Module):
-    """The weights of one layer."""
-
     def __init__(self, shape: RotaryShape, index: int) -> None:
         super().__init__()
         width, outer, eps = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.rms_norm_eps
@@ -149,18 +147,10 @@ class Layer(nn.Module):
         if shape.head_norms:
             self.q_norm, self.k_norm = Norm(shape.head_dim, eps), Norm(shape.head_dim, eps)
         if shape.mixture is not None and index not in shape.dense:
-            self.mlp = _mixture(width, shape.mixture)
+            self.mlp = (SoftmaxMixture if shape.mixture.groups is None else SigmoidMixture)(width, shape.mixture)
         else:
             self.gate_up_proj = UnsetLinear(width, 2 * shape.intermediate_size, bias=shape.inner_bias)
             self.down_proj = UnsetLinear(shape.intermediate_size, width, bias=shape.inner_bias)
-
-
-def _mixture(width: int, shape: MixtureShape) -> Mixture:
-    sizes: dict[str, Any] = {"num_experts": shape.num_experts, "num_chosen": shape.num_chosen}
-    if shape.groups is None:
-        return SoftmaxMixture(width, shape.inner, **sizes, normalise=shape.normalise)
-    sizes |= {"groups": shape.groups, "scale": shape.scale, "shared": shape.shared}
-    return SigmoidMixture(width, shape.inner, **sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,34 +332,24 @@ def _reordered(tensor: Tensor, order_d: Tensor, num_turned: int) -> Tensor:
 
 class RotaryBackbone(NetworkBackbone):
     """Runs a RotaryNetwork. `weights` are the checkpoint's tensors by the names of transformers' Llama, already checked for
-    completeness; they are removed from the dict. `small` is a kind of small_weights.py."""
+    completeness; they are removed from the dict."""
 
     base: RotaryNetwork
 
-    def __init__(
-        self,
-        shape: RotaryShape,
-        weights: dict[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-        small: str = "auto",
-    ) -> None:
-        where = torch.device(device)
-        first = (
-            where if small == "auto" else torch.device("cpu")
-        )  # full weights never reach a device that gets small ones
+    def __init__(self, shape: RotaryShape, weights: dict[str, Tensor], how: Running) -> None:
+        # Full weights never reach a device that gets small ones.
+        first = how.device if how.small == "auto" else torch.device("cpu")
         for name in list(weights):
-            wide = torch.promote_types(dtype, torch.float32) if shape.has_groups and _WIDE in name else dtype
-            weights[name] = weights[name].to(device=first, dtype=wide)
+            is_wide = shape.has_groups and _WIDE in name
+            dtype = torch.promote_types(how.dtype, torch.float32) if is_wide else how.dtype
+            weights[name] = weights[name].to(device=first, dtype=dtype)
         rope = shape.rope, shape.head_dim, shape.rotary_dim, shape.max_position_embeddings
-        self._rotation = Rotation(*rope, dtype, where)
+        self._rotation = Rotation(*rope, how.dtype, how.device)
         ready = own_weights(weights, self._rotation.order_d, shape.num_attention_heads + shape.num_key_value_heads)
         embedding_VD, head_VD = ready["model.word_embeddings.weight"], ready.get("lm_head.weight")
         if head_VD is None or (shape.tied and torch.equal(head_VD, embedding_VD)):
             ready["lm_head.weight"] = embedding_VD
-        super().__init__(RotaryNetwork, shape, ready, dtype=dtype, device=device, exact=exact, small=small)
+        super().__init__(RotaryNetwork, shape, ready, how)
         self.bind()
 
     def bind(self) -> None:
@@ -379,7 +359,6 @@ class RotaryBackbone(NetworkBackbone):
             self.layers_by = f"own network, {'by' if self.base.kernels is not None else 'without'} kernels"
 
     def tap(self, reader: Any) -> None:
-        """See ModuleBackbone."""
         self.reader = reader
         self.base.taps = frozenset(() if reader is None else reader.speculator.layer_ids)
         self._tapped = self.base.tapped

@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.kernels.find import demanded, find_fixed_product
+from draftmill.decoders.backbones.base import Running
+from draftmill.decoders.kernels.find import find_fixed_product
 
 _BLOCK: Final = 8
 
@@ -34,7 +35,6 @@ class PackedLinear(nn.Module):
         self.bias_M = bias_M
 
     def forward(self, rows_RK: Tensor) -> Tensor:
-        """Return the products, any number of leading dimensions."""
         rows_RM: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows_RK, self._packed, self.bias_M, "none", [], "")
         return rows_RM
 
@@ -50,12 +50,11 @@ class FixedLinear(nn.Module):
 
     def __init__(self, weight_MK: Tensor, bias_M: Tensor | None) -> None:
         super().__init__()
-        self._product = demanded("fixed products", find_fixed_product(weight_MK.device, weight_MK.dtype))
+        self._product = find_fixed_product(weight_MK.device, weight_MK.dtype)
         self.out_features, self.in_features = weight_MK.shape
         self.weight, self.bias = weight_MK.contiguous(), bias_M
 
     def forward(self, rows_RK: Tensor) -> Tensor:
-        """Return the products, any number of leading dimensions."""
         out_NM = self._product(rows_RK.reshape(-1, self.in_features), self.weight, self.bias)
         return out_NM.view(*rows_RK.shape[:-1], self.out_features)
 
@@ -81,17 +80,14 @@ def is_conv1d(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def pack_products(module: nn.Module) -> None:
-    """Replace every linear layer below `module` by a packed one, in place."""
-    replace_products(module, PackedLinear)
-
-
-def fix_products(module: nn.Module) -> None:
-    """Replace every linear layer below `module` by a fixed one, in place; ValueError as FixedLinear."""
-    if not hasattr(torch.ops.aten, "_fused_rms_norm"):
+def product_kind(how: Running) -> type[PackedLinear | FixedLinear] | None:
+    """What takes the place of linear layers; None where they stay. ValueError, with the reason, where a model can't be exact."""
+    if can_pack(how.dtype, how.device):
+        return PackedLinear
+    if how.is_fixed and not hasattr(torch.ops.aten, "_fused_rms_norm"):
         # Older versions take the mean of a norm by a general reduction: more threads for a row the fewer rows there are.
         raise ValueError(f"model.exact: true needs torch 2.9 or later on a GPU, and here is {torch.__version__}")
-    replace_products(module, FixedLinear)
+    return FixedLinear if how.is_fixed else None
 
 
 def replace_products(

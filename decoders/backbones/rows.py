@@ -1,7 +1,7 @@
 """The rows of a forward: flat, sample after sample; intervals say which columns of its slot each row sees.
 
 `pack` (engine/batch.py) makes them once: numpy arrays on the host, which go to the device as one buffer (`Sent`). What the host
-knows of them stays plain numbers (`RowShape`, `StreamShape`), so that no forward asks the device.
+knows of them stays plain numbers (`RowShape`), so that no forward asks the device.
 
 Legend: N rows that carry a token, Q query rows of a two-stream model, G slots of the forward, I intervals of a row, T tiles.
 """
@@ -67,8 +67,14 @@ class Sent(Generic[A]):
             setattr(new, name, None if part is None else part.changed(change))
         return new
 
-    def _fields(self) -> Fields:
-        return _fields_of(type(self))  # type: ignore[arg-type]  # mypy takes a class for one of its objects
+    @classmethod
+    @cache
+    def _fields(cls) -> Fields:
+        types = {field.name: str(field.type) for field in fields(cls)}
+        arrays = tuple(name for name, of in types.items() if of in ("A", "A | None"))
+        parts = tuple(name for name, of in types.items() if "[A]" in of)
+        others = tuple(name for name in types if name not in (*arrays, *parts))
+        return Fields(arrays, parts, others, tuple(name for name in others if types[name] in _FACTS))
 
     @property
     def signature(self) -> Hashable:
@@ -126,15 +132,6 @@ class Fields(NamedTuple):
     facts: tuple[str, ...]
 
 
-@cache
-def _fields_of(kind: type[Sent]) -> Fields:
-    types = {field.name: str(field.type) for field in fields(kind)}
-    arrays = tuple(name for name, of in types.items() if of in ("A", "A | None"))
-    parts = tuple(name for name, of in types.items() if "[A]" in of)
-    others = tuple(name for name in types if name not in (*arrays, *parts))
-    return Fields(arrays, parts, others, tuple(name for name in others if types[name] in _FACTS))
-
-
 @dataclass(frozen=True, slots=True)
 class RowShape:
     """What the host knows of a forward's rows.
@@ -142,6 +139,9 @@ class RowShape:
     `num_lines` is the largest number of rows of a slot. No row sees a column at or beyond `num_columns`. `slots` is a slice where
     the slots follow each other, else None. `num_positions` is given where all rows of a slot see the same columns, and where
     these have the positions 0, 1, .. once each: how many there are in the longest slot, or more.
+
+    Of a two-stream forward `num_lines` are rows that carry a token; the slot with the most query rows has `num_queries`, no
+    position of these slots is at or beyond `num_positions`, and some query sees no column if `some_blind`.
     """
 
     num_slots: int
@@ -149,6 +149,8 @@ class RowShape:
     num_columns: int
     slots: slice | None
     num_positions: int | None = None
+    num_queries: int = 0
+    some_blind: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -175,7 +177,6 @@ class Rows(Sent[A]):
 
     @property
     def num_rows(self) -> int:
-        """How many rows carry a token."""
         return len(self.token_N)
 
     @property
@@ -185,7 +186,6 @@ class Rows(Sent[A]):
 
     @property
     def tables(self) -> Tables | None:
-        """The tiles on the device, if there are any."""
         first: Any = tuple(tiles for tiles in (self.few_T, self.many_U) if tiles is not None)
         return Tables(self.tile_lines, first) if first else None
 
@@ -244,7 +244,7 @@ class TokenRows(Rows[A]):
     def heard(cls, facts: Sequence[int], flat: Sequence[Tensor]) -> TokenRows:
         """The rows of which these were `told`; views, and the noise is float64."""
         there, num_intervals, num_slots, num_lines, num_columns, first, end, positions, takes_drafts, *lines = facts
-        names = [name for bit, name in enumerate(_fields_of(cls).arrays) if there >> bit & 1]  # type: ignore[arg-type]
+        names = [name for bit, name in enumerate(cls._fields().arrays) if there >> bit & 1]
         arrays: dict[str, Any] = dict(zip(names, flat, strict=True))
         for name in ("low_IN", "high_IN"):
             arrays[name] = arrays[name].view(num_intervals, -1)
@@ -253,21 +253,6 @@ class TokenRows(Rows[A]):
         slots, num_positions = None if first < 0 else slice(first, end), None if positions < 0 else positions
         shape = RowShape(num_slots, num_lines, num_columns, slots, num_positions)
         return TokenRows(**arrays, shape=shape, takes_drafts=bool(takes_drafts), tile_lines=tuple(lines))
-
-
-@dataclass(frozen=True, slots=True)
-class StreamShape:
-    """What the host knows of the rows of a two-stream forward. The slot with the most rows has `num_lines` that carry a token,
-    and that with the most query rows `num_queries`. No row sees a column at or beyond `num_columns`; no position of these slots
-    is at or beyond `num_positions`. `some_blind`: some query sees no column."""
-
-    num_slots: int
-    num_lines: int
-    num_columns: int
-    slots: slice | None
-    num_queries: int
-    num_positions: int
-    some_blind: bool
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -284,12 +269,11 @@ class StreamRows(Rows[A]):
     line_Q: A
     rank_Q: A
     limit_Q: A
-    shape: StreamShape
+    shape: RowShape
     start_Q: A | None = None
 
     @property
     def lines(self) -> tuple[A, ...]:
-        """See Rows."""
         return self.line_N, self.line_Q
 
 

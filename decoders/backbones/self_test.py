@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftmill.decoders.backbones.attention import Scores, attend_grouped
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.invariance import (
     EXACT_DTYPES,
     NO_RULES,
@@ -43,19 +44,13 @@ Product = tuple[nn.Module, int, int, torch.dtype]
 
 @torch.no_grad()
 def model_rules(
-    all_products: Sequence[Product],
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    longest: int | None = None,
-    *,
-    exact: bool = False,
+    all_products: Sequence[Product], heads: tuple[int, int, int], how: Running, longest: int | None = None
 ) -> ShapeRules:
     """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d). `longest` is the
     model's longest text, None where it has no limit. Half precision on a CPU is never exact: there the products of attention are
-    torch's own. On a GPU a model is exact if it was made so (`exact`), by kernels that need no rules."""
-    if device.type != "cpu":
-        return dataclasses.replace(NO_RULES, exact=exact)
+    torch's own. On a GPU a model is exact if it was made so, by kernels that need no rules."""
+    if how.device.type != "cpu":
+        return dataclasses.replace(NO_RULES, exact=how.exact)
     by_kind = {(type(product[0]), *product[1:]): product for product in all_products}
 
     def rows_exact_from(min_rows: int) -> bool:
@@ -64,8 +59,8 @@ def model_rules(
             for module, width, _, number in by_kind.values()
         )
 
-    rules = find_rules(rows_exact_from, _grouped_attention(heads, dtype, longest), longest=longest, least_rows=1)
-    return dataclasses.replace(rules, exact=rules.exact and dtype in EXACT_DTYPES)
+    rules = find_rules(rows_exact_from, _grouped_attention(heads, how.dtype, longest), longest=longest, least_rows=1)
+    return dataclasses.replace(rules, exact=rules.exact and how.dtype in EXACT_DTYPES)
 
 
 def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest: int | None) -> Attention:

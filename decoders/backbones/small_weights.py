@@ -109,7 +109,6 @@ class SmallLinear(nn.Module):
         return out_RM if self.bias is None else out_RM.add_(self.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the products, any number of leading dimensions."""
         if self.kind == "int8":
             out_RM = self._of_integers(rows.reshape(-1, self.in_features).float())
             return out_RM.to(self.dtype).view(*rows.shape[:-1], self.out_features)
@@ -209,8 +208,6 @@ def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
     """Make the linear layers of a model small and move them to a device, in place; routers stay.
     Experts that transformers has in one tensor get the numbers of small ones, and become small in a second call, once they are
     layers. ValueError where weights can't be made small."""
-    if kind not in _LARGEST:
-        raise ValueError(f"model.weights: {kind!r}; allowed: auto, {', '.join(_LARGEST)}")
     for part in base.modules():
         for weight in (weight for weight in part.parameters(recurse=False) if weight.ndim > 2):
             if not hasattr(part, "is_transposed"):

@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, distributed, nn
 
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.rotary import RotaryShape
 from draftmill.decoders.backbones.families.shares import Share, kind_of
 from draftmill.decoders.backbones.network import RotaryBackbone
@@ -36,18 +37,8 @@ _TORCH: Any = distributed  # its types leave out TCPStore
 # Its second name is the one before torch 2.13.
 _all_gather: Any = getattr(_TORCH, "all_gather_single", None) or _TORCH.all_gather_into_tensor
 _LOST: Final = "the group of processes of this model is lost"
-_CALLS: Final = (
-    "dismiss",
-    "forward",
-    "resize",
-    "reserve",
-    "spread",
-    "place",
-    "forget",
-    "copy_prefix",
-    "copy_columns",
-    "clear_slot",
-)
+_MEMORY_CALLS: Final = ("resize", "reserve", "spread", "place", "forget", "copy_prefix", "copy_columns", "clear_slot")
+_CALLS: Final = ("dismiss", "forward", *_MEMORY_CALLS)
 _HEADER: Final = 32  # integers; a forward, the longest call, needs 28
 
 
@@ -114,17 +105,9 @@ class SplitBackbone(RotaryBackbone):
     """A rank's part of a causal model; `shape` and `weights` are its shares. On rank 0, after `lead`, it is a backbone like any
     other. The constructor raises RuntimeError if the ranks' self-tests found different shape rules."""
 
-    def __init__(
-        self,
-        shape: RotaryShape,
-        weights: dict[str, Tensor],
-        *,
-        share: Share,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, shape: RotaryShape, weights: dict[str, Tensor], how: Running, *, share: Share) -> None:
         self._leads = False
-        super().__init__(shape, weights, dtype=dtype, device=device)
+        super().__init__(shape, weights, how)
         for parent in list(self.base.modules()):
             for name, child in list(parent.named_children()):
                 if kind_of(f".{name}.weight") == "rows":
@@ -165,7 +148,7 @@ def _leading(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in _CALLS[2:]:
+for _name in _MEMORY_CALLS:
     setattr(SplitBackbone, _name, _leading(_name))
 
 

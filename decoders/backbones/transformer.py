@@ -18,30 +18,29 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_rows, tile_of
-from draftmill.decoders.backbones.cache import OnSlots, SlotCache
+from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, cut_rows, tile_of
+from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import (
-    FixedLinear,
     PackedLinear,
     UnsetLinear,
     block_of_rows,
-    can_pack,
-    fix_products,
-    pack_products,
+    product_kind,
+    replace_products,
 )
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly, shrink_products
-from draftmill.decoders.kernels.find import Attend, demanded, find_attention, find_layers, find_product
+from draftmill.decoders.kernels.find import Attend, find_attention, find_layers, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
-class ModuleBackbone(OnSlots):
-    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer. With
-    `exact` a row must have the same bits in any batch on a GPU, too; ValueError where it can't."""
+class ModuleBackbone(Model):
+    """Runs a `model`, whose `parts` are all but its output layer, the output layer, and the embeddings; `windows` holds one entry
+    a layer."""
 
     layers_by = "own network"
     """The code that runs the layers, as users are shown it."""
@@ -51,20 +50,13 @@ class ModuleBackbone(OnSlots):
     """Whether the layers run the code of others: then only a test tells whether rows are exact."""
 
     def __init__(
-        self,
-        model: Any,
-        parsed: Any,
-        windows: tuple[int | None, ...],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
+        self, model: Any, parts: tuple[Any, Any, Any], parsed: Any, windows: tuple[int | None, ...], how: Running
     ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
-        on_cpu, self._packed = self.device.type == "cpu", can_pack(dtype, self.device)
-        is_fixed = exact and not on_cpu
+        self.device, self.dtype, dtype, is_fixed = how.device, how.dtype, how.dtype, how.is_fixed
+        on_cpu, kind = self.device.type == "cpu", product_kind(how)
+        self._packed = kind is PackedLinear
         self.model, self.windows = model, windows
-        self.base, self.head = model.get_decoder(), model.get_output_embeddings()
+        self.base, self.head, embeddings = parts
         inner = getattr(parsed, "widths", None) or [num_out for _, _, num_out, _ in products(self.base)]
         self._inner = max(inner)
         mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
@@ -72,25 +64,21 @@ class ModuleBackbone(OnSlots):
         dense = [(num_in, num_out) for part, num_in, num_out, _ in products(self.base) if id(part) not in of_experts]
         self.num_weights = sum(num_in * num_out for num_in, num_out in dense)
         """The weights that multiply a row in a forward, without experts."""
-        if self._packed:
-            pack_products(self.base)
+        if kind is not None:
+            replace_products(self.base, kind)
             if not isinstance(self.head, SmallLinear):
-                self.head = PackedLinear(self.head.weight, self.head.bias)
+                self.head = kind(self.head.weight, self.head.bias)
         if on_cpu and adds_exactly():
             for part in model.modules():
                 if isinstance(part, SmallLinear):
                     part.pack()
-        if is_fixed:
-            fix_products(self.base)
-            self.head = FixedLinear(self.head.weight, self.head.bias)
-        embeddings = model.get_input_embeddings()
         self.embedding_VD: Any = embeddings if isinstance(embeddings, SmallEmbedding) else embeddings.weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         key_heads, width = parsed.num_key_value_heads, parsed.head_dim
         group = parsed.num_attention_heads // key_heads
         longest = getattr(parsed, "max_position_embeddings", None) or parsed.max_length
         all_products = [*products(self.base), *products(self.head)]
-        self.rules = model_rules(all_products, (key_heads, group, width), dtype, self.device, longest, exact=exact)
+        self.rules = model_rules(all_products, (key_heads, group, width), how, longest)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._row_multiple = VECTOR // math.gcd(VECTOR, width, *inner) if on_cpu else 1
         for part in mixtures:
@@ -104,8 +92,6 @@ class ModuleBackbone(OnSlots):
         self._heads = {"num_heads": key_heads * group, "key_heads": key_heads, "width": width}
         is_plain = getattr(parsed, "is_plain", True)
         self._attend = find_attention(self.device, dtype, **self._heads, plain=is_plain, fixed=is_fixed)
-        if is_fixed:
-            self._attend = demanded("attention", self._attend)
         self.num_rows_computed = 0
         self.reader: Any = None
         """The draft head that reads states of the layers, if any (heads/published.py); its cache follows this one's."""
@@ -113,15 +99,10 @@ class ModuleBackbone(OnSlots):
         # Experts that are multiplied one by one read their row counts back.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
         """Whether a forward never waits for the device: then it can be captured as a CUDA graph."""
+        self.cache_shape = len(windows), key_heads, width
         self.forget()
 
     # ---- the cache -----------------------------------------------------------------------------------------------
-
-    def forget(self) -> None:
-        """Drop the whole cache."""
-        shape, is_pooled = (len(self.windows), self._heads["key_heads"], self._heads["width"]), self._attend is not None
-        self.cache = SlotCache(*shape, dtype=self.dtype, device=self.device, pooled=is_pooled)
-        self.sums_N = None
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         super().copy_prefix(source, target, num_columns)
@@ -186,11 +167,8 @@ class ModuleBackbone(OnSlots):
 
     def _pad(self, values_N: Tensor) -> Tensor:
         """A value of each row, [P]."""
-        if values_N.shape[0] == self.num_rows_computed:
-            return values_N
-        padded_P = values_N.new_zeros(self.num_rows_computed)
-        padded_P[: values_N.shape[0]] = values_N
-        return padded_P
+        missing = self.num_rows_computed - values_N.shape[0]
+        return functional.pad(values_N, (0, missing)) if missing else values_N
 
     def _layout(self, rows: TokenRows) -> AnyLayout:
         shape = rows.shape
@@ -216,7 +194,7 @@ class ModuleBackbone(OnSlots):
     def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
         start_N, places = self.cache.cells(rows.slot_N, rows.column_N, rows.start_N)
         if any(self.windows):
-            self.cache.note_cells(places, rows.position_N)
+            self.cache.positions_SW[0].index_copy_(0, places, rows.position_N)
         seen = Seen(
             rows.slot_N,
             rows.low_IN,
@@ -240,15 +218,10 @@ class ModuleBackbone(OnSlots):
                 if order_BW is not None:
                     near_NW = torch.arange(num_columns, device=self.device).expand(rows.num_rows, -1)
                 within_NW = seen_NW & (near_NW > rows.position_N.unsqueeze(1) - window)
-            biases[window] = bias_of(within_NW, self.dtype)
+            biases[window] = torch.where(within_NW, 0.0, -torch.inf).to(self.dtype)
         return biases
 
     # ---- both ends -----------------------------------------------------------------------------------------------
-
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return logits [R, V] of final hidden states, float32 or better."""
-        raw_RV = self.raw_logits(hidden_RD)
-        return raw_RV if raw_RV.dtype == torch.float64 else raw_RV.float()
 
     @torch.no_grad()
     def raw_logits(self, hidden_RD: Tensor) -> Tensor:
@@ -260,67 +233,30 @@ class ModuleBackbone(OnSlots):
         return embedded_RD
 
 
-# ---- networks of our own -----------------------------------------------------------------------------------------------
-
-
-class Network(nn.Module):
-    """A network with the interface of a transformers module: `stack` makes all but the output layer from its sizes, `shape`. Its
-    embeddings are called `word_embeddings`."""
-
-    def __init__(self, stack: Callable[[Any], nn.Module], shape: Any, *, bias: bool) -> None:
-        super().__init__()
-        self.config, self.model = shape, stack(shape)
-        num_last = getattr(shape, "num_last", shape.hidden_size)
-        self.lm_head: Any = UnsetLinear(num_last, shape.vocab_size, bias=bias)
-
-    def get_decoder(self) -> nn.Module:
-        """All but the output layer."""
-        return self.model
-
-    def get_input_embeddings(self) -> Any:
-        """The token embeddings."""
-        return self.model.word_embeddings
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output layer."""
-        return self.lm_head
-
-    def shrink_output(self, device: torch.device) -> None:
-        """Make the output layer one of int8, and with it the embeddings where they are tied to it."""
-        output, embeddings = self.lm_head, self.get_input_embeddings()
-        self.lm_head = SmallLinear(output.weight, output.bias, "int8").to(device)
-        if output.weight.data_ptr() == embeddings.weight.data_ptr():
-            self.model.word_embeddings = SmallEmbedding(self.lm_head)
-
-
 class NetworkBackbone(ModuleBackbone):
-    """Runs a `Network`, whose stack is called with tokens and positions [P] and a layout. `weights` are its tensors by name. They
-    are removed from the dict, so that no reference keeps the experts in memory a second time. `small` is a kind of
-    small_weights.py."""
+    """Runs a network of our own: `stack` makes all but the output layer from its sizes, `shape`, is called with tokens and
+    positions [P] and a layout, and has its embeddings as `word_embeddings`. `weights` are the tensors of the stack (`model.`) and
+    of the output layer (`lm_head.`). They are removed from the dict, so that no reference keeps the experts in memory a second
+    time."""
 
-    def __init__(
-        self,
-        stack: Callable[[Any], nn.Module],
-        shape: Any,
-        weights: dict[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-        small: str = "auto",
-    ) -> None:
+    def __init__(self, stack: Callable[[Any], nn.Module], shape: Any, weights: dict[str, Tensor], how: Running) -> None:
         with torch.device("meta"):
-            network = Network(stack, shape, bias="lm_head.bias" in weights)
+            network: Any = nn.Module()
+            network.model, num_last = stack(shape), getattr(shape, "num_last", shape.hidden_size)
+            network.lm_head = UnsetLinear(num_last, shape.vocab_size, bias="lm_head.bias" in weights)
         network.load_state_dict(weights, assign=True)
         weights.clear()
         network.eval().requires_grad_(False)
-        if small != "auto":
-            shrink_products(network.model, small, torch.device(device))
-            if small == "int8":
-                network.shrink_output(torch.device(device))
-            network.to(device)
+        if how.small != "auto":
+            shrink_products(network.model, how.small, how.device)
+        if how.small == "int8":
+            output, embeddings = network.lm_head, network.model.word_embeddings
+            network.lm_head = SmallLinear(output.weight, output.bias, "int8").to(how.device)
+            if output.weight.data_ptr() == embeddings.weight.data_ptr():  # they are tied
+                network.model.word_embeddings = SmallEmbedding(network.lm_head)
+        network.to(how.device)
         windows = getattr(shape, "windows", (None,) * shape.num_hidden_layers)
-        super().__init__(network, shape, windows, dtype=dtype, device=device, exact=exact)
+        super().__init__(network, (network.model, network.lm_head, network.model.word_embeddings), shape, windows, how)
         network.lm_head = self.head  # once packed, it is not kept a second time
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:

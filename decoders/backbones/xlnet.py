@@ -37,7 +37,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.backbones.cache import OnSlots, SlotCache, rounded
+from draftmill.decoders.backbones.base import Model, Running
+from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.backbones.families.xlnet import XLNetShape
 from draftmill.decoders.backbones.invariance import (
     EXACT_DTYPES,
@@ -45,16 +46,16 @@ from draftmill.decoders.backbones.invariance import (
     NUM_PROBE_ROWS,
     Attention,
     ShapeRules,
+    at_least_rows,
     attend,
     find_rules,
-    linear_rows,
     normal,
     position_scores,
     probe_columns,
     rows_exact,
 )
 from draftmill.decoders.backbones.rows import StreamRows
-from draftmill.decoders.kernels.find import Attend, FixedProduct, demanded, find_attention, find_fixed_product
+from draftmill.decoders.kernels.find import Attend, find_attention, find_fixed_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -159,19 +160,11 @@ def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Atten
     return attention
 
 
-class XLNetBackbone(OnSlots):
+class XLNetBackbone(Model):
     """See the module's docstring; `weights` are the checkpoint's tensors by name, already checked for completeness."""
 
-    def __init__(
-        self,
-        shape: XLNetShape,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        exact: bool = False,
-    ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+    def __init__(self, shape: XLNetShape, weights: Mapping[str, Tensor], how: Running) -> None:
+        self.device, self.dtype, dtype, is_fixed = how.device, how.dtype, how.dtype, how.is_fixed
         self.vocab_size, self.width = shape.vocab_size, shape.d_model
         self.num_heads, self.head_width = shape.n_head, shape.d_head
         self.num_layers, self.clamp_len, self.eps = shape.n_layer, shape.clamp_len, shape.layer_norm_eps
@@ -182,28 +175,22 @@ class XLNetBackbone(OnSlots):
         self.output_VD = ready.get("lm_loss.weight", self.embedding_VD)
         self.output_bias_V = ready["lm_loss.bias"]
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
-        self.rules = self._rules(shape.d_inner, exact=exact)
+        self.rules = replace(NO_RULES, exact=how.exact)
+        if self.device.type == "cpu":
+            widths = (self.width, self.num_heads * self.head_width, shape.d_inner, self.vocab_size)
+            self.rules = xlnet_rules(widths, self.num_heads, dtype, torch.get_num_threads())
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
         heads_width = self.num_heads * self.head_width
         self.num_weights = self.num_layers * self.width * (4 * heads_width + 2 * shape.d_inner)
-        is_fixed = exact and self.device.type != "cpu"
         heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
         self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)
-        self._product: FixedProduct | None = None
-        if is_fixed:
-            self._product = demanded("fixed products", find_fixed_product(self.device, dtype))
-            self._attend = demanded("attention", self._attend)
+        self._product = find_fixed_product(self.device, dtype) if is_fixed else None
         self.tiling = Tiling.of(self.device, dtype, group=1, width=self.head_width, relative=True, fixed=is_fixed)
         self.captures = self._attend is not None
         self.relative: list[Tensor] = []
+        self.cache_shape = self.num_layers, self.num_heads, self.head_width
         self.forget()
-
-    def _rules(self, inner: int, *, exact: bool) -> ShapeRules:
-        if self.device.type != "cpu":
-            return replace(NO_RULES, exact=exact)
-        widths = (self.width, self.num_heads * self.head_width, inner, self.vocab_size)
-        return xlnet_rules(widths, self.num_heads, self.dtype, torch.get_num_threads())
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
         attention, inner = prefix + "rel_attn.", prefix + "ff."
@@ -230,25 +217,8 @@ class XLNetBackbone(OnSlots):
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Drop the whole cache; the table of distances stays."""
-        self.cache = SlotCache(
-            self.num_layers,
-            self.num_heads,
-            self.head_width,
-            dtype=self.dtype,
-            device=self.device,
-            pooled=self._attend is not None,
-        )
-        self.sums_N = None  # of content rows, then of query rows
-
-    @property
-    def order_SW(self) -> Tensor:  # noqa: N802
-        """The position of every column of every slot."""
-        return self.cache.positions_SW
-
     def stays(self, num_slots: int, num_columns: int) -> bool:
-        """See OnSlots. How many distances a forward looks at depends on the number of columns."""
+        """See Model. How many distances a forward looks at depends on the number of columns."""
         num_columns = rounded(num_columns, self.column_multiple)
         return num_columns == self.cache.num_columns and super().stays(num_slots, num_columns)
 
@@ -259,7 +229,6 @@ class XLNetBackbone(OnSlots):
         self.relative = relative
 
     def spread(self, num_slots: int, num_columns: int) -> bool:
-        """See OnSlots."""
         before, self.relative = self.cache.num_columns, self._relative_to(num_columns)
         super().spread(num_slots, num_columns)
         return before == self.cache.num_columns
@@ -267,13 +236,10 @@ class XLNetBackbone(OnSlots):
     def _relative_to(self, num_columns: int) -> list[Tensor]:
         """The keys of all distances between this many columns, or more."""
         num_columns = rounded(num_columns, self.column_multiple)
-        if num_columns <= self._num_distances:
+        num_held = self.relative[0].shape[2] // 2 if self.relative else 0
+        if num_columns <= num_held:
             return self.relative
         return [self._relative_keys(layer, num_columns) for layer in self.layers]
-
-    @property
-    def _num_distances(self) -> int:
-        return self.relative[0].shape[2] // 2 if self.relative else 0
 
     @property
     def row_bytes(self) -> int:
@@ -291,16 +257,12 @@ class XLNetBackbone(OnSlots):
         parts = [torch.einsum("pD,Dhd->hdp", part, layer.relative_DHd) for part in sinusoid.split(_DISTANCES)]
         return torch.cat(parts, dim=2).contiguous()
 
-    def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Set the positions of a slot's columns, int64 [L]."""
-        self.cache.set_positions(slot, order_L)
-
     # ---- the forward ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(self, rows: StreamRows) -> Tensor:
         """Write the content rows' keys and values and return the query rows' last hidden states, [Q, D]."""
-        layout = self._layout(rows) if self._attend is None else self._flat_layout(rows, self._attend)
+        layout = self._layout_of(rows)
         num_query = rows.rank_Q.shape[0]
         content_ND = self.embedding_VD[rows.token_N]
         states_ND = torch.cat([content_ND, self.mask_embedding_D.expand(num_query, self.width)])
@@ -314,8 +276,16 @@ class XLNetBackbone(OnSlots):
         self.sums_N = torch.cat([entering_ND[:num_content], states_ND]).sum(1, dtype=torch.float64)
         return states_ND
 
-    def _layout(self, rows: StreamRows) -> _Layout:
-        shape = rows.shape
+    def _layout_of(self, rows: StreamRows) -> _AnyLayout:
+        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
+        column_N = torch.cat([rows.column_N, rows.rank_Q])
+        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
+        if self._attend is None:
+            return self._layout(rows, limit_N, column_N, slot_N)
+        return self._flat_layout(rows, limit_N, column_N, slot_N, self._attend)
+
+    def _layout(self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor) -> _Layout:
+        shape, order_SW = rows.shape, self.cache.positions_SW
         num_content, num_query = rows.token_N.shape[0], rows.rank_Q.shape[0]
         num_rows = max(shape.num_lines + shape.num_queries, self.rules.min_queries)
         content_N = torch.add(rows.line_N, rows.owner_N, alpha=num_rows)
@@ -325,14 +295,11 @@ class XLNetBackbone(OnSlots):
         rows_P, last_rows_P = row_N.new_zeros(2, shape.num_slots * num_rows)
         rows_P[rectangle_N] = row_N
         last_rows_P[query_N] = row_N[:num_query]
-        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
-        column_N = torch.cat([rows.column_N, rows.rank_Q])
-        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
-        num_columns = self.rules.columns(shape.num_columns, self.order_SW.shape[1])
-        position_N1 = self.order_SW[slot_N, column_N].unsqueeze(1)
+        num_columns = self.rules.columns(shape.num_columns, order_SW.shape[1])
+        position_N1 = order_SW[slot_N, column_N].unsqueeze(1)
         # Half the number of distances looked at: the longest canvas of the batch.
-        span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
-        distance_NW = (position_N1 - self.order_SW[slot_N, :num_columns] + span).clamp_(0, 2 * span - 1)
+        span = self.rules.columns(shape.num_positions or 0, order_SW.shape[1])
+        distance_NW = (position_N1 - order_SW[slot_N, :num_columns] + span).clamp_(0, 2 * span - 1)
         return _Layout(
             num_content=num_content,
             num_slots=shape.num_slots,
@@ -350,27 +317,26 @@ class XLNetBackbone(OnSlots):
             blind_N=limit_N == 0 if shape.some_blind else None,
         )
 
-    def _flat_layout(self, rows: StreamRows, attend: Attend) -> _FlatLayout:
-        shape, num_content = rows.shape, rows.token_N.shape[0]
-        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
-        column_N = torch.cat([rows.column_N, rows.rank_Q])
-        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
+    def _flat_layout(
+        self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor, attend: Attend
+    ) -> _FlatLayout:
+        shape, num_content, order_SW = rows.shape, rows.token_N.shape[0], self.cache.positions_SW
         start_N = None
         if rows.start_N is not None and rows.start_Q is not None:
             start_N = torch.cat([rows.start_N, rows.start_Q])
         start_N, cells_N = self.cache.cells(slot_N, column_N, start_N)
-        position_N, places = self.cache.positions_of(cells_N), cells_N[:num_content]
+        position_N, places = order_SW[0].index_select(0, cells_N), cells_N[:num_content]
         seen = Seen(
             slot_N,
             torch.zeros_like(limit_N).unsqueeze(0),
             limit_N.unsqueeze(0),
             position_N=position_N,
-            positions_SW=self.order_SW,
+            positions_SW=order_SW,
             tables=rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q])),
             start_N=start_N,
             num_columns=self.cache.num_columns,
         )
-        span = self.rules.columns(shape.num_positions, self.cache.num_columns)
+        span = self.rules.columns(shape.num_positions or 0, self.cache.num_columns)
         return _FlatLayout(
             num_content=num_content,
             span=span,
@@ -382,7 +348,8 @@ class XLNetBackbone(OnSlots):
         )
 
     def _layer_forward(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> Tensor:
-        self._write(layer, index, states_ND, layout)
+        key_value = self._linear(states_ND[: layout.num_content], layer.key_value_DD, None)
+        self.cache.write(index, layout.places, key_value.view(-1, 2 * self.num_heads, self.head_width))
         start = layout.num_content if index == self.num_layers - 1 else 0
         rows_ND = states_ND[start:]
         query_ND = self._linear(rows_ND, layer.query_DD, None)
@@ -402,12 +369,7 @@ class XLNetBackbone(OnSlots):
         """A product whose rows do not depend on their number, as far as this device has one."""
         if self._product is not None:
             return self._product(rows_NK, weight_MK, bias_M)
-        return linear_rows(rows_NK, weight_MK, bias_M, self.rules.min_rows)
-
-    def _write(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> None:
-        content_ND = states_ND[: layout.num_content]
-        key_value = self._linear(content_ND, layer.key_value_DD, None)
-        self.cache.write(index, layout.places, key_value.view(-1, 2 * self.num_heads, self.head_width))
+        return at_least_rows(self.rules.min_rows, lambda rows: functional.linear(rows, weight_MK, bias_M), rows_NK)
 
     def _flat_attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
         """Attend to the cache by the rows' limits, [N, H * d]."""
@@ -471,15 +433,8 @@ class XLNetBackbone(OnSlots):
         bias_NHW = scores_NHp.gather(2, distance_N1W.expand(-1, self.num_heads, -1))
         return bias_NHW.masked_fill_(hidden_N1W, -torch.inf)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return logits [R, V] through the tied output layer, float32 or better."""
-        raw_RV = self.raw_logits(hidden_RD)
-        return raw_RV if raw_RV.dtype == torch.float64 else raw_RV.float()
-
     def raw_logits(self, hidden_RD: Tensor) -> Tensor:
-        """See Model."""
         return self._linear(hidden_RD, self.output_VD, self.output_bias_V)
 
     def embed(self, tokens_R: Tensor) -> Tensor:
-        """Return word embeddings [R, D]."""
         return self.embedding_VD[tokens_R]

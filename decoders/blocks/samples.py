@@ -93,7 +93,6 @@ class BlockSample(Sample):
         self.show(news, proposed)
 
     def is_open(self, position: int) -> bool:
-        """Whether there is a mask at a position."""
         return self.tokens[position] == HOLE
 
     def edit(self, news: Sequence[Revealed]) -> None:

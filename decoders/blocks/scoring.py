@@ -30,7 +30,7 @@ from draftmill.decoders.common_settings import Estimate
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import FAR, Ints, Span
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_algorithm, mask_of
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class Layout:
     def rows_of(self, s: Text, canvas: list[Draw]) -> ScoredRows:
         """The clean text, and behind it the masked blocks of each draw; a row's number is its column."""
         text = s.request.canvas.astype(np.int64)
-        used = self._num_clean(s)
+        # The clean rows go up to the last block with masks, or to the last token that the row before it predicts.
+        last_block = int(s.positions[-1][0]) // self.size * self.size if s.positions else 0
+        used = max(last_block, int(s.alone[-1]) if len(s.alone) else 0)
         spans: tuple[int, ...] = ()
         if used:
             spans = Span(used, 0, 0, block=1 if self.causal else self.size)
@@ -77,25 +79,17 @@ class Layout:
                 tokens.append(hidden[start:end])
                 spans += Span(end - start, used, start, start, FAR, own=used, till=used + end - start)
                 used += end - start
-            rows.append(self._predicting(draw.asked_R, row_L))
+            before_R = np.maximum(draw.asked_R - self.shift, 0)
+            rows.append(np.where(self.is_alone(draw.asked_R), before_R, row_L[before_R]))
         asked_R = np.concatenate([draw.asked_R for draw in canvas])
         return ScoredRows(np.concatenate(tokens), spans, np.concatenate(rows), text[asked_R])
-
-    def _num_clean(self, s: Text) -> int:
-        """The number of clean rows: up to the last block with masks, or to the last token that the row before it predicts."""
-        last_block = int(s.positions[-1][0]) // self.size * self.size if s.positions else 0
-        return max(last_block, int(s.alone[-1]) if len(s.alone) else 0)
-
-    def _predicting(self, position_R: Ints, row_L: Ints) -> Ints:
-        """The row that predicts each position; `row_L` are those of the masked copies."""
-        before_R = np.maximum(position_R - self.shift, 0)
-        return np.where(self.is_alone(position_R), before_R, row_L[before_R])
 
 
 def algorithm(setup: Setup, settings: BlockDiffusionSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it."""
     assert not setup.info.prompt_block, "which blocks a text is made of is not known without its prompt"
-    layout = Layout(settings.size_for(setup.info), mask_of(setup.info), setup.info.shift, settings.causal_cache)
+    assert setup.info.mask_id is not None, "families of this kind have a mask"
+    layout = Layout(settings.size_for(setup.info), setup.info.mask_id, setup.info.shift, settings.causal_cache)
     return estimate_algorithm(
         settings,
         estimate,

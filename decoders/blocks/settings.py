@@ -142,16 +142,9 @@ class VerificationCost(Settings):
 class BlockSettings(DecoderChoice):
     """What the decoders of block-diffusion models share.
 
-    Blocks of `block_size` positions (null: the size used in training) are finished one after the other. Each has `steps`
-    denoising steps (null: one per position) that reveal equally many masks; the first steps take the remainder. `schedule`
-    chooses the masks: the most confident (`static`); all with confidence above `tau` if those are at least as many (`dynamic`);
-    the leftmost (`sequential`); those of least entropy, while the entropies before the last one sum up to at most `tau` nats
-    (`entropy`, which ignores `steps`). With `sub_block` each block is denoised in parts of that many positions, from left to
-    right. With `tau_edit` a revealed token is replaced by another whose probability exceeds it, in up to `post_steps` more steps
-    after the last mask. With `causal_cache` finished tokens see only those to their left, as in a causal model. With `fused` the
-    prompt and finished blocks run together with the draft of the next block instead of in forwards of their own. With `draws:
-    fresh` each step draws all masks anew, as the public samplers do; with `kept` a position keeps its random numbers over all
-    steps, which is another distribution where drawn tokens decide what is revealed, routed or edited, and the same elsewhere.
+    The first `steps` take the remainder. block_diffusion.py describes each `schedule`; `entropy` ignores `steps`. With `draws:
+    kept` a position keeps its random numbers over all steps, which is another distribution where drawn tokens decide what is
+    revealed, routed or edited, and the same elsewhere.
     """
 
     runs_on: ClassVar[ModelKind] = "blocks"
@@ -348,8 +341,7 @@ class Rules:
         """Raises ValueError, with the field path, where settings and model do not fit."""
         settings.check_model(info)
         size = settings.size_for(info)
-        if info.mask_id is None:
-            raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to start from")
+        assert info.mask_id is not None, "families of this kind have a mask"
         return cls(
             settings=settings,
             size=size,

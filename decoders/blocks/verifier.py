@@ -147,7 +147,6 @@ class Threshold:
         return signals.expected - self._cost.c * (signals.num_sure if self._cost.kind == "dynamic" else 1.0)
 
     def decide(self, signals: Signals) -> bool:
-        """Whether to verify the run."""
         match self._router:
             case MinSpan(span=span):
                 return signals.span >= span

@@ -112,11 +112,9 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its arrays."""
         return 8 * (4 * len(self.state_E) + self.vocab_size)
 
     def edges(self, state: int) -> slice:
-        """The edges of a state."""
         return slice(int(self.first_S[state]), int(self.first_S[state + 1]))
 
     def step(self, state: int, token: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.constraints.automaton import Automaton
 from draftmill.decoders.constraints.grammar import ByGrammar, Grammar
@@ -56,11 +58,6 @@ def tracker_of(constraint: Constraint, canvas: Sequence[int], *, in_order: bool)
 
 def holes_of(canvas: Sequence[int]) -> list[range]:
     """The runs of positions that are HOLE."""
-    holes, start = list[range](), -1
-    for position, token in enumerate([*canvas, 0]):
-        if token == HOLE and start < 0:
-            start = position
-        elif token != HOLE and start >= 0:
-            holes.append(range(start, position))
-            start = -1
-    return holes
+    is_hole = np.array([0, *canvas, 0]) == HOLE
+    edges = np.flatnonzero(is_hole[1:] != is_hole[:-1]).reshape(-1, 2)
+    return [range(start, end) for start, end in edges.tolist()]

@@ -294,7 +294,6 @@ class Nfa:
         self._tails = dict[tuple[int, tuple[tuple[int, int], ...]], int]()
 
     def state(self) -> int:
-        """A new state."""
         if len(self.steps) > 4 * MOST_STATES:
             raise TooLarge
         self.steps.append([])

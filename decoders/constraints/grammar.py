@@ -66,7 +66,6 @@ class ByGrammar(Tracker):
         self._has_ended = False
 
     def decide(self, position: int, token: int) -> None:
-        """The next position is decided."""
         self._has_ended = self._has_ended or token in self._ends
         if not self._has_ended:
             self._matcher.consume_token(token)
@@ -90,5 +89,4 @@ class ByGrammar(Tracker):
 
     @property
     def is_met(self) -> bool:
-        """Whether the text may end here."""
         return bool(self._matcher.is_accepting())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Final, NoReturn
 
@@ -199,7 +199,7 @@ class _Parser:
                 low = ((low[0][0], high[0][1]),)
             found += low
         self.at += 1
-        ranges = inverted(inverted(self._cased(tuple(found))))
+        ranges = _joined(self._cased(tuple(found)))
         self._is_wide ^= is_not
         return inverted(ranges) if is_not else ranges
 
@@ -275,22 +275,17 @@ def _cases() -> list[list[int]]:
 def _of_python(letter: str) -> Ranges:
     """Python's \\d, \\s or \\w."""
     is_one = re.compile(f"\\{letter}").match
-    return _joined([code for code in range(LAST + 1) if is_one(chr(code))])
+    return _joined((code, code) for code in range(LAST + 1) if is_one(chr(code)))
 
 
 @lru_cache(maxsize=32)
 def _of_category(name: str) -> Ranges:
-    return _joined([code for code in range(LAST + 1) if unicodedata.category(chr(code)).startswith(name)])
+    return _joined((code, code) for code in range(LAST + 1) if unicodedata.category(chr(code)).startswith(name))
 
 
-def _joined(codes: list[int]) -> Ranges:
-    found = list[tuple[int, int]]()
-    for code in codes:
-        if found and found[-1][1] == code - 1:
-            found[-1] = (found[-1][0], code)
-        else:
-            found.append((code, code))
-    return tuple(found)
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """In order, those that touch as one."""
+    return inverted(inverted(tuple(ranges)))
 
 
 @lru_cache(maxsize=256)

@@ -55,7 +55,6 @@ class LeftToRight(Tracker):
         self._states: dict[tuple[int, ...], int] = {}  # after these drafts
 
     def decide(self, position: int, token: int) -> None:
-        """The next position is decided."""
         assert position == self._next, "a text is decided from left to right"
         self._next += 1
         if token in self._ends:
@@ -89,7 +88,6 @@ class LeftToRight(Tracker):
 
     @property
     def is_met(self) -> bool:
-        """Whether the state is an end."""
         return self._state >= 0 and bool(self._automaton.is_end_S[self._state])
 
 
@@ -104,7 +102,6 @@ class AnyOrder(Tracker):
         self._sweeps: dict[Known, tuple[list[Bools], list[Bools]]] = {}  # for rows that know these drafts
 
     def decide(self, position: int, token: int) -> None:
-        """A position of the hole is decided."""
         self._tokens[position - self._start] = token
         while self._num_front < len(self._tokens) and self._tokens[self._num_front] != HOLE:
             self._front_S = self._automaton.after(self._front_S, self._tokens[self._num_front])
@@ -112,7 +109,6 @@ class AnyOrder(Tracker):
         self._sweeps = {}
 
     def allowed(self, position: int, known: Known) -> Allowed:
-        """See Tracker."""
         place, drafts = position - self._start, tuple(sorted(known))
         if drafts not in self._sweeps:
             self._sweeps[drafts] = self._sweep(dict(drafts))
@@ -154,15 +150,12 @@ class Holes(Tracker):
         self._at = {position: tracker for positions, tracker in trackers if tracker for position in positions}
 
     def decide(self, position: int, token: int) -> None:
-        """A position is decided."""
         if position in self._at:
             self._at[position].decide(position, token)
 
     def allowed(self, position: int, known: Known) -> Allowed:
-        """See Tracker."""
         return self._at[position].allowed(position, known) if position in self._at else None
 
     @property
     def is_met(self) -> bool:
-        """Whether all are."""
         return all(tracker.is_met for tracker in self._trackers)

@@ -74,7 +74,7 @@ def uniform_rows(
     purpose: int | NDArray[np.int64],
     draws_R: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words. noise.uniform_rows, on the host. `purpose`
+    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words. `purpose`
     is one for all rows, or one a row."""
     word_1 = positions_R.astype(np.uint64) & np.uint64(MASK32)
     word_0, word_2, word_3 = np.zeros_like(word_1), np.full_like(word_1, purpose), draws_R.astype(np.uint64)

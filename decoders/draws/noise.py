@@ -48,9 +48,9 @@ def _mix(high: Tensor, word: Tensor, key: Tensor) -> Tensor:
     return (high ^ word).bitwise_xor_(key).bitwise_and_(MASK32)
 
 
-def _words(keys_R2: Tensor, positions_R: Tensor, blocks_RQ: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
+def _words(keys_R2: Tensor, positions_R: Tensor, blocks_RQ: Tensor, draws_R: Tensor) -> Tensor:
     position, draw = positions_R.to(torch.int64).unsqueeze(1), draws_R.to(torch.int64).unsqueeze(1)
-    counter = (blocks_RQ, position, torch.full_like(position, purpose), draw)
+    counter = (blocks_RQ, position, torch.full_like(position, TARGET), draw)
     words = philox(counter, (keys_R2[:, :1], keys_R2[:, 1:]))
     return torch.stack(torch.broadcast_tensors(*words), dim=-1)
 
@@ -60,15 +60,7 @@ def _to_uniform(words: Tensor) -> Tensor:
     return (words.to(torch.float64) + 0.5) * 2.0**-32
 
 
-def uniform_rows(keys_R2: Tensor, positions_R: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
-    """Return one uniform in (0, 1) a row (token 0 of the field), float64 [R]."""
-    blocks = torch.zeros(keys_R2.shape[0], 1, dtype=torch.int64, device=keys_R2.device)
-    return _to_uniform(_words(keys_R2, positions_R, blocks, purpose, draws_R)[:, 0, 0])
-
-
-def gumbel_rows(
-    keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpose: int = TARGET, draws_R: Tensor | None = None
-) -> Tensor:
+def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, draws_R: Tensor | None = None) -> Tensor:
     """Return the Gumbel noise of every token at each row's position, float32 [R, V]; `draws_R` are by default all 0."""
     num_rows, num_blocks = keys_R2.shape[0], -(-vocab_size // _BLOCK)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=keys_R2.device)
@@ -78,14 +70,14 @@ def gumbel_rows(
     for start in range(0, num_rows, rows_at_once):
         part = slice(start, start + rows_at_once)
         draws = torch.zeros_like(positions_R[part]) if draws_R is None else draws_R[part]
-        words = _words(keys_R2[part], positions_R[part], blocks, purpose, draws).flatten(1)[:, :vocab_size]
+        words = _words(keys_R2[part], positions_R[part], blocks, draws).flatten(1)[:, :vocab_size]
         noise[part] = _gumbel(_to_uniform(words))
     return noise
 
 
-def gumbel_at(keys_R2: Tensor, positions_R: Tensor, tokens_RT: Tensor, *, purpose: int = TARGET) -> Tensor:
+def gumbel_at(keys_R2: Tensor, positions_R: Tensor, tokens_RT: Tensor) -> Tensor:
     """Return what `gumbel_rows` has at some tokens of each row, float32 [R, T]."""
-    words = _words(keys_R2, positions_R, tokens_RT // _BLOCK, purpose, torch.zeros_like(positions_R))
+    words = _words(keys_R2, positions_R, tokens_RT // _BLOCK, torch.zeros_like(positions_R))
     return _gumbel(_to_uniform(words.gather(-1, (tokens_RT % _BLOCK).unsqueeze(-1)).squeeze(-1)))
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.backbones.rows import A, Host, RowShape, Sent, StreamRows, StreamShape, TokenRows
+from draftmill.decoders.backbones.rows import A, Host, RowShape, Sent, StreamRows, TokenRows
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.settings import MIN_P, TOP_K, Uses
@@ -154,7 +154,6 @@ class Draws(Sent[A]):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row draws from the model's logits as they are."""
         return self.allowed_R is None and self.token_ER is None
 
     @property
@@ -251,10 +250,8 @@ class Batch(Sent[A]):
         }  # fmt: skip
         self.pad(sizes, dead)
         self.is_padded, self.draws.reads_all = True, False
-        if isinstance(rows, StreamRows):
-            rows.shape = replace(rows.shape, num_slots=sizes["G"], num_positions=num_positions)
-        else:
-            rows.shape = replace(rows.shape, num_slots=sizes["G"])
+        longest = num_positions if isinstance(rows, StreamRows) else rows.shape.num_positions
+        rows.shape = replace(rows.shape, num_slots=sizes["G"], num_positions=longest)
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
@@ -389,7 +386,7 @@ def _pack_queries(
     line_Q, num_queries = _lines(owner_Q, len(asks))
     rank_Q = rows_QF[:, _COLUMN] + step_Q
     limit_Q = np.maximum(rows_QF[:, _BELOW], rank_Q + 1 - rows_QF[:, _LAG])
-    shape = StreamShape(
+    shape = RowShape(
         num_slots=len(asks),
         num_lines=num_lines,
         num_columns=max(num_columns, int(limit_Q.max())),

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -65,23 +65,14 @@ class Work:
     stays: bool = False
 
 
-class Recorder(Protocol):
-    """Captures work on a device; tests have one that works on a CPU."""
-
-    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
-        """Returns what repeats the work, and the tensors that it then fills again."""
-
-    def drop_pool(self) -> None:
-        """All graphs are about to go: wait until none runs. What is captured from now on shares no memory with them."""
-
-
-class CudaRecorder:
-    """Captures CUDA graphs, which share their memory since only one runs at a time."""
+class Recorder:
+    """Captures CUDA graphs, which share their memory since only one runs at a time; tests have one that works on a CPU."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+        """Returns what repeats the work, and the tensors that it then fills again."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
@@ -97,7 +88,8 @@ class CudaRecorder:
         return graph.replay, result
 
     def drop_pool(self) -> None:
-        """See Recorder. A pool whose graphs are gone must not be captured into again, and cuBLAS' workspace may lie in it."""
+        """All graphs are about to go: wait until none runs. What is captured from now on shares no memory with them: their pool
+        must not be captured into again, and cuBLAS' workspace may lie in it."""
         if self._pool is not None:
             torch.cuda.synchronize()
             torch._C._cuda_clearCublasWorkspaces()
@@ -257,7 +249,7 @@ def find_recorder(device: torch.device) -> Recorder | None:
 @cache
 def _recorder_of(device: torch.device) -> Recorder:
     """One for all graphs of a device, which share its pool."""
-    return CudaRecorder()
+    return Recorder()
 
 
 def why_no_graphs(backbone: Model) -> str:

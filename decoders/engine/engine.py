@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -27,9 +28,9 @@ from draftmill.decoders.backbones.rows import Host, put
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.asks import FAR, MODEL, Answer, Ask, Roll, SampleFrom, Wish
-from draftmill.decoders.engine.batch import Batch, Layout, answers, bad_samples, best_tokens, pack, steps
-from draftmill.decoders.engine.cuda_graphs import drop_all, find_graphs, why_no_graphs
+from draftmill.decoders.engine.asks import MODEL, Answer, Ask, Roll, SampleFrom, Wish
+from draftmill.decoders.engine.batch import Batch, answers, bad_samples, best_tokens, pack, steps
+from draftmill.decoders.engine.cuda_graphs import drop_all, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.memory import Capacity, Extents, MemoryPlan, Shape
 from draftmill.decoders.engine.model_runner import ModelRunner, Started
@@ -37,9 +38,11 @@ from draftmill.decoders.engine.penalties import PenaltyTracker
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
 from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding_order
-from draftmill.decoders.engine.scheduler import DEVICE_ROWS, GATHERED_ROWS, Scheduler, Turn, ask_of_chunk
+from draftmill.decoders.engine.scheduler import Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
+
+_CANVASES: Final = attrgetter("canvases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,6 @@ class Running:
 
     @property
     def asking(self) -> list[Sample]:
-        """The samples that get answers."""
         return [sample for sample in self.samples if self.answers(sample)]
 
 
@@ -75,9 +77,11 @@ class Engine:
         self.hides_host = algorithm.follows is not None and hides_host(setup.backbone)
         """Whether a forward is packed and started before the one before it is read."""
         self.sampler = make_sampler(setup, algorithm, self.slots, self.plan)
-        self.models = [self._target(setup)]
-        if setup.drafter is not None:
-            self.models.append(self._drafting(setup))
+        roles = [True] if setup.drafter is None else [True, False]
+        self.models = [
+            ModelRunner(setup, algorithm, self.sampler, is_target=is_target, hides_host=self.hides_host)
+            for is_target in roles
+        ]
         self.target = self.models[0]
         setup.backbone.tap(setup.drafter if algorithm.reads_states else None)
         self.sampler.drafts_by = self.models[-1].logits
@@ -93,16 +97,7 @@ class Engine:
             pooled=all(runner.backbone.reads_rows for runner in self.models),
         )
         gathers = self.target.graphs is not None and self.target.graphs.is_launch_bound
-        device_rows = GATHERED_ROWS if gathers else DEVICE_ROWS
-        self.scheduler = Scheduler(
-            algorithm,
-            setup.backbone.copy_prefix,
-            self.stats,
-            vocab_size=setup.info.vocab_size,
-            prompt_rows=setup.prompt_rows or (device_rows if setup.backbone.reads_rows else None),
-            on_cpu=setup.backbone.device.type == "cpu",
-            gathers=gathers,
-        )
+        self.scheduler = Scheduler(setup, algorithm, self.stats, gathers=gathers)
         # What a step takes for `auto`: on a CPU without the time that other processes have.
         self._clock = time.thread_time if setup.backbone.device.type == "cpu" else time.perf_counter
         self._drafts: dict[str, Callable[[list[Sample], list[Any]], Iterable[Answer]]] = {
@@ -119,54 +114,6 @@ class Engine:
         self._running: Running | None = None
         self._instant: list[Outcome] = []
 
-    def _target(self, setup: Setup) -> ModelRunner:
-        backbone, algorithm = setup.backbone, self.algorithm
-        masked = algorithm.kind == "masked"
-        if masked and setup.info.mask_id is None:
-            raise ValueError(f"decoder.kind: models of family {setup.info.family!r} have no mask to start from")
-        layout = Layout(
-            family="scores" if algorithm.scores else algorithm.kind,
-            streams=algorithm.kind == "any_subset",
-            keeps=algorithm.keeps,
-            # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
-            by_node=algorithm.nodes and backbone.device.type == "cpu" and not backbone.reads_rows,
-            mask_id=setup.info.mask_id if masked else None,
-            has_flags=backbone.has_sums,
-            num_notes=len(self.sampler.noted_C) if self.hides_host else 0,
-        )
-        return ModelRunner(
-            backbone,
-            self.sampler,
-            layout,
-            vocab_size=setup.info.vocab_size,
-            is_target=True,
-            # Where nothing is kept whole canvases run, which keep a device busy.
-            graphs=find_graphs(backbone) if algorithm.keeps else None,
-            num_slots=algorithm.num_slots,
-            whole=masked or not algorithm.keeps,
-        )
-
-    def _drafting(self, setup: Setup) -> ModelRunner:
-        drafter, windows = setup.drafter, self.algorithm.windows
-        assert drafter is not None, "a drafting model"
-        layout = Layout(
-            family="drafts",
-            most_id=drafter.vocab_size - 1 if drafter.vocab_size < setup.info.vocab_size else FAR,
-            has_flags=drafter.has_sums,
-            num_notes=len(self.sampler.noted_C) if windows is None else 0,
-        )
-        assert windows is None or setup.drafter_info is not None, "a drafting model with a mask"
-        return ModelRunner(
-            drafter,
-            self.sampler,
-            layout,
-            vocab_size=setup.info.vocab_size,
-            is_target=False,
-            graphs=find_graphs(drafter) if windows is None else None,
-            whole=windows is not None,
-            drafts=(setup.drafter_info, windows == "full") if windows and setup.drafter_info else None,
-        )
-
     # ---- admission -----------------------------------------------------------------------------------------------
 
     @property
@@ -180,7 +127,6 @@ class Engine:
 
     @property
     def samples(self) -> list[Sample]:
-        """The samples in slots."""
         return [sample for sample in self._slots if sample is not None]
 
     @property
@@ -361,13 +307,15 @@ class Engine:
         if not turn.samples:
             return done
         self.stats.steps += 1
-        self.stats.slot_steps += len(turn.samples) if turn.prefill_only else self._shape.possible - turn.num_waiting
+        num_prompts = len(turn.new) + len(turn.chunks)
+        has_others = len(turn.samples) > num_prompts
+        self.stats.slot_steps += self._shape.possible - turn.num_waiting if has_others else num_prompts
         if self.algorithm.auto is not None:
             self.algorithm.auto.note_step(
                 self.stats.committed - committed,
                 self._clock() - began_s,
                 len(turn.samples),
-                has_prompts=turn.prefill_only or turn.mixed,
+                has_prompts=num_prompts > 0,
             )
         return done
 
@@ -498,14 +446,12 @@ class Engine:
 
     def _copy_columns(self, samples: list[Sample]) -> None:
         """Copy columns within slots where decoders want it."""
-        copying = [sample for sample in samples if sample.copies]
-        if not copying:
+        copies = [(sample.slot, *copy) for sample in samples for copy in sample.copies]
+        if not copies:
             return
-        copies_P3 = np.array([number for sample in copying for number in sample.copies]).reshape(-1, 3)
-        slot_P = np.repeat([sample.slot for sample in copying], [len(sample.copies) // 3 for sample in copying])
-        for sample in copying:
+        for sample in samples:
             sample.copies = ()
-        source_P, target_P, count_P = copies_P3.T
+        slot_P, source_P, target_P, count_P = np.array(copies).T
         if self.slots.start_S is not None:
             source_P, target_P = source_P + self.slots.start_S[slot_P], target_P + self.slots.start_S[slot_P]
         step = steps(count_P)
@@ -517,23 +463,24 @@ class Engine:
     # ---- after a forward -----------------------------------------------------------------------------------------
 
     def _count(self, samples: list[Sample], running: Running) -> None:
-        """Count a forward of the target: its rows for each of these samples, of its seconds an equal share. The only place for
-        it. Rows of samples that had ended before count as computed alone."""
-        active, started, stats = len(samples), running.started, self.stats
+        """Count a forward of the target: its rows for each canvas of these samples, of its seconds an equal share. The only place
+        for it. Rows of samples that had ended before count as computed alone."""
+        active, started, stats = sum(map(_CANVASES, samples)), running.started, self.stats
         laps, batch, computed = started.seconds, started.batch, started.computed
-        dropped = len(running.samples) - active  # each had one row of each kind
+        dropped = len(running.samples) - len(samples)  # each had one row of each kind
         seconds, useful = sum(laps), batch.num_rows - dropped * len(batch.rows.lines)
         each = 2 if self.algorithm.guidance else 1  # with and without what was given
         for sample in samples:
+            count = sample.canvases
             # A chunk is a part of the evaluation that runs the rest of the prompt.
             if sample.slot not in running.chunks:
-                sample.nfe += each
-                sample.batch_rows += active * each
-            if sample.nfe <= each:
+                sample.nfe += count * each
+                sample.batch_rows += count * active * each
+            if sample.nfe <= count * each:
                 sample.first_s += laps[0] if laps else 0.0
-            sample.device_s += seconds / active
-            sample.used_rows += useful
-            sample.computed_rows += computed
+            sample.device_s += count * seconds / active
+            sample.used_rows += count * useful
+            sample.computed_rows += count * computed
         stats.verified += batch.num_verified - dropped
         stats.active_slot_steps += active
         stats.useful_rows += useful

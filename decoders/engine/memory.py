@@ -123,8 +123,6 @@ class Capacity:
         slot_bytes: Callable[[int], int],
         pooled: bool = False,
     ) -> None:
-        if max_rows < 1 or max_tokens < 1:
-            raise ValueError(f"batching: max_rows = {max_rows}, max_tokens = {max_tokens}; both must be at least 1")
         self.max_rows, self.max_tokens, self.plan = max_rows, max_tokens, plan
         self._multiple, self._columns, self._slot_bytes, self._pooled = multiple, columns, slot_bytes, pooled
 

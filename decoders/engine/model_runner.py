@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import Host, Rows, TokenRows
-from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import FAR
 from draftmill.decoders.engine.batch import Batch, Draws, Layout
-from draftmill.decoders.engine.cuda_graphs import Graphs, Work
+from draftmill.decoders.engine.cuda_graphs import Work, find_graphs
 from draftmill.decoders.engine.memory import Shape
 from draftmill.decoders.engine.sampler import Logits, Sampler
+from draftmill.decoders.engine.setup import Setup
 
 _LEAST_ROWS: Final = 64
 _T = TypeVar("_T")
@@ -117,38 +118,56 @@ class Started:
         return seconds_of(self.laps)
 
 
+def _layout(setup: Setup, algorithm: Algorithm, num_notes: int) -> Layout:
+    """How the target's rows stand in its cache."""
+    backbone = setup.backbone
+    return Layout(
+        family="scores" if algorithm.scores else algorithm.kind,
+        streams=algorithm.kind == "any_subset",
+        keeps=algorithm.keeps,
+        # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
+        by_node=algorithm.nodes and backbone.device.type == "cpu" and not backbone.reads_rows,
+        mask_id=setup.info.mask_id if algorithm.kind == "masked" else None,
+        has_flags=backbone.has_sums,
+        num_notes=num_notes,
+    )
+
+
 class ModelRunner:
-    """A backbone and the sampler of its rows. `vocab_size` is the target's: logits get that width. `graphs` are None where
-    no forward is captured. `num_slots`: the slots of the cache for each sample. With `whole` a forward runs whole
-    canvases each time, whose rows are memory of their own. A drafting model of windows has its `drafts`: their info, and
-    whether windows are full."""
+    """A model of an engine, the target or the one that drafts, and the sampler of its rows. Logits have the target's vocabulary.
+    Where a model runs whole canvases or windows each time, their rows are memory of their own."""
 
     def __init__(
-        self,
-        backbone: Model,
-        sampler: Sampler,
-        layout: Layout,
-        *,
-        vocab_size: int,
-        is_target: bool,
-        graphs: Graphs | None = None,
-        num_slots: int = 1,
-        whole: bool = False,
-        drafts: tuple[ModelInfo, bool] | None = None,
+        self, setup: Setup, algorithm: Algorithm, sampler: Sampler, *, is_target: bool, hides_host: bool
     ) -> None:
+        backbone, windows = (setup.backbone, None) if is_target else (setup.drafter, algorithm.windows)
+        assert backbone is not None, "a drafting model"
+        assert windows is None or setup.drafter_info is not None, "a drafting model with a mask"
         self.backbone, self.device, self.is_target = backbone, backbone.device, is_target
-        self.layout, self.rule = layout, sampler.rule(is_target=is_target)
-        self.graphs, self.clock = graphs, Clock(backbone.device)
-        self.is_captured = graphs is not None and sampler.kernel is not None
+        self._sampler, self.rule, self._vocab_size = sampler, sampler.rule(is_target=is_target), setup.info.vocab_size
+        self._info, self._is_full = setup.drafter_info if windows else None, windows == "full"
+        # Where nothing is kept whole canvases run, which keep a device busy: they are not captured.
+        if is_target:
+            self.layout = _layout(setup, algorithm, len(sampler.noted_C) if hides_host else 0)
+            self._num_slots, is_small = algorithm.num_slots, algorithm.keeps
+            self._whole = algorithm.kind == "masked" or not algorithm.keeps
+        else:
+            self.layout = Layout(
+                family="drafts",
+                most_id=backbone.vocab_size - 1 if backbone.vocab_size < self._vocab_size else FAR,
+                has_flags=backbone.has_sums,
+                num_notes=len(sampler.noted_C) if windows is None else 0,
+            )
+            self._num_slots, is_small, self._whole = 1, windows is None, windows is not None
+        self.graphs = find_graphs(backbone) if is_small else None
+        self.clock = Clock(backbone.device)
+        self.is_captured = self.graphs is not None and sampler.kernel is not None
         """Whether forwards are captured, if they are small."""
-        self._sampler, self._vocab_size, self._num_slots, self._whole = sampler, vocab_size, num_slots, whole
         self._columns = 0
-        self._info: ModelInfo | None = drafts[0] if drafts else None
-        self._is_full = drafts is not None and drafts[1]
         self._never: Tensor | None = None
         if self._info is not None:
             never = {*self._info.suppressed, *([] if self._info.mask_id is None else [self._info.mask_id])}
-            inside = sorted(token for token in never if token < vocab_size)
+            inside = sorted(token for token in never if token < self._vocab_size)
             self._never = torch.tensor(inside, dtype=torch.int64, device=self.device)
         self.hidden_ND: Tensor | None = None
         """Hidden states of all rows (query rows) of the last forward; a Roll reads them."""
@@ -193,7 +212,6 @@ class ModelRunner:
         return self.backbone.spread(shape.slots, shape.columns) or self.graphs is None
 
     def place(self, slot: int, start: int, num_columns: int) -> bool:
-        """Give a slot its cells of the pool; as `spread`."""
         return self.backbone.place(slot, start, num_columns) or self.graphs is None
 
     def wipe(self, slots: Iterable[int]) -> None:
@@ -231,7 +249,6 @@ class ModelRunner:
         return Started(b, copy, self.clock.cut(), done.num_computed)
 
     def _work(self, sent: Batch) -> Work:
-        """A whole forward on the device, which a graph repeats."""
         hidden_ND = self.backbone.forward(self.rows(sent))
         return Work(hidden_ND, self._record(sent, hidden_ND), self.backbone.num_rows_computed)
 

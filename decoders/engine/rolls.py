@@ -60,7 +60,7 @@ def roll_rows(
     rule = runner.rule._replace(num_notes=0, ahead=0, as_arrays=False)
     draws, parts = _pack(rolled, windows, ran, slots, counts=counts, rule=rule)
     if asks[0].head == INDEPENDENT:
-        work = partial(draft_independently, runner)
+        work = partial(runner.draw, is_target=False)
     else:
         assert heads is not None, "a roll by a head that was not loaded"
         work = partial(draft_by_head, runner, sampler, heads, parts)
@@ -131,11 +131,6 @@ def _read(sample: Sample, ask: Roll, starts: Sequence[int], place: int) -> Ints:
         prev, before = max(rank - 1, 0), max(rank - 2, 0)
         columns.append((token(prev), token(before), distance(rank, prev), distance(rank, before), rank - ask.limit))
     return np.array(columns, dtype=np.int64).T
-
-
-def draft_independently(runner: ModelRunner, sent: Draws, hidden_ND: Tensor) -> Tensor:
-    """Drafts from the rows' own distributions: no rank waits for the one before it."""
-    return runner.draw(sent, hidden_ND, is_target=False)
 
 
 def draft_by_head(

@@ -102,9 +102,7 @@ class Sampler:
             return "drafts are judged by the rejection rule (sampling.acceptance: rejection, or this decoder's own)"
         if setup.has_constraints or setup.sampling.min_p:
             return "this job has constraints, penalties or min_p"
-        return (
-            "" if self.kernel is not None else "this job has distributions or a device without the kernel for sampling"
-        )
+        return "this job has distributions or a device without the kernel for sampling" if self.kernel is None else ""
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -121,11 +119,9 @@ class Sampler:
         )
 
     def start(self, sample: Sample) -> None:
-        """A new sample has its slot."""
         self._noise.start(sample.slot)
 
     def stays(self, num_slots: int) -> bool:
-        """Whether a resize to this leaves its memory where it is."""
         return self._cells_of(num_slots) == len(self._states_CD) or not self._states_CD.shape[1]
 
     def _cells_of(self, num_slots: int) -> int:

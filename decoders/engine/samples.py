@@ -74,7 +74,7 @@ class Sample:
     """One request at work.
 
     Decoders read it, and write `tokens`, `cached`, `cached_draft`, `nfe_draft` and `reused`; all else is the engine's. A
-    decoder that wants columns copied after an answer sets `copies`: (from column, to column, count), one after the other.
+    decoder that wants columns copied after an answer sets `copies`: (from column, to column, count) each.
 
     Of a forward the engine counts for each of its samples all rows, and of its seconds an equal share: `device_s`, of which
     `first_s` is the first evaluation's, `batch_rows` samples, `used_rows` that were asked for, `computed_rows` with padding.
@@ -86,6 +86,8 @@ class Sample:
         "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "reused",
         "slot", "stats", "stops", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
     )  # fmt: skip
+    canvases = 1
+    """How many canvases of it a forward runs, an evaluation each; a text that is scored has several (estimates.py)."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class Sample:
         self.penalties: PenaltyTracker | None = None
         # Rows of the prompt that run in this forward, before anything is asked (scheduler.py).
         self.chunk = 0
-        self.copies: Sequence[int] = ()
+        self.copies: Sequence[tuple[int, int, int]] = ()
         # Whether a forward gave it NaN or infinity: then it fails.
         self.is_bad = False
         self.first_s = self.device_s = 0.0
@@ -308,7 +310,6 @@ class Sample:
         return [self.tokens[place] for place in places], log_ps
 
     def outcome(self) -> Outcome:
-        """The result."""
         now, ran = time.perf_counter(), self.nfe > 0
         broken = self.is_bad or not math.isfinite(self.logprob)
         text, log_ps = self._generated_tokens()
@@ -369,18 +370,13 @@ class SlotTable:
         slot, own = sample.slot, sample.request.settings
         self.key_S2[slot], self.length_S[slot] = split_key(sample.key), sample.length
         self._set(slot, column_of(self._job, (own.temperature, own.top_p, own.min_p, own.top_k)))
-        if sample.order is not None:
-            self._wider(sample.length)[slot, : sample.length] = sample.order
-
-    def _wider(self, length: int) -> Ints:
-        """The orders, widened to `length` ranks."""
-        held = self.order_SW
-        if held is None or held.shape[1] < length:
-            self.order_SW = np.zeros((len(self.length_S), length), dtype=np.int64)
-            if held is not None:
-                self.order_SW[:, : held.shape[1]] = held
-        assert self.order_SW is not None, "orders have a table"
-        return self.order_SW
+        if sample.order is None:
+            return
+        if self.order_SW is None:
+            self.order_SW = np.zeros((len(self.length_S), sample.length), dtype=np.int64)
+        if (missing := sample.length - self.order_SW.shape[1]) > 0:
+            self.order_SW = np.pad(self.order_SW, ((0, 0), (0, missing)))
+        self.order_SW[slot, : sample.length] = sample.order
 
     def _set(self, slot: int, settings: tuple[float, ...]) -> None:
         if tuple(self.settings_4S[:, slot]) != settings:
@@ -388,5 +384,4 @@ class SlotTable:
             self.uses = Uses.of(self.settings_4S)
 
     def release(self, slot: int) -> None:
-        """A slot has become free."""
         self._set(slot, self._usual)

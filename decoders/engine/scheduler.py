@@ -37,7 +37,7 @@ Source of chunks: Agrawal et al., "Sarathi" (2023), section 4. Legend: S slots, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -48,6 +48,7 @@ from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import FAR, Ask, Ints, Span
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
 
 LEAST_SHARED: Final = 16
 """The number of rows that waiting for another sample's prompt, and copying its columns, must save, unless it saves all."""
@@ -63,12 +64,9 @@ _FEW_PROMPTS: Final = 4
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The samples of one step. It is the first evaluation of those that are `new`; those in `chunks` run a part of their
-    prompts. `prefill_only`: there are no others; `mixed`: there are. `num_waiting` samples wait until others' prompts
-    have run."""
+    prompts. `num_waiting` samples wait until others' prompts have run."""
 
     samples: list[Sample]
-    prefill_only: bool = False
-    mixed: bool = False
     new: Sequence[Sample] = ()
     chunks: Sequence[Sample] = ()
     num_waiting: int = 0
@@ -93,23 +91,15 @@ class Prefill:
 
 
 class Scheduler:
-    """The `line` of new samples, in the order in which they came, and what their prompts have in common. `copy_prefix` copies
-    the first columns of a slot onto another. Without `prompt_rows` prompts run without a budget."""
+    """The `line` of new samples, in the order in which they came, and what their prompts have in common. `gathers`: new samples
+    wait for more of them. Without `prompt_rows` prompts run without a budget."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        copy_prefix: Callable[[int, int, int], None],
-        stats: EngineStats,
-        *,
-        vocab_size: int,
-        prompt_rows: int | None,
-        on_cpu: bool,
-        gathers: bool = False,
-    ) -> None:
-        self.algorithm, self._copy_prefix, self._stats = algorithm, copy_prefix, stats
+    def __init__(self, setup: Setup, algorithm: Algorithm, stats: EngineStats, *, gathers: bool) -> None:
+        self.algorithm, self._copy_prefix, self._stats = algorithm, setup.backbone.copy_prefix, stats
         self._gathers, self._lost = gathers, 0
-        self._vocab_size, self.prompt_rows, self._on_cpu = vocab_size, prompt_rows, on_cpu
+        self._vocab_size, self._on_cpu = setup.info.vocab_size, setup.backbone.device.type == "cpu"
+        device_rows = GATHERED_ROWS if gathers else DEVICE_ROWS
+        self.prompt_rows = setup.prompt_rows or (device_rows if setup.backbone.reads_rows else None)
         self.prefixes = PrefixCache(algorithm.cut_multiple)
         self.line = list[Prefill]()
         self._was_mixed = False
@@ -151,10 +141,9 @@ class Scheduler:
         """The step of those whose prompts have run, and of `running` ones among those in line."""
         slots = {prefill.sample.slot for prefill in self.line} - {sample.slot for sample in running}
         samples = [sample for sample in everyone if sample.slot not in slots]
-        prefill_only = len(samples) == len(running)
         new, chunks = ([prefill for prefill in running if bool(prefill.chunk) is cut] for cut in (False, True))
         self._begin(running)
-        return Turn(samples, prefill_only, bool(running) and not prefill_only, new, chunks, len(slots))
+        return Turn(samples, new, chunks, len(slots))
 
     def _budget(self, num_samples: int, plan: MemoryPlan, *, alternates: bool) -> int | None:
         """How many rows of prompts may run beside the others' rows now; None if prompts run without the others."""
@@ -265,11 +254,6 @@ def fitting(new: list[Sample], most: int | None) -> int:
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def rows_left(sample: Sample, algorithm: Algorithm) -> int:
-    """How many rows of its prompt the sample has still to run, with those that are scored; at least one."""
-    return max((sample.length if algorithm.scores else sample.prompt) - sample.cached, 1)
-
-
 def chunk_within(sample: Sample, algorithm: Algorithm, budget: int) -> int:
     """How many leading rows of the rest of its prompt, at most `budget`, may run without its end."""
     most, multiple = algorithm.reusable(sample), algorithm.cut_multiple
@@ -285,7 +269,8 @@ def schedule_chunks(waiting: Iterable[Sample], algorithm: Algorithm, budget: int
     something runs in any case."""
     running, left = list[Sample](), budget
     for sample in waiting:
-        rows, is_first = rows_left(sample, algorithm), not running
+        # The rows of its prompt that it has still to run, with those that are scored.
+        rows, is_first = max((sample.length if algorithm.scores else sample.prompt) - sample.cached, 1), not running
         if rows > left:
             most = max(left, algorithm.cut_multiple) if is_first else left
             sample.chunk = chunk_within(sample, algorithm, most)

@@ -40,7 +40,3 @@ class Setup:
     trace: bool = False
     prompt_rows: int | None = None
     has_constraints: bool = False
-
-    def __post_init__(self) -> None:
-        if self.prompt_rows is not None and self.prompt_rows < 1:
-            raise ValueError(f"prompt_rows: {self.prompt_rows}; must be at least 1")

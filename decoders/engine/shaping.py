@@ -97,7 +97,9 @@ def add_shape(b: Batch[Host], samples: Sequence[Sample], table: MaskTable) -> No
         for row in np.flatnonzero(owner_R == index).tolist():
             position, at = int(b.draws.place_R[row]), int(b.draws.row_R[row])
             # Rows of one canvas often see the same.
-            sight = at if isinstance(rows, StreamRows) else _sight(rows, at)
+            sight: Hashable = at
+            if isinstance(rows, TokenRows):
+                sight = rows.low_IN[:, at].tobytes(), rows.high_IN[:, at].tobytes(), rows.owner_N[at]
             if sight not in seen:
                 seen[sight] = known_to(b, sample, at, mine, table.mask_id)
             if sample.tracker is not None:
@@ -108,11 +110,6 @@ def add_shape(b: Batch[Host], samples: Sequence[Sample], table: MaskTable) -> No
         b.draws.allowed_R = table.cells(sets)
     if any(entry is not None for entry in entries):
         _add_entries(b.draws, entries)
-
-
-def _sight(rows: TokenRows[Host], at: int) -> Hashable:
-    """What a row sees, as one value."""
-    return rows.low_IN[:, at].tobytes(), rows.high_IN[:, at].tobytes(), rows.owner_N[at]
 
 
 def _add_entries(draws: Draws[Host], entries: Sequence[Entries | None]) -> None:

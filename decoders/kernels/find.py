@@ -14,14 +14,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from draftmill.decoders.kernels.trial import problem
 
-T = TypeVar("T")
 VARIABLE: Final = "DRAFTMILL_KERNELS"
 """The environment variable: 0 turns the kernels off, 1 or nothing leaves them on."""
 LEAST_CAPABILITY: Final = (7, 5)
@@ -58,7 +57,7 @@ def _module(name: str, module: str, device: torch.device, dtype: torch.dtype, **
     return None if reason else importlib.import_module(f"draftmill.decoders.kernels.{module}")
 
 
-def demanded(name: str, kernel: T | None) -> T:
+def _demanded(name: str, kernel: Any) -> Any:
     """This kernel, for a model that must be exact; ValueError, with the reason, if it can't be used."""
     if kernel is None:
         raise ValueError(
@@ -72,10 +71,11 @@ def demanded(name: str, kernel: T | None) -> T:
 def find_attention(device: torch.device, dtype: torch.dtype, *, fixed: bool = False, **heads: Any) -> Attend | None:
     """The kernel for `heads`: num_heads, key_heads and width; `relative` if scores depend on distances, not `plain` if they are
     capped, or heads have sinks. If `fixed`, a row has the same bits in any batch, provided that its tiles are fixed, too
-    (Tiling.of)."""
+    (Tiling.of); ValueError, with the reason, if there is none."""
     attention = _module("attention", "attention", device, dtype, **heads)
-    # How many shares are worth it depends on how many tiles there are.
-    return None if attention is None else partial(attention.attend, shares=1) if fixed else attention.attend
+    if fixed:  # how many shares are worth it depends on how many tiles there are
+        return partial(_demanded("attention", attention).attend, shares=1)
+    return None if attention is None else attention.attend
 
 
 def find_layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int) -> Any:
@@ -83,10 +83,12 @@ def find_layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key
     return _module("layers", "layers", device, dtype, num_heads=num_heads, key_heads=key_heads, width=width)
 
 
-def find_fixed_product(device: torch.device, dtype: torch.dtype) -> FixedProduct | None:
-    """The product of a linear layer of a model that must be exact."""
-    products = _module("fixed products", "products", device, dtype)
-    return None if products is None else products.fixed_product
+def find_fixed_product(device: torch.device, dtype: torch.dtype) -> FixedProduct:
+    """The product of a linear layer of a model that must be exact; ValueError, with the reason, if there is none."""
+    product: FixedProduct = _demanded(
+        "fixed products", _module("fixed products", "products", device, dtype)
+    ).fixed_product
+    return product
 
 
 def find_product(device: torch.device, dtype: torch.dtype, *, fixed: bool = False) -> Product | None:

@@ -87,17 +87,11 @@ class Canvas(Sample):
     # ---- what decoders ask about ---------------------------------------------------------------------------------
 
     def block(self, position: int) -> int:
-        """The block of a position."""
         return max(position - self.origin, 0) // self.size
 
     def end_of(self, block: int) -> int:
         """The position after the last one of a block."""
         return min(self.origin + (block + 1) * self.size, self.length)
-
-    def next_masks(self) -> tuple[int, int, int]:
-        """The masks that may come next, those of the first block that has any: first position, end, number of masks."""
-        end = self.end_of(self.block(self.holes[0]))
-        return self.holes[0], end, bisect_left(self.holes, end)
 
     # ---- what decoders reveal ------------------------------------------------------------------------------------
 
@@ -126,7 +120,6 @@ class Canvas(Sample):
             self.trace.append(TraceStep(len(self.trace), self.nfe, list(drafts), tokens, positions))
 
     def is_open(self, position: int) -> bool:
-        """Whether there is a mask at a position."""
         return self.tokens[position] == HOLE
 
     def _until_end(self, picks: Sequence[Pick]) -> int:
@@ -188,7 +181,6 @@ class CanvasAsk:
         self._bests.append(best)
 
     def ask(self, sigmas: Sequence[float] = ()) -> Ask:
-        """The ask."""
         position_R, sizes = np.concatenate(self._positions), [len(each) for each in self._positions]
         row_R = np.repeat(self._firsts, sizes) + np.maximum(position_R - self._shift, 0)
         runs = runs_of(row_R, position_R, TARGET, np.repeat(self._draws, sizes))
@@ -234,34 +226,40 @@ Positions = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Caching:
-    """The cache's kind, the number of tokens after which it is rebuilt (None: at each block), and the model's shift."""
+class Reading:
+    """How masks are read: through which `cache`, rebuilt after `refresh` tokens (None: at each block), under the model's `shift`;
+    how sure a token is (Algorithm.notes, or `random`), whether steps draw anew, whether a second canvas guides the logits, and
+    whether end tokens are revealed last."""
 
-    kind: str = "none"
-    refresh: int | None = None
-    shift: int = 0
+    cache: str
+    refresh: int | None
+    shift: int
+    confidence: str
+    fresh: bool
+    guided: bool
+    ends_last: bool
 
 
 class Windows:
     """When the cache of a sample was made, and the windows that follow from it."""
 
-    def __init__(self, s: Canvas, caching: Caching) -> None:
-        self._s, self._caching = s, caching
+    def __init__(self, s: Canvas, reading: Reading) -> None:
+        self._s, self._reading = s, reading
         # The block of the last forward, -1 before the first; the number of decided tokens when the cache was made.
         self.last, self.made_at = -1, s.decided
 
     def window(self, block: int) -> Positions:
         """The positions that a forward in a block runs when the cache is not rebuilt."""
         start = self._s.origin + block * self._s.size
-        end = self._s.length if self._caching.kind == "prefix" else self._s.end_of(block)
-        return max(start - self._caching.shift, 0), end
+        end = self._s.length if self._reading.cache == "prefix" else self._s.end_of(block)
+        return max(start - self._reading.shift, 0), end
 
     def next_runs(self, block: int) -> list[Positions]:
         """The positions that the next forward runs, whose first masks are in `block`; it then becomes the last forward."""
         last, self.last = self.last, block
-        if self._caching.kind == "none":
+        if self._reading.cache == "none":
             return [(0, self._s.length)]
-        refresh = self._caching.refresh
+        refresh = self._reading.refresh
         if last < 0 or (last != block if refresh is None else self.since() >= refresh):
             self.made_at = self._s.decided
             return [(0, self._s.length)]
@@ -331,15 +329,13 @@ class NodeLayout:
         self,
         s: Canvas,
         drafts: Sequence[tuple[int, int]],
-        shift: int,
+        reading: Reading,
         *,
         count: int,
         best: int,
-        fresh: bool,
-        guided: bool,
     ) -> None:
-        self._s, self._drafts, self._count, self._best, self._fresh = s, drafts, count, best, fresh
-        self._shift, self.asked = shift, CanvasAsk(shift, s.given if guided else None)
+        self._s, self._drafts, self._count, self._best, self._fresh = s, drafts, count, best, reading.fresh
+        self._shift, self.asked = reading.shift, CanvasAsk(reading.shift, s.given if reading.guided else None)
         self._column = s.length  # nodes stand beside the canvas
 
     def place(self, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, cached: bool) -> None:
@@ -428,14 +424,14 @@ def columns_of(visible: Visible) -> list[int]:
     return [number for stretch in stretches for number in stretch] + [0] * 2 * (MOST_STRETCHES - len(stretches))
 
 
-def evictions(visible: Visible, window: Positions) -> list[int]:
+def evictions(visible: Visible, window: Positions) -> list[tuple[int, int, int]]:
     """The columns beside the canvas to copy into it, but those that the next forward's window runs: (from, to, count) each."""
-    copies: list[int] = []
-    for first, end, at in visible:
-        for low, high in ((first, min(end, window[0])), (max(first, window[1]), end)):
-            if low < high and at != first:
-                copies += (at + low - first, low, high - low)
-    return copies
+    return [
+        (at + low - first, low, high - low)
+        for first, end, at in visible
+        for low, high in ((first, min(end, window[0])), (max(first, window[1]), end))
+        if low < high and at != first
+    ]
 
 
 def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[list[Pick]]]:

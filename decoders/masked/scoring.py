@@ -17,7 +17,7 @@ from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import FAR, Span
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_algorithm, mask_of
+from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_algorithm
 
 
 def all_together(request: Request) -> Grouping:
@@ -43,5 +43,6 @@ def rows_of(s: Text, canvas: list[Draw], *, mask: int, shift: int) -> ScoredRows
 
 def algorithm(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> Algorithm:
     """How the engine runs it; the estimator `auto` is MDLM's for models that diffuse in continuous time, else LLaDA's."""
-    rows = partial(rows_of, mask=mask_of(setup.info), shift=setup.info.shift)
+    assert setup.info.mask_id is not None, "families of this kind have a mask"
+    rows = partial(rows_of, mask=setup.info.mask_id, shift=setup.info.shift)
     return estimate_algorithm(settings, estimate, rows, all_together, kind="masked")

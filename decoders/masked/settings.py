@@ -16,15 +16,11 @@ _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 class MaskedSettings(DecoderChoice):
     """Settings shared by the decoders of masked-diffusion models.
 
-    Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
-    one block. `confidence` decides which position of a block comes next. With a `cache`, positions outside of a forward's window
-    are read as they were when the cache was built: for each block, or every `refresh` revealed tokens. `dual_relaxed` is for
-    `ssd` only: its drafts continue where the cache would be rebuilt, which is lossy. With `draws: fresh` each step draws all
-    masks anew, as the public samplers do; with `kept` a position keeps its random numbers until it is revealed, which is another
-    distribution where the order depends on the tokens drawn (`top1` above temperature 0), and the same elsewhere.
-
-    With a `guidance_scale` w each forward also runs the canvas without what was given, and tokens are drawn from the logits
-    u + (w + 1) (c - u), of the canvas c and that other one u. With `suppress_end` masks whose token is an end are revealed last.
+    Blocks begin at the first hole. With a `cache`, positions outside of a forward's window are read as they were when it was
+    built. `dual_relaxed` is for `ssd` only: its drafts continue where the cache would be rebuilt, which is lossy. With `draws:
+    kept` a position keeps its random numbers until it is revealed, which is another distribution where the order depends on the
+    tokens drawn (`top1` above temperature 0), and the same elsewhere. With a `guidance_scale` w tokens are drawn from the logits
+    u + (w + 1) (c - u), of the canvas c and of u, the canvas without what was given.
     """
 
     runs_on: ClassVar[ModelKind] = "masked"

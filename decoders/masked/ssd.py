@@ -54,18 +54,18 @@ from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.earlier_texts import PlacedTexts
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import (
-    Caching,
     Canvas,
     Node,
     NodeLayout,
     Pick,
+    Reading,
     Windows,
     build_tree,
     by_node,
     evictions,
 )
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
-from draftmill.decoders.masked.stepwise import Reading, algorithm_of, reading_of
+from draftmill.decoders.masked.stepwise import algorithm_of, reading_of
 
 MOST_AHEAD: Final = 8
 """The number of later steps that masks are also drawn for; drafts beyond are those of the last of these steps."""
@@ -76,27 +76,27 @@ Picks = Sequence[Sequence[Pick]]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`, around which cache."""
+    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`."""
 
     drafts: int
     mixed: bool
-    caching: Caching
+    reading: Reading
     block_length: int | None
 
     @property
     def cached(self) -> bool:
         """Whether nodes share a cache."""
-        return self.caching.kind != "none"
+        return self.reading.cache != "none"
 
     @property
     def relaxed(self) -> bool:
         """Whether drafts continue past a refresh without making one."""
-        return self.caching.kind == "dual_relaxed"
+        return self.reading.cache == "dual_relaxed"
 
     @property
     def crosses(self) -> bool:
         """Whether drafts continue into the next block and read the existing cache there."""
-        return self.relaxed or (self.cached and self.caching.refresh is not None)
+        return self.relaxed or (self.cached and self.reading.refresh is not None)
 
     @property
     def most_nodes(self) -> int:
@@ -105,9 +105,9 @@ class Tree:
 
     def stride(self, length: int) -> int:
         """The columns of a node beside a canvas of this length."""
-        if self.block_length is None or self.caching.kind in {"none", "prefix"}:
+        if self.block_length is None or self.reading.cache in {"none", "prefix"}:
             return length
-        return min(length, self.block_length + self.caching.shift)
+        return min(length, self.block_length + self.reading.shift)
 
     def columns(self, length: int) -> int:
         """The columns of a canvas and its nodes around a cache."""
@@ -115,17 +115,16 @@ class Tree:
         return length + (self.most_nodes - 1 + self.crosses) * self.stride(length)
 
 
-def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
+def ssd(s: Canvas, tree: Tree) -> Decoding:
     """Draft, run all nodes, reveal what the right ones choose."""
-    windows, known, earlier = Windows(s, tree.caching), Predictions(), PlacedTexts(s, s.holes)
+    reading, windows, known = tree.reading, Windows(s, tree.reading), Predictions()
+    earlier = PlacedTexts(s, s.holes)
     while s.holes:
         runs = windows.next_runs(s.block(s.holes[0]))
         drafts = earlier.redraft(candidates(s, tree, windows, known))
         nodes = build_tree(s.holes, drafts, mixed=tree.mixed)
         near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0)
-        placed = NodeLayout(
-            s, drafts, tree.caching.shift, count=near, best=tree.drafts + 1, fresh=reading.fresh, guided=reading.guided
-        )
+        placed = NodeLayout(s, drafts, reading, count=near, best=tree.drafts + 1)
         placed.place(nodes, windows, runs, cached=tree.cached)
         answer = yield placed.asked.ask()
         sure_AR = placed.asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
@@ -135,7 +134,7 @@ def ssd(s: Canvas, tree: Tree, reading: Reading) -> Decoding:
         for number in {0, last} if last else (0,):
             step = s.decided - s.prompt + len(nodes[number].gone)
             known.learn(nodes[number], [node_picks[number] for node_picks in node_picks_A], step)
-        if tree.cached and tree.caching.refresh is not None:
+        if tree.cached and reading.refresh is not None:
             windows.last = nodes[last].block
             s.copies = evictions(nodes[last].visible, windows.window(windows.last))
         s.reveal(news, len(nodes) - 1, [token for _, token in drafts])
@@ -152,8 +151,8 @@ def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions) -> l
             ahead = s.block(s.holes[num_open])
             num_open = bisect_left(s.holes, s.end_of(ahead))
     most = min(tree.drafts, num_open - 1)
-    if tree.cached and tree.caching.refresh is not None and not tree.relaxed:
-        most = min(most, tree.caching.refresh - windows.since() - 1)
+    if tree.cached and tree.reading.refresh is not None and not tree.relaxed:
+        most = min(most, tree.reading.refresh - windows.since() - 1)
     return known.drafts(s, ahead, most)
 
 
@@ -219,9 +218,9 @@ def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
     """How the engine runs these settings."""
     # At temperature 0 all steps draw alike.
     anew = settings.draws_anew and setup.sampling.temperature > 0.0
-    k, reading = settings.draft_length, reading_of(setup, settings)
-    tree = Tree(k, settings.tree == "mixed", reading.caching, settings.block_length)
-    base = algorithm_of(partial(ssd, tree=tree, reading=reading), setup, settings, knows_logprob=True)
+    k = settings.draft_length
+    tree = Tree(k, settings.tree == "mixed", reading_of(setup, settings), settings.block_length)
+    base = algorithm_of(partial(ssd, tree=tree), setup, settings, knows_logprob=True)
     base = replace(base, ahead=min(k, MOST_AHEAD) if anew else 0)
     return (
         replace(base, columns=tree.columns)

@@ -21,8 +21,8 @@ section 3.3.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -32,23 +32,11 @@ from draftmill.decoders.draws.settings import Note
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.asks import Answer, Ask, Decoding
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.canvas import Caching, Canvas, CanvasAsk, Pick, Windows
+from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, Pick, Reading, Windows
 from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
 
 # The end time of Dream's schedule.
 _LAST_TIME: Final = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How masks are read: through which cache, how sure a token is (Algorithm.notes, or `random`), whether steps draw anew,
-    whether a second canvas guides the logits, and whether end tokens are revealed last."""
-
-    caching: Caching
-    confidence: str
-    fresh: bool
-    guided: bool = False
-    ends_last: bool = False
 
 
 Quota = Callable[[int], int]
@@ -57,27 +45,25 @@ Count = Callable[[list[float]], int]
 """The number of tokens to reveal, given the confidences of those that may come next, the highest first."""
 
 
-def stepwise(s: Canvas, reading: Reading, quota_of: Callable[[Canvas], Quota]) -> Decoding:
-    """Reveal by a schedule."""
-    windows, quota = Windows(s, reading.caching), quota_of(s)
+def stepwise(
+    s: Canvas,
+    reading: Reading,
+    quota_of: Callable[[Canvas], Quota] = lambda s: lambda masks: masks,
+    count: Count | None = None,
+) -> Decoding:
+    """Reveal by a schedule, or the number of tokens that their confidences allow."""
+    windows, quota = Windows(s, reading), quota_of(s)
     while s.holes:
         picks = yield from surest(s, reading, windows, quota)
-        s.reveal(picks)
-
-
-def by_confidence(s: Canvas, reading: Reading, count: Count) -> Decoding:
-    """Reveal the number of tokens that their confidences allow."""
-    windows = Windows(s, reading.caching)
-    while s.holes:
-        picks = yield from surest(s, reading, windows, lambda masks: masks)
-        s.reveal(picks[: count([-less_sure for less_sure, *_ in picks])])
+        s.reveal(picks if count is None else picks[: count([-less_sure for less_sure, *_ in picks])])
 
 
 def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Generator[Ask, Answer, list[Pick]]:
     """Run the canvas, or what the cache leaves to run; the surest of the masks that may come next."""
-    _, high, masks = s.next_masks()
-    asked = CanvasAsk(reading.caching.shift, s.given if reading.guided else None)
-    for low, end in windows.next_runs(s.block(s.holes[0])):
+    block = s.block(s.holes[0])
+    high = s.end_of(block)
+    masks, asked = bisect_left(s.holes, high), CanvasAsk(reading.shift, s.given if reading.guided else None)
+    for low, end in windows.next_runs(block):
         first = asked.run(s.canvas, low, end, column=low, below=s.length)
         if low < high <= end:
             asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * reading.fresh)
@@ -86,10 +72,10 @@ def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Gener
     return asked.picks(answer, sure_AR)[0][0]
 
 
-def first_confidence(s: Canvas, shift: int, *, guided: bool) -> Decoding:
+def first_confidence(s: Canvas, reading: Reading) -> Decoding:
     """Answers a probe: the mean probability of the best tokens of the masks at Request.scored, in one forward; its logarithm. The
     request's temperature is 0. Source: CAL (actors/rows/lengths.py)."""
-    asked = CanvasAsk(shift, s.given if guided else None)
+    asked = CanvasAsk(reading.shift, s.given if reading.guided else None)
     assert s.request.scored is not None, "a probe names the masks that it asks about"
     asked.read(asked.run(s.canvas, 0, s.length, column=0, below=s.length), s.request.scored.tolist(), best=1, draw=0)
     answer = yield asked.ask()
@@ -165,21 +151,21 @@ def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
 
 def threshold(setup: Setup, settings: ThresholdSettings) -> Algorithm:
     """How the engine runs `threshold`."""
-    decode = partial(by_confidence, reading=reading_of(setup, settings), count=partial(above, settings.tau))
+    decode = partial(stepwise, reading=reading_of(setup, settings), count=partial(above, settings.tau))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
 
 
 def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
     """How the engine runs `factor`."""
-    decode = partial(by_confidence, reading=reading_of(setup, settings), count=partial(within, settings.factor))
+    decode = partial(stepwise, reading=reading_of(setup, settings), count=partial(within, settings.factor))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
 
 
 def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
     """How the settings ask for masks to be read."""
-    caching = Caching(settings.cache, settings.refresh, setup.info.shift)
-    guided = settings.guidance_scale > 0.0
-    return Reading(caching, settings.confidence, settings.draws_anew, guided, settings.suppress_end)
+    guided, confidence = settings.guidance_scale > 0.0, settings.confidence
+    through = settings.cache, settings.refresh, setup.info.shift
+    return Reading(*through, confidence, settings.draws_anew, guided, settings.suppress_end)
 
 
 def algorithm_of(
@@ -198,7 +184,7 @@ def algorithm_of(
         num_slots=2 if settings.guidance_scale else 1,
         guidance=settings.guidance_scale,
         nodes=cached,
-        probe=partial(first_confidence, shift=setup.info.shift, guided=settings.guidance_scale > 0.0),
+        probe=partial(first_confidence, reading=reading_of(setup, settings)),
         notes=notes,
         warped=setup.info.family == "dream",
         fresh=settings.draws_anew,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftmill.decoders.draws.sampling import sample
-from draftmill.decoders.engine.cuda_graphs import Work
+from draftmill.decoders.engine.cuda_graphs import Recorder, Work
 from draftmill.decoders.kernels.find import Attend
 from draftmill.decoders.kernels.seen import Seen
 from tests.decoders.references import kernels as reference
@@ -55,10 +55,11 @@ class Externals(TorchDispatchMode):
                     among.setdefault(place, tensor)
 
 
-class Replaying:
+class Replaying(Recorder):
     """Repeats the work, and counts what it captured. With `watches` a replay must use the memory that the capture used."""
 
     def __init__(self, *, watches: bool = False) -> None:
+        super().__init__()
         self._watches = watches
         self.num_captured = self.num_dropped = 0
 

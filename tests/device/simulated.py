@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftmill.decoders.backbones.cache import OnSlots, SlotCache
+from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.invariance import NO_RULES
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.base import Request
@@ -54,7 +55,7 @@ class Simulated:
         )
 
 
-class Hollow(OnSlots):
+class Hollow(Model):
     """A backbone without weights, whose attention is launched and whose states are zero. `num_weights` decides what a launch is
     worth."""
 
@@ -80,7 +81,7 @@ class Hollow(OnSlots):
         self._attend(query_NHd, self.cache.layers_2SKWd[0], seen, scaling=1.0)
         return torch.zeros(rows.num_rows, 4)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
         """Zeros, [R, V]."""
         return torch.zeros(len(hidden_RD), VOCAB)
 

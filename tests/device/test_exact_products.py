@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import load_networks
-from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.packed import FixedLinear
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
@@ -175,11 +174,3 @@ def test_a_gpu_without_kernels_is_refused_and_says_why():
 def test_a_cpu_whose_products_depend_on_the_batch_is_refused(dtype):
     with pytest.raises(ValueError, match=f"model.exact: true, but in {dtype} on this CPU the batch changes last bits"):
         load_backbone(BUILTIN / "ar-tiny", dtype=dtype, device="cpu", exact=True)
-
-
-def test_a_model_split_over_gpus_is_refused():
-    with (
-        pretending(),
-        pytest.raises(ValueError, match=r"model.exact: true, but workers.gpus_per_model is 2; allowed on GPUs: 1"),
-    ):
-        load_backbone(BUILTIN / "ar-tiny", dtype="float32", device="cuda", exact=True, share=Share(0, 2))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Mixture
-from draftmill.decoders.backbones.rows import StreamRows, StreamShape, TokenRows, number_rows, token_rows
+from draftmill.decoders.backbones.rows import RowShape, StreamRows, TokenRows, number_rows, token_rows
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.sampling import Warp, sample
@@ -48,7 +48,7 @@ def stream_step(counts: list[int], firsts: list[int]) -> StreamRows:
     column_C = line_C + torch.tensor(firsts)[owner_C]
     owner_Q, line_Q = number_rows([2, 2, 2])
     ends_B = torch.tensor(firsts) + torch.tensor(counts)
-    shape = StreamShape(
+    shape = RowShape(
         num_slots=3,
         num_lines=max(counts),
         num_queries=2,

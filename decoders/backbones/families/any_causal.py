@@ -66,7 +66,6 @@ class CausalFacts:
         return self.shapes
 
     def optional(self) -> set[str]:
-        """Name the tensors that a checkpoint may have or lack."""
         return set(self.tied)
 
 

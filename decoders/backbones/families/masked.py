@@ -33,13 +33,8 @@ _LLADA_NAMES: Final = {
     "mlp.down_proj": "ff_out",
 }
 _LLADA_LACKS: Final = (
-    "include_bias",
-    "include_qkv_bias",
-    "attention_layer_norm",
-    "input_emb_norm",
-    "scale_logits",
-    "alibi",
-)
+    "include_bias", "include_qkv_bias", "attention_layer_norm", "input_emb_norm", "scale_logits", "alibi",
+)  # fmt: skip
 _LLADA_BUILT: Final[Supported] = {
     "block_type": ("llama",),
     "block_group_size": (1,),
@@ -116,7 +111,6 @@ _DREAM_LENGTH: Final = 2048
 
 
 def _dream_shape(config: Config) -> RotaryShape:
-    """Read a Dream config."""
     shape = rotary_shape(config, name="dream", like="qwen2", built=_DREAM_BUILT)
     return dataclasses.replace(shape, longest=min(_DREAM_LENGTH, shape.max_position_embeddings))
 
@@ -144,20 +138,16 @@ class DDiTShape:
 
     @property
     def num_key_value_heads(self) -> int:
-        """The number of key heads."""
         return self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
-        """The width of a head."""
         return self.hidden_size // self.num_attention_heads
 
     def optional(self) -> set[str]:
-        """Name the tensors that a checkpoint may have or lack."""
         return set()
 
     def tensors(self) -> Shapes:
-        """Name every tensor of a checkpoint, with its shape."""
         width, condition, vocabulary = self.hidden_size, self.cond_dim, self.vocab_size
         shapes: Shapes = {"vocab_embed.embedding": (vocabulary, width), "output_layer.norm_final.weight": (width,)}
         shapes |= product_shapes("sigma_map.mlp.0", condition, _SIGMA_WIDTH)

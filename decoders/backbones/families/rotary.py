@@ -85,7 +85,6 @@ class RotaryShape:
 
     @property
     def max_length(self) -> int:
-        """The longest text, in tokens."""
         return self.longest or self.max_position_embeddings
 
     @property
@@ -98,7 +97,6 @@ class RotaryShape:
         return (*heads, self.hidden_size, *inner, *([self.intermediate_size] if is_dense else []))
 
     def optional(self) -> set[str]:
-        """Name the tensors that a checkpoint may have or lack."""
         return {"lm_head.weight"} if self.tied else set()
 
     def tensors(self) -> Shapes:

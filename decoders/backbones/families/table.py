@@ -82,7 +82,7 @@ def turn_ends(config: Config) -> tuple[str, ...]:
     return () if family is None else family.ends
 
 
-def describe(family: Family, config: Config, *, mask_id: int | None, max_length: int | None) -> ModelInfo:
+def describe(family: Family, config: Config, *, mask_id: int | None) -> ModelInfo:
     """Describe a checkpoint from its config alone; raises ValueError if config.json does not fit."""
     shape = family.shape(config)
     mask = _mask_id(family, config, mask_id, shape.vocab_size)
@@ -90,7 +90,7 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
         family=family.name,
         vocab_size=shape.vocab_size,
         mask_id=mask,
-        max_length=_max_length(family, config, shape, max_length),
+        max_length=_max_length(family, config, shape),
         kind=family.kind,
         num_parameters=sum(prod(size) for size in shape.tensors().values()),
         suppressed=() if mask is None else (mask,),
@@ -116,8 +116,8 @@ def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: in
     return mask
 
 
-def _max_length(family: Family, config: Config, shape: Any, asked: int | None) -> int | None:
-    """The user's value, else the one under `draftmill` in config.json, else the public one in config.json."""
+def _max_length(family: Family, config: Config, shape: Any) -> int | None:
+    """The length under `draftmill` in config.json, else the public one there."""
     ours, public = config.get("draftmill") or {}, shape.max_length
     if not isinstance(ours, Mapping):
         raise ValueError(f"model.path: config.json has draftmill = {ours!r}; allowed: an object")
@@ -125,7 +125,8 @@ def _max_length(family: Family, config: Config, shape: Any, asked: int | None) -
         own = None if ours.get("max_length") is None else whole(ours, "max_length")
     if isinstance(public, int) and public > _MOST_POSITIONS:
         raise ValueError(f"model.path: config.json has texts of {public:,} tokens; allowed: up to {_MOST_POSITIONS:,}")
-    length = next((value for value in (asked, own, public) if value is not None), None)
-    if length is not None and public is not None and length > public and shape.is_bounded:
-        raise ValueError(f"model.max_length: {length}, but the model's positions end at {public}")
-    return length
+    if own is not None and public is not None and own > public and shape.is_bounded:
+        raise ValueError(
+            f"model.path: config.json has draftmill.max_length = {own}; the model's positions end at {public}"
+        )
+    return public if own is None else own

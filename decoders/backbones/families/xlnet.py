@@ -31,11 +31,9 @@ class XLNetShape:
 
     @property
     def d_head(self) -> int:
-        """The width of a head."""
         return self.d_model // self.n_head
 
     def optional(self) -> set[str]:
-        """Name the tensors that a checkpoint may have or lack."""
         # Segments are not used by any-subset decoding; a tied output layer is usually not stored.
         names = {"lm_loss.weight"}
         for layer in range(self.n_layer):

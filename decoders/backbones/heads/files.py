@@ -54,7 +54,6 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
 
 
 def _head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """The tensors of heads of these sizes."""
     width, hidden = sizes["width"], sizes["markov_hidden"]
     distances = (2 * MAX_DISTANCE + 1, width)
     return {

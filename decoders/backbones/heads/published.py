@@ -26,16 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_rows
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
 from draftmill.decoders.backbones.load import load_weights
-from draftmill.decoders.backbones.network import RotaryBackbone, Rotation
-from draftmill.decoders.backbones.packed import FixedLinear, PackedLinear, can_pack
+from draftmill.decoders.backbones.network import Rotation
+from draftmill.decoders.backbones.packed import PackedLinear, product_kind
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.small_weights import SmallLinear
-from draftmill.decoders.backbones.split import SplitBackbone
 from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone
 from draftmill.decoders.kernels.find import noting
 
@@ -157,7 +156,8 @@ class Speculator(NetworkBackbone):
         device, dtype, num_read = target.device, target.dtype, weights["fc.weight"].shape[1]
         self.speculator, ids_V = head, _target_ids(weights, target.vocab_size)
         _complete(weights, target, ids_V, is_dflash=head.kind != "eagle3")
-        self.heads = _take_markov(weights, head, exact=exact and device.type != "cpu")
+        how = Running(dtype, device, exact)
+        self.heads = _take_markov(weights, head, how)
         """Corrects the states of a DSpark head (engine/rolls.py); None if it is none."""
         if self.heads is not None:
             weights["lm_head.weight"] = torch.cat([weights["lm_head.weight"], weights.pop("markov_w2")], 1)
@@ -166,7 +166,7 @@ class Speculator(NetworkBackbone):
         self._rotation = Rotation(shape.rope, width, width, shape.max_position_embeddings, dtype, device)
         named = {name if name.startswith("lm_head.") else f"model.{name}": weights.pop(name) for name in list(weights)}
         named["model.word_embeddings.weight"] = named.pop("model.embed_tokens.weight")
-        super().__init__(DraftStack, shape, named, dtype=dtype, device=device, exact=exact)
+        super().__init__(DraftStack, shape, named, how)
         self._ids_V, self.vocab_size = ids_V, target.vocab_size
         self.width = shape.num_last  # of the states that the output layer reads
 
@@ -233,7 +233,7 @@ class MarkovBias(nn.Module):
         return both if self.gate is None else torch.cat([hidden_RD, self.gate(both).sigmoid() * prev_RD], 1)
 
 
-def _take_markov(weights: dict[str, Tensor], head: SpeculatorConfig, *, exact: bool) -> Any:
+def _take_markov(weights: dict[str, Tensor], head: SpeculatorConfig, how: Running) -> Any:
     """The part of a DSpark head beside its network, as draft heads are given to an engine; None without one. The second matrix
     stays, as `markov_w2`."""
     if not head.markov_rank:
@@ -242,11 +242,10 @@ def _take_markov(weights: dict[str, Tensor], head: SpeculatorConfig, *, exact: b
     gate: nn.Module | None = None
     if head.is_gated:
         weight, bias = (weights.pop(f"markov_head.gate_proj.{name}") for name in ("weight", "bias"))
-        packs = can_pack(weight.dtype, weight.device)
         gate = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
         gate.load_state_dict({"weight": weight, "bias": bias}, assign=True)
-        if packs or exact:
-            gate = (PackedLinear if packs else FixedLinear)(weight, bias)
+        if (kind := product_kind(how)) is not None:
+            gate = kind(weight, bias)
     return SimpleNamespace(markov=MarkovBias(prev_VR, gate))
 
 
@@ -278,13 +277,7 @@ def _complete(weights: dict[str, Tensor], target: ModuleBackbone, ids_V: Tensor 
 
 
 def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Speculator:
-    """Load a head onto the device of its target; ValueError as read_speculator, where its tensors do not fit its config, or where
-    the target is of a kind whose layers can't be read."""
-    kinds = RotaryBackbone, AnyCausalBackbone
-    if not isinstance(target, kinds) or isinstance(target, SplitBackbone):
-        raise ValueError(
-            "decoder.drafter.kind: 'head' reads states of the model's layers; allowed: a causal model on one device"
-        )
+    """Load a head onto the device of its target; ValueError as read_speculator, or where its tensors do not fit its config."""
     head = read_speculator(folder)
     weights = load_weights(folder, device=str(target.device))
     weights = {name: part.to(target.dtype) if part.is_floating_point() else part for name, part in weights.items()}

@@ -274,8 +274,12 @@ def test_positions_whose_turns_follow_the_longest_text_end_where_the_training_di
     own.save_pretrained(tmp_path)
     longest = 32
     assert inspect_model(tmp_path).max_length == longest
+    file = tmp_path / "config.json"
+    written = file.read_text()
+    file.write_text(json.dumps(json.loads(written) | {"draftmill": {"max_length": longest + 1}}))
     with pytest.raises(ValueError, match=f"model's positions end at {longest}"):
-        inspect_model(tmp_path, max_length=longest + 1)
+        inspect_model(tmp_path)
+    file.write_text(written)
     backbone: Any = load_backbone(tmp_path, dtype="float32", device="cpu")
     token_N = torch.arange(longest) % VOCAB
     backbone.allocate(1, longest + 8)

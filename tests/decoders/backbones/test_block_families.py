@@ -37,31 +37,31 @@ def inspect(folder, family):
 )
 def test_public_configs_are_recognised_and_give_the_published_sizes(config, family, millions, mask, block, shift):
     found = find_family(config, "auto")
-    info = describe(found, config, mask_id=None, max_length=None)
+    info = describe(found, config, mask_id=None)
     assert (found.name, info.mask_id, info.block_size, info.shift) == (family, mask, block, shift)
     assert info.num_parameters / 1e6 == pytest.approx(millions, abs=1e-3)
     assert info.max_length == 32768
     assert info.suppressed == (mask,)
     assert info.kind == "blocks"
-    # config.json and the user come before the family's table.
+    # config.json comes before the family's table.
     config = config | {"num_hidden_layers": 2}
     key = "bd_size" if family == "fast_dllm_v2" else "block_size"
-    info = describe(found, config | {key: 16, "mask_token_id": 7}, mask_id=None, max_length=64)
+    info = describe(found, config | {key: 16, "mask_token_id": 7, "draftmill": {"max_length": 64}}, mask_id=None)
     assert (info.mask_id, info.block_size, info.max_length) == (7, 16, 64)
-    assert describe(found, config | {"mask_id": 7}, mask_id=9, max_length=None).mask_id == 9
+    assert describe(found, config | {"mask_id": 7}, mask_id=9).mask_id == 9
 
 
 def test_nemotrons_config_gives_the_published_size_and_a_length_at_which_no_query_is_scaled():
     found = find_family(PUBLIC["NEMOTRON_3B"], "auto")
-    info = describe(found, PUBLIC["NEMOTRON_3B"], mask_id=None, max_length=None)
+    info = describe(found, PUBLIC["NEMOTRON_3B"], mask_id=None)
     assert (info.kind, info.mask_id, info.block_size, info.max_length) == ("blocks", 100, 32, 4096)
     assert (info.shift, info.left_shift, info.prompt_block) == (0, 1, True)
     assert info.num_parameters / 1e6 == pytest.approx(3831.660, abs=1e-3)
     assert len(found.weight_shapes(PUBLIC["NEMOTRON_3B"])) == 237
     long = PUBLIC["NEMOTRON_3B"] | {"max_position_embeddings": 262144}
-    assert describe(found, long, mask_id=None, max_length=None).max_length == 16384
-    with pytest.raises(ValueError, match=r"model.max_length: 20000, but the model's positions end at 16384"):
-        describe(found, long, mask_id=None, max_length=20000)
+    assert describe(found, long, mask_id=None).max_length == 16384
+    with pytest.raises(ValueError, match=r"draftmill.max_length = 20000; the model's positions end at 16384"):
+        describe(found, long | {"draftmill": {"max_length": 20000}}, mask_id=None)
 
 
 def test_a_tensor_that_does_not_fit_nemotron_is_called_what_the_checkpoint_calls_it(golden, tmp_path):
@@ -157,7 +157,7 @@ def test_a_config_that_is_not_built_is_refused(golden, tmp_path, family, change,
 def test_a_mixture_that_is_not_built_is_refused(change, message):
     config = PUBLIC["SDAR_30B"] | change
     with pytest.raises(ValueError, match=message):
-        describe(find_family(config, "auto"), config, mask_id=None, max_length=None)
+        describe(find_family(config, "auto"), config, mask_id=None)
 
 
 def test_a_mask_outside_of_the_vocabulary_is_to_be_named(golden):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,11 +9,12 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from draftmill.decoders.backbones import moe
+from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.network import Norm
-from draftmill.decoders.backbones.packed import pack_products
+from draftmill.decoders.backbones.packed import PackedLinear, replace_products
 from draftmill.decoders.backbones.self_test import check_masking
 from tests.decoders.backbones.causal_models import in_a_row, play, random_tokens
 from tests.decoders.backbones.masked_models import load
@@ -226,14 +226,8 @@ def test_a_sample_has_the_same_bits_alone_and_among_others(golden, tmp_path, fam
 
 def mixture_of(width=16, inner=24, **changes):
     torch.manual_seed(3)
-    options: dict[str, Any] = {
-        "num_experts": 8,
-        "num_chosen": 3,
-        "groups": (4, 2),
-        "scale": 2.5,
-        "shared": 24,
-    } | changes
-    mixture = SigmoidMixture(width, inner, **options)
+    shape = MixtureShape(inner=inner, num_experts=8, num_chosen=3, groups=(4, 2), scale=2.5, shared=24)
+    mixture = SigmoidMixture(width, replace(shape, **changes))
     for parameter in mixture.parameters():
         torch.nn.init.normal_(parameter)
     return mixture.requires_grad_(False)
@@ -277,7 +271,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts_and_the_shared_ones(shared
 def test_an_expert_answers_a_row_alike_whatever_number_of_rows_asks_it():
     """All rows ask all experts, so that an expert's rows are as many as the forward's."""
     mixture = mixture_of(64, 96, num_experts=32, num_chosen=32, groups=(1, 1), shared=0)
-    pack_products(mixture)
+    replace_products(mixture, PackedLinear)
     mixture.padded = lambda count: -(-count // 8) * 8
     rows = torch.randn(300, 64)
     whole = mixture(rows)

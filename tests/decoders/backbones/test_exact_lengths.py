@@ -12,6 +12,7 @@ import torch
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones import attention
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.invariance import INEXACT_RULES, weigh_values
 from draftmill.decoders.backbones.load import load_backbone
@@ -62,7 +63,7 @@ def probe_xlnet():
 
 
 def test_weighted_sums_have_the_same_bits_at_every_count_against_any_number_of_columns():
-    assert differing_counts(model_rules([], HEADS, torch.float32, CPU)) == []
+    assert differing_counts(model_rules([], HEADS, Running(torch.float32, CPU))) == []
 
 
 def test_weighted_sums_are_the_plain_product():
@@ -99,11 +100,11 @@ def split_beyond(limit):
 @pytest.mark.parametrize("limit", [100, 60])
 @pytest.mark.slow
 def test_the_self_test_sees_a_library_that_splits_sums_and_finds_rules_that_hold_there(monkeypatch, limit):
-    usual = model_rules([], HEADS, torch.float32, CPU)
+    usual = model_rules([], HEADS, Running(torch.float32, CPU))
     bmm, baddbmm_ = split_beyond(limit)
     monkeypatch.setattr(torch, "bmm", bmm)
     monkeypatch.setattr(torch.Tensor, "baddbmm_", baddbmm_)
-    rules = model_rules([], HEADS, torch.float32, CPU)
+    rules = model_rules([], HEADS, Running(torch.float32, CPU))
     assert rules.exact and rules != usual
     assert differing_counts(rules) == [] != differing_counts(usual)
     assert probe_xlnet().exact
@@ -119,7 +120,7 @@ def test_the_self_test_fails_where_no_rule_helps(monkeypatch):
 
     monkeypatch.setattr(torch, "bmm", bmm)
     # Products that agree are padded to no more rows than they need.
-    assert model_rules([], HEADS, torch.float32, CPU) == replace(INEXACT_RULES, min_rows=1)
+    assert model_rules([], HEADS, Running(torch.float32, CPU)) == replace(INEXACT_RULES, min_rows=1)
     assert not probe_xlnet().exact
 
 
@@ -129,13 +130,13 @@ def test_the_self_test_looks_as_far_as_the_model_reads(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "softmax", lambda rows, dim: plain(rows, dim) * (1.0 + 1e-6 * (rows.shape[-1] > 5000))
     )
-    assert model_rules([], HEADS, torch.float32, CPU, 2048).exact
-    assert not model_rules([], HEADS, torch.float32, CPU, 8192).exact
+    assert model_rules([], HEADS, Running(torch.float32, CPU), 2048).exact
+    assert not model_rules([], HEADS, Running(torch.float32, CPU), 8192).exact
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_never_called_exact(dtype):
-    assert not model_rules([], HEADS, dtype, CPU).exact
+    assert not model_rules([], HEADS, Running(dtype, CPU)).exact
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------

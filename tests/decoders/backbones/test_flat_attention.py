@@ -63,7 +63,7 @@ def test_models_of_masks_and_mixtures_take_the_kernels_of_their_device(golden, m
         return backbone, play(backbone, both_ways)
 
     # On a GPU no weights are packed.
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
+    monkeypatch.setattr("draftmill.decoders.backbones.packed.can_pack", lambda *_: False)
     _, expected = hidden()
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_attention", lambda *_, **__: reference.attend)
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: reference.product)

@@ -9,7 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.blocks import llada2_shape
+from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.network import RotaryBackbone
 from tests.decoders.references import kernels as reference
@@ -17,11 +19,11 @@ from tests.device.pretend import pretending
 
 
 def softmax_mixture():
-    return SoftmaxMixture(12, 20, num_experts=7, num_chosen=3, normalise=True)
+    return SoftmaxMixture(12, MixtureShape(inner=20, num_experts=7, num_chosen=3, normalise=True))
 
 
 def sigmoid_mixture():
-    return SigmoidMixture(12, 20, num_experts=8, num_chosen=2, groups=(4, 2), scale=2.5, shared=6)
+    return SigmoidMixture(12, MixtureShape(inner=20, num_experts=8, num_chosen=2, groups=(4, 2), scale=2.5, shared=6))
 
 
 def filled(mixture):
@@ -86,9 +88,9 @@ def test_a_model_is_loaded_without_holding_its_experts_twice(monkeypatch):
     experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
     assert experts > 0.8 * total
     monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: reference.product)
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
+    monkeypatch.setattr("draftmill.decoders.backbones.packed.can_pack", lambda *_: False)
     with Peak() as peak:
-        backbone = RotaryBackbone(llada2_shape(config), weights, dtype=torch.float32, device="cpu")
+        backbone = RotaryBackbone(llada2_shape(config), weights, Running(torch.float32, torch.device("cpu")))
     assert all(part.is_gathered for part in backbone.base.modules() if isinstance(part, Mixture))
     assert weights == {} and total * 0.8 <= peak.most <= total * 1.2
 

@@ -49,17 +49,17 @@ TOKENS = {"<|endoftext|>": 88, "<|eot_id|>": 89, "<|im_end|>": 92, "<|mask|>": 9
 )
 def test_public_configs_are_recognised_and_give_the_published_sizes(config, family, millions, mask, length, shift):
     found = find_family(config, "auto")
-    info = describe(found, config, mask_id=None, max_length=None)
+    info = describe(found, config, mask_id=None)
     assert (found.name, info.mask_id, info.max_length, info.shift) == (family, mask, length, shift)
     assert info.num_parameters / 1e6 == pytest.approx(millions, abs=1e-3)
     assert mask in info.suppressed
     if family in {"llada", "llada_moe", "dream"}:
         without = {key: value for key, value in config.items() if key != "mask_token_id"}
-        assert describe(found, without, mask_id=None, max_length=None).mask_id == mask
-        assert describe(found, config, mask_id=5, max_length=None).mask_id == 5
+        assert describe(found, without, mask_id=None).mask_id == mask
+        assert describe(found, config, mask_id=5).mask_id == 5
     else:
         with pytest.raises(ValueError, match=f"model.mask_id: 5 given, but .* {family!r} it is the last id, {mask}"):
-            describe(found, config, mask_id=5, max_length=None)
+            describe(found, config, mask_id=5)
 
 
 def test_causal_rows_predict_the_next_position_too(tmp_path):

@@ -247,27 +247,3 @@ def test_half_precision_stays_near_float32(golden, family, dtype):
     assert (ours.float() - expected).norm() < 0.1 * expected.norm()
     if hasattr(half, "takes_sigma"):
         assert half.base.output_layer.norm_final.weight.dtype == torch.float32
-
-
-@pytest.mark.parametrize("family", ["mdlm", "llada"])
-def test_a_canvas_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(golden, family):
-    backbone = load(golden / family)
-    canvas, other = ([token % 60 for token in random_canvas(8, seed=seed)] for seed in (4, 5))
-    backbone.allocate(2, 16)
-    expected = look(backbone, {0: canvas, 1: other})
-    healthy = backbone.embedding_VD[61].clone()
-    backbone.embedding_VD[61] = torch.nan
-    sick = look(backbone, {0: [61, *other], 1: other}, width=16)
-    assert sick[0].isnan().all()
-    assert backbone.sums_N.isfinite().tolist() == [False] * 9 + [True] * 8
-    backbone.clear_slot(0)
-    assert torch.equal(sick[1], expected[1])
-    backbone.embedding_VD[61] = healthy
-    assert torch.equal(look(backbone, {0: canvas, 1: other}, width=16)[0], expected[0])
-
-
-def test_rows_computed_are_counted_with_their_padding(golden):
-    backbone = load(golden / "sedd")
-    backbone.allocate(2, 64)
-    look(backbone, {0: random_canvas(20, seed=0), 1: random_canvas(3, seed=1)}, sigmas={0: 1.0, 1: 2.0})
-    assert backbone.num_rows_computed == 24

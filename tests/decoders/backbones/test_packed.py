@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from draftmill.decoders.backbones.invariance import rows_exact
-from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
+from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, replace_products
 
 PACKED = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, torch.device("cpu"))]
 needs_packing = pytest.mark.skipif(
@@ -44,7 +44,7 @@ def test_both_kinds_of_layers_are_replaced_and_nothing_else():
     rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         before = module(rows)
-        pack_products(apart)
+        replace_products(apart, PackedLinear)
         after = module(rows)
     assert [type(part) for part in apart.modules() if not list(part.children())] == [
         nn.Embedding,

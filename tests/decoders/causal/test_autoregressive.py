@@ -9,7 +9,7 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import TARGET, sample_key
+from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.draws.noise import gumbel_rows, key_words
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.references.token_table import TokenTable
@@ -31,7 +31,7 @@ def by_hand(table, request, sampling):
         if sampling.temperature > 0:
             where = torch.tensor([position])
             scores = torch.log_softmax(law / sampling.temperature, 0)
-            scores = scores + gumbel_rows(key_words([request.key]), where, VOCAB, purpose=TARGET)[0]
+            scores = scores + gumbel_rows(key_words([request.key]), where, VOCAB)[0]
         tokens.append(int(scores.argmax()))
         logprob += float(law[tokens[-1]])
     return tokens[int((request.canvas >= 0).sum()) :], logprob

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi
+from tests.decoders.references.table import Toy
 from tests.decoders.support import decode, engine, run_all, token_info
 
 
-class Script(Model):
+class Script(Toy):
     """A model that is sure of the next token, which depends on the row's position and token alone."""
 
     def __init__(self, following, vocab_size=10):

@@ -6,6 +6,7 @@ import torch
 
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.keys import ACCEPT, MASK, ORDER, TARGET, sample_key, uniforms
+from tests.decoders.references.choosers import uniform_rows
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_a_planner_without_torch_draws_the_same_numbers(key, purpose, draw):
     positions = np.array([0, 1, 5, 1000, 2**31, 2**40 + 3])
     keys = noise.key_words([key]).expand(len(positions), 2)
     where = torch.from_numpy(positions)
-    expected = noise.uniform_rows(keys, where, purpose, torch.full_like(where, draw))
+    expected = uniform_rows(keys, where, purpose, torch.full_like(where, draw))
     assert uniforms(key, positions, purpose, draw).tolist() == expected.tolist()
 
 

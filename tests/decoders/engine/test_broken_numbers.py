@@ -34,7 +34,7 @@ def broken_model(name: str) -> tuple[Any, ModelInfo]:
     broken = backbone.embedding_VD.clone()
     broken[BROKEN] = torch.nan
     if hasattr(backbone, "model"):
-        backbone.model.get_input_embeddings().weight = torch.nn.Parameter(broken, requires_grad=False)
+        backbone.base.word_embeddings.weight = torch.nn.Parameter(broken, requires_grad=False)
     else:
         backbone.embedding_VD = broken
     return backbone, inspect_model(BUILTIN / name)

@@ -514,9 +514,3 @@ def test_memory_bounds_the_rows_of_prompts_too():
     found = run_all(decoder, some)
     assert max(sum(rows for _, rows, decided in forward if decided in {30, 26}) for forward in seen) == 6
     assert said(found) == {request.index: alone(request) for request in some}
-
-
-def test_a_budget_without_rows_is_refused():
-    backbone, info = model("ar-tiny")
-    with pytest.raises(ValueError, match="prompt_rows: 0; must be at least 1"):
-        Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=1, max_tokens=9, prompt_rows=0)

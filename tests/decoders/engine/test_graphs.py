@@ -17,7 +17,7 @@ import torch
 from draftmill.decoders.backbones.rows import A, Sent
 from draftmill.decoders.base import Outcome, Request, RowSettings
 from draftmill.decoders.engine import cuda_graphs
-from draftmill.decoders.engine.cuda_graphs import CudaRecorder, Graphs, Work, drop_all, rows_of_launches
+from draftmill.decoders.engine.cuda_graphs import Graphs, Recorder, Work, drop_all, rows_of_launches
 from tests.decoders.replaying import Replaying, use_graphs, use_references
 from tests.decoders.support import run_all
 from tests.device.steps import CASES, made, toy_canvases
@@ -455,7 +455,7 @@ def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails, monkey
         raise RuntimeError("not currently recording to this pool")
 
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
-    recorder, calls = CudaRecorder(), itertools.count()
+    recorder, calls = Recorder(), itertools.count()
     made = Graphs(recorder, CPU)
 
     def work(sent: Numbers) -> Work:

@@ -11,7 +11,6 @@ from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine import memory, model_runner
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.batch import Layout
 from draftmill.decoders.engine.memory import MemoryPlan
 from draftmill.decoders.engine.model_runner import ModelRunner
 from draftmill.decoders.engine.sampler import Sampler
@@ -90,25 +89,20 @@ def test_an_8b_model_on_an_80_gib_card_gets_the_slots_that_fit_instead_of_69_gb(
     assert 100 < plan.slots // (2048 * cache.cell_bytes) < 256
 
 
-def sampler_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 << 20)) -> Any:  # noqa: B008
+def runner_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 << 20)) -> Any:  # noqa: B008
     info, backbone = (
         ModelInfo("table", vocab, None, None, "any_subset", 0),
         TableBackbone(vocab_size=2, num_positions=2),
     )
     sampling = Sampling(acceptance="rejection")
     setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=4, max_tokens=100)
-    return Sampler(setup, Algorithm(decode=iter, window=5, keeps_laws=True), SlotTable(sampling, 4), plan)
+    algorithm = Algorithm(decode=iter, window=5, keeps_laws=True)
+    sampler = Sampler(setup, algorithm, SlotTable(sampling, 4), plan)
+    return ModelRunner(setup, algorithm, sampler, is_target=True, hides_host=False)
 
 
 def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
-    def runner_of(vocab: int) -> ModelRunner:
-        sampler, backbone = (
-            sampler_of(vocab=vocab, plan=MemoryPlan(2000, 0)),
-            TableBackbone(vocab_size=2, num_positions=2),
-        )
-        return ModelRunner(backbone, sampler, Layout("any_subset"), vocab_size=vocab, is_target=True)
-
-    wide, narrow = runner_of(50), runner_of(2)
+    wide, narrow = (runner_of(vocab=vocab, plan=MemoryPlan(2000, 0)) for vocab in (50, 2))
     for num_rows in (0, 1, 63, 64, 65, 1000):
         parts = list(wide.parts(num_rows))
         assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
@@ -259,9 +253,8 @@ def filled() -> SlotCache:
 
 
 @pytest.mark.parametrize("failing", range(4))
-def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing, monkeypatch):
+def test_a_cache_that_runs_out_of_memory_half_way_is_empty_and_can_be_used(failing, monkeypatch):
     cache, calls = filled(), []
-    before = [layer.clone() for layer in cache.layers_2SKWd]
     zeros = torch.Tensor.new_zeros
 
     def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
@@ -273,30 +266,19 @@ def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing, monkey
     monkeypatch.setattr(torch.Tensor, "new_zeros", refuse)
     with pytest.raises(torch.OutOfMemoryError):
         cache.resize(4, 9)
-    assert (cache.num_slots, cache.num_columns) == (2, 5)
-    assert all(torch.equal(layer, old) for layer, old in zip(cache.layers_2SKWd, before, strict=True))
+    assert (cache.num_slots, cache.num_columns) == (0, 0)
+    cache.resize(4, 9)
+    assert all(layer.shape == (2, 4, 2, 9, 4) and not layer.any() for layer in cache.layers_2SKWd)
+
+
+def test_a_cache_that_is_made_larger_keeps_its_content():
+    cache = filled()
+    before = [layer.clone() for layer in cache.layers_2SKWd]
     cache.resize(4, 9)
     assert (cache.num_slots, cache.num_columns) == (4, 9)
     for layer, old in zip(cache.layers_2SKWd, before, strict=True):
         assert torch.equal(layer[:, :2, :, :5], old) and int((layer != 0).sum()) == int((old != 0).sum())
     assert torch.equal(cache.positions_SW[:2, :5], torch.arange(10).view(2, 5))
-
-
-def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeypatch):
-    cache, zeros = filled(), torch.Tensor.new_zeros
-
-    def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
-        if cache.layers_2SKWd[1].shape[1] == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return zeros(tensor, *shape, **more)
-
-    monkeypatch.setattr(torch.Tensor, "new_zeros", refuse)
-    with pytest.raises(torch.OutOfMemoryError):
-        cache.resize(4, 9)
-    assert (cache.num_slots, cache.num_columns) == (0, 0)
-    monkeypatch.undo()
-    cache.resize(1, 3)
-    assert all(layer.shape == (2, 1, 2, 3, 4) for layer in cache.layers_2SKWd)
 
 
 def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch):
@@ -309,7 +291,7 @@ def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch):
 
 
 def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch):
-    held, zeros, made = sampler_of(), torch.Tensor.new_zeros, list[int]()
+    held, zeros, made = runner_of()._sampler, torch.Tensor.new_zeros, list[int]()
     held.resize(1)
     before = held._states_CD, held._log_q_C
     assert [len(one) for one in before] == [6, 6]
@@ -409,7 +391,7 @@ def filled_pool(num_slots: int, num_columns: int) -> SlotCache:
     for slot, column in np.ndindex(num_slots, num_columns):
         starts, cells = cache.cells(torch.tensor([slot]), torch.tensor([column]))
         assert starts.tolist() == [slot * num_columns]
-        cache.note_cells(cells, torch.tensor([100 * slot + column]))
+        cache.positions_SW[0, cells] = 100 * slot + column
         for layer in range(2):
             cache.write(layer, cells, torch.full((1, 6, 4), 1000.0 * layer + 100 * slot + column))
     return cache
@@ -426,7 +408,7 @@ def test_a_pool_shows_its_content_in_another_shape_without_moving(slots, columns
     assert ([pool.data_ptr() for pool in cache.pools_2CKd] == places) == fits
     for slot, column in np.ndindex(min(slots, 4), min(columns, 12)):
         _, cell = cache.cells(torch.tensor([slot]), torch.tensor([column]))
-        assert cache.positions_of(cell).tolist() == [100 * slot + column]
+        assert cache.positions_SW[0, cell].tolist() == [100 * slot + column]
         for layer in range(2):
             assert (cache.pools_2CKd[layer][:, cell] == 1000 * layer + 100 * slot + column).all()
     assert torch.equal(cache.cells(torch.tensor([1]), torch.tensor([3]))[1], torch.tensor([columns + 3]))
@@ -443,9 +425,9 @@ def test_slots_that_were_placed_are_laid_out_side_by_side_again():
     for slot, start in enumerate((40, 0, 20)):
         cache.place(slot, start, 10)
         places = torch.arange(start, start + 10)
-        cache.note_cells(places, 100 * slot + torch.arange(10))
+        cache.positions_SW[0, places] = 100 * slot + torch.arange(10)
     cache.resize(3, 10)
     for slot in range(3):
         _, cells = cache.cells(torch.full((10,), slot), torch.arange(10))
         assert cells.tolist() == list(range(10 * slot, 10 * slot + 10))
-        assert cache.positions_of(cells).tolist() == list(range(100 * slot, 100 * slot + 10))
+        assert cache.positions_SW[0, cells].tolist() == list(range(100 * slot, 100 * slot + 10))

@@ -14,7 +14,7 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.invariance import NO_RULES
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.network import RotaryBackbone
-from draftmill.decoders.backbones.packed import FixedLinear, fix_products
+from draftmill.decoders.backbones.packed import FixedLinear, replace_products
 from draftmill.decoders.base import Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
@@ -103,13 +103,13 @@ def made_usual(folder, attend):
 def made_exact(folder, attend, product, layers=None):
     """A model as it is on a GPU if it must be exact, but for the device; a rotary one with the kernels between its products."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
+        patch.setattr("draftmill.decoders.backbones.packed.can_pack", lambda *_: False)
         patch.setattr("draftmill.decoders.backbones.packed.find_fixed_product", lambda *_: product)
         backbone = made_usual(folder, attend)
         backbone.rules, backbone.min_rows = replace(NO_RULES, exact=True), 1
         backbone.tiling = replace(backbone.tiling, most=min(64, backbone.tiling.most), few=())
         if hasattr(backbone, "base"):
-            fix_products(backbone.base)
+            replace_products(backbone.base, FixedLinear)
             backbone.head = FixedLinear(backbone.head.weight, backbone.head.bias)
             if isinstance(backbone, RotaryBackbone):
                 backbone.bind()

@@ -145,10 +145,12 @@ def test_a_kernel_that_is_demanded_is_there_or_refused_with_the_reason(monkeypat
         "model.exact: true needs the kernel for fixed products on a GPU, and here it is off: DRAFTMILL_KERNELS is 0;"
     )
     with pytest.raises(ValueError, match=refusal):
-        find.demanded("fixed products", find.find_fixed_product(gpu, torch.bfloat16))
+        find.find_fixed_product(gpu, torch.bfloat16)
     with pytest.raises(ValueError, match="off: float64 is computed by torch; decode in bfloat16, float16 or float32"):
-        find.demanded("fixed products", find.find_fixed_product(gpu, torch.float64))
-    assert find.demanded("experts", reference.product) is reference.product
+        find.find_fixed_product(gpu, torch.float64)
+    with pytest.raises(ValueError, match="needs the kernel for attention on a GPU"):
+        find.find_attention(gpu, torch.bfloat16, fixed=True)
+    assert find.find_attention(gpu, torch.bfloat16) is None
 
 
 def test_what_was_found_of_each_kernel_is_noted_for_who_asked(monkeypatch, gpu):

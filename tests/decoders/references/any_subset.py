@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones.base import Model
-from draftmill.decoders.backbones.rows import StreamRows, StreamShape
+from draftmill.decoders.backbones.rows import RowShape, StreamRows
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.references.choosers import Rule
 from tests.decoders.references.sampling import log_law
@@ -42,7 +42,7 @@ class PlainModel:
         pairs = torch.tensor(list(queries), dtype=torch.int64).reshape(-1, 2)
         limit_C = (column_C + 1).clamp(min=self.num_prompt)  # the prompt sees all of itself
         line_Q, limit_Q = torch.arange(len(pairs)), pairs[:, 1]
-        shape = StreamShape(
+        shape = RowShape(
             num_slots=1,
             num_lines=len(tokens),
             num_queries=len(pairs),

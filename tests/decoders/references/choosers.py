@@ -19,6 +19,12 @@ _NOTHING = 1e-14
 """A smaller probability than this is rounding, not a branch."""
 
 
+def uniform_rows(keys_R2: Tensor, positions_R: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
+    """One uniform number in (0, 1) a row, float64 [R]: keys.uniform_rows by torch."""
+    counter = torch.zeros_like(positions_R), positions_R, torch.full_like(positions_R, purpose), draws_R
+    return noise._to_uniform(noise.philox(counter, (keys_R2[:, 0], keys_R2[:, 1]))[0])
+
+
 class Chooser(Protocol):
     """Makes every random choice of a reference decoder under the rejection rule."""
 
@@ -38,7 +44,7 @@ class NoiseChooser:
         self._key = noise.key_words([key])
 
     def _uniform(self, purpose: int, position: int, when: int) -> Tensor:
-        return noise.uniform_rows(self._key, torch.tensor([position]), purpose, torch.tensor([when]))
+        return uniform_rows(self._key, torch.tensor([position]), purpose, torch.tensor([when]))
 
     def choose(self, log_law_V: Tensor, purpose: int, position: int, when: int) -> int:
         """Inverse CDF over ascending token ids."""

@@ -16,7 +16,28 @@ from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import StreamRows
 
 
-class Table(Model):
+class Toy(Model):
+    """A model without a slot cache, in whose place a subclass keeps tables that only grow."""
+
+    has_sums, spreads, cell_bytes, column_multiple = False, False, 0, 1
+
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """Make room."""
+        self.allocate(num_slots, num_columns)
+
+    def stays(self, num_slots: int, num_columns: int) -> bool:
+        """Nothing captures a toy."""
+        return False
+
+    def clear_slot(self, slot: int) -> None:
+        """A table has no NaN."""
+
+    def raw_logits(self, hidden_RD: Tensor) -> Tensor:
+        """The same logits."""
+        return self.logits(hidden_RD)
+
+
+class Table(Toy):
     """Random conditionals, float64, for a position and the visible tokens.
 
     The row of the table for a context is its code in base V + 1, a position without a visible token counting as digit V.
