@@ -24,10 +24,11 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Score
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.eval.options import EvalOptions
 from draftmill.jobs.eval.requests import Encoder, Generation, ScoredTokens, generation_of
-from draftmill.jobs.eval.runs import AskedAnswer, EvalRuns, Instance, JobRows, Results, Row, number_repeats
-from draftmill.jobs.eval.spec import EvalSpec, Kind
+from draftmill.jobs.eval.runs import AskedAnswer, EvalRuns, JobRows, Results, Row, number_repeats
+from draftmill.jobs.eval.spec import PLACE, EvalSpec, Kind
 from draftmill.jobs.plan.checks import check_task
 from draftmill.storage.errors import UserError, brief
 
@@ -35,15 +36,6 @@ SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "acce
 """What is added up over the windows of a rolling text."""
 
 MINUS_INFINITY: Final = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFacts:
-    """The checkpoint, as far as requests need it."""
-
-    name: str
-    info: ModelInfo
-    tokenizer: Tokenizer
 
 
 def facts(row: Row, place: str) -> dict[str, Any]:
@@ -55,7 +47,7 @@ def facts(row: Row, place: str) -> dict[str, Any]:
 
 
 class DraftmillLM(LM):  # type: ignore[misc]
-    """lm-evaluation-harness's model. `check` is called once, before the first request is answered.
+    """lm-evaluation-harness's model for these tasks; all of their requests are checked before the first one is answered.
 
     `notes` says how each request was answered: by the object's id, for each repeat the facts of its row.
     """
@@ -63,18 +55,18 @@ class DraftmillLM(LM):  # type: ignore[misc]
     def __init__(
         self,
         spec: EvalSpec,
-        model: CheckpointFacts,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
         runs: EvalRuns,
         *,
+        tasks: Mapping[str, Task],
         chosen: Mapping[str, list[int]],
-        check: Callable[[], None],
     ) -> None:
         super().__init__()
         self.notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-        self._spec, self._model, self._runs = spec, model, runs
-        self._encoder = Encoder(model.tokenizer, model.info)
-        self._chosen, self._check = dict(chosen), check
-        self._is_checked = False
+        self._spec, self._info, self._tokenizer, self._runs = spec, info, tokenizer, runs
+        self._encoder = Encoder(tokenizer, info)
+        self._tasks, self._chosen, self._is_checked = tasks, chosen, False
         self._sampling = spec.any_job().sampling
         self._generations: dict[tuple[str, str], Generation] = {}
 
@@ -97,7 +89,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
         """The settings for a task's generation_kwargs; UserError if they can't be met."""
         name = (task, repr(given))
         if name not in self._generations:
-            own, most = self._spec, self._model.info.max_length
+            own, most = self._spec, self._info.max_length
             generation = generation_of(
                 given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
             )
@@ -112,11 +104,11 @@ class DraftmillLM(LM):  # type: ignore[misc]
             self._generations[name] = generation
         return self._generations[name]
 
-    def job_for(self, generation: Generation) -> Callable[[str, str], Any]:
+    def job_for(self, generation: Generation) -> Callable[[str, str | None], JobSpec]:
         """Make the spec of the job that generates so."""
-        special = self._model.tokenizer.special.values()
+        special = self._tokenizer.special.values()
         hidden = any(text in stop for stop in generation.stop for text in special)
-        return lambda path, out: self._spec.completing(generation, path, out, special=hidden)
+        return partial(self._spec.completing, generation, special=hidden)
 
     def _generate(self, generation: Generation, asked: Sequence[AskedAnswer]) -> Iterator[str]:
         rows, names = JobRows(), []
@@ -127,7 +119,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
         results = self._runs.finish("complete", rows, self.job_for(generation))
         for request, name in zip(asked, names, strict=True):
             row = self._take(request, results, name)
-            text = self._model.tokenizer.continuation(row["tokens"] or (), skip_special=True)
+            text = self._tokenizer.continuation(row["tokens"] or (), skip_special=True)
             for stop in generation.stop:
                 text = text.split(stop)[0]
             yield text
@@ -177,7 +169,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a conversation, up to the start of the model's answer, or up to the end of the answer's given beginning."""
-        chat = self._model.tokenizer.chat
+        chat = self._tokenizer.chat
         assert chat is not None, "a tokenizer without a chat template is refused"
         with_kwargs = partial(chat, more=self._spec.chat.template_kwargs)
         return render(with_kwargs, chat_history, begun=not add_generation_prompt)
@@ -185,25 +177,35 @@ class DraftmillLM(LM):  # type: ignore[misc]
     @property
     def tokenizer_name(self) -> str:
         """The model's name, without characters that part a path."""
-        return self._model.name.replace("/", "__")
+        return self._spec.any_job().model.path.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source of the template, for the results' record of it."""
-        return getattr(self._model.tokenizer.chat, "source", "") if chat_template else None
+        return getattr(self._tokenizer.chat, "source", "") if chat_template else None
 
     def get_model_info(self) -> dict[str, Any]:
         """What the results say of the model: the job's settings."""
         job = self._spec.any_job()
         return {
-            "model_num_parameters": self._model.info.num_parameters,
+            "model_num_parameters": self._info.num_parameters,
             "draftmill": job.model_dump(mode="json", include={"seed", "decoder", "sampling", "model"}),
         }
 
-    def _begin(self, requests: Sequence[Instance]) -> list[AskedAnswer]:
+    def _begin(self, requests: Sequence[Any]) -> list[AskedAnswer]:
         if not self._is_checked:
             self._check()
             self._is_checked = True
         return number_repeats(requests, self._chosen)
+
+    def _check(self) -> None:
+        """UserError for a request that the model or the decoder can't do, of which some tasks ask in several ways."""
+        for name, task in self._tasks.items():
+            for kind in dict.fromkeys(request.request_type for request in task.instances):
+                check_kind(name, kind, self._spec, self._info)
+        requests = [request for task in self._tasks.values() for request in task.instances]
+        prompts = [request for request in requests if request.request_type == "generate_until"]
+        for generation in {self.generation(prompt.task_name, prompt.args[1]) for prompt in prompts}:
+            self.job_for(generation)(PLACE, None)
 
 
 def _add_scored(rows: JobRows, name: str, text: ScoredTokens) -> str:
@@ -297,18 +299,15 @@ class TaskFinder:
 
     def _managers(self) -> Iterator[ChosenTasks]:
         """The tasks in `include_path` alone come first: nothing else is indexed if they are enough."""
-        only_files = all(name.endswith(".yaml") for name in self.options.tasks)
-        if self.options.include_path is not None or only_files:
-            yield self._manager(defaults=False)
-        if not only_files:
-            self.note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
-            yield self._manager(defaults=True)
-
-    def _manager(self, *, defaults: bool) -> ChosenTasks:
         path = self.options.include_path
         if path is not None and not Path(path).is_dir():
             raise UserError(f"{path!r} is no folder", field="--include_path")
-        return ChosenTasks(include_path=path, include_defaults=defaults, metadata=self.options.metadata)
+        only_files = all(name.endswith(".yaml") for name in self.options.tasks)
+        if path is not None or only_files:
+            yield ChosenTasks(include_path=path, include_defaults=False, metadata=self.options.metadata)
+        if not only_files:
+            self.note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
+            yield ChosenTasks(include_path=path, metadata=self.options.metadata)
 
     def _load_from(self, manager: ChosenTasks) -> ChosenTasks:
         chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
@@ -371,23 +370,15 @@ def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, opti
                 f"{name!r} runs code that the model writes, on this machine; --confirm_run_unsafe_code allows it",
                 field=FIELD,
             )
-        kind = KINDS.get(str(task.OUTPUT_TYPE))
-        if kind is not None:
-            check_kind(kind, name, str(task.OUTPUT_TYPE), spec, info)
+        if str(task.OUTPUT_TYPE) in KINDS:
+            check_kind(name, str(task.OUTPUT_TYPE), spec, info)
 
 
-def check_requests(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo) -> None:
-    """The same for each request of the tasks, of which some ask in several ways."""
-    for name, task in tasks.items():
-        for request in dict.fromkeys(instance.request_type for instance in task.instances):
-            check_kind(KINDS[request], name, request, spec, info)
-
-
-def check_kind(kind: Kind, name: str, request: str, spec: EvalSpec, info: ModelInfo) -> None:
-    """UserError if the model's family, or the spec's decoder, can't do a kind of job."""
+def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo) -> None:
+    """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
+    own, kind = DECODERS[spec.decoder], KINDS[request]
     try:
         check_task(Complete(kind="complete") if kind == "complete" else Score(kind="score"), info)
-        own = DECODERS[spec.decoder]
         if kind == "complete" and kind not in own.tasks:
             allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
             raise UserError(

@@ -18,11 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.eval.spec import EvalSpec, Kind
-from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.errors import UserError
@@ -31,25 +30,11 @@ from draftmill.storage.stores.interface import AlreadyExists
 from draftmill.storage.stores.store import open_store
 
 
-class Instance(Protocol):
-    """What is used of lm_eval's Instance. Repeats of a request are the same object several times in a row."""
-
-    arguments: Any
-    idx: int
-    task_name: str | None
-    doc_id: int | None
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The texts, and for generation the generation_kwargs."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class AskedAnswer:
-    """One answer that is asked for: a request and which of its repeats it is, counted from 0."""
+    """One answer that is asked for: a request (lm_eval's Instance) and which of its repeats it is, counted from 0."""
 
-    instance: Instance
+    instance: Any
     repeat: int
     doc: int
 
@@ -64,8 +49,11 @@ class AskedAnswer:
         return f"{self.task}:{self.doc}:{self.instance.idx}:{self.repeat}"
 
 
-def number_repeats(requests: Sequence[Instance], chosen: dict[str, list[int]]) -> list[AskedAnswer]:
-    """The requests with their repeats numbered. `chosen` has the documents of tasks of which only some are asked."""
+def number_repeats(requests: Sequence[Any], chosen: Mapping[str, list[int]]) -> list[AskedAnswer]:
+    """The requests with their repeats numbered; those of a request are the same object several times in a row.
+
+    `chosen` has the documents of tasks of which only some are asked.
+    """
     counts: Counter[int] = Counter()
     asked = []
     for request in requests:
@@ -74,7 +62,7 @@ def number_repeats(requests: Sequence[Instance], chosen: dict[str, list[int]]) -
     return asked
 
 
-def document(request: Instance, chosen: dict[str, list[int]]) -> int:
+def document(request: Any, chosen: Mapping[str, list[int]]) -> int:
     """The index of a request's document in its task; with chosen documents, lm_eval numbers these from 0."""
     number = request.doc_id or 0
     documents = chosen.get(request.task_name or "")
@@ -122,14 +110,6 @@ Row = Mapping[str, Any]
 """A result row, with the columns above."""
 
 
-class Unfinished(Exception):
-    """A job did not finish; its exit code is the command's, and the reason has been printed."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
 @dataclass(frozen=True, slots=True)
 class Results:
     """A finished job: its run directory and its result rows by id."""
@@ -140,15 +120,15 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class EvalRuns:
-    """The jobs of one evaluation; `run` runs a job and returns its exit code (draftmill.jobs.run.job)."""
+    """The jobs of one evaluation; `run` runs a job until it is finished (jobs/run/job.py, complete_job)."""
 
     spec: EvalSpec
-    run: Callable[[JobSpec], int]
+    run: Callable[[JobSpec], object]
 
     def finish(self, kind: Kind, rows: JobRows, job: Callable[[str, str], JobSpec]) -> Results:
         """Run the job over these rows, or resume it, or only read it. `job` makes its spec from paths of input and output.
 
-        Raises Unfinished if the job was interrupted or too many of its rows failed, UserError if the directory is a run's.
+        Raises Ended if the job was interrupted or too many of its rows failed, UserError if the directory is a run's.
         """
         any_job = self.spec.any_job()
         base = any_job.output.path.rstrip("/")
@@ -160,9 +140,7 @@ class EvalRuns:
         with suppress(AlreadyExists):  # of the same content, by its name
             store.create(requests, lines)
         place = f"{base}/runs/{kind}-{name_of(job('requests.jsonl', base), lines)}"
-        code = self.run(job(f"{base}/{requests}", place))
-        if code != OK:
-            raise Unfinished(code)
+        self.run(job(f"{base}/{requests}", place))
         passes = passes_of(open_store(store.place.at(place)))
         answers = (row for table in latest_rows(passes, columns=COLUMNS) for row in table.to_pylist())
         return Results(place, {row["id"]: row for row in answers})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -49,11 +49,6 @@ class EvalSpec:
     chat: Chat = NO_CHAT
 
     @property
-    def name(self) -> str:
-        """The name of the spec."""
-        return str(self.data["name"])
-
-    @property
     def decoder(self) -> str:
         """The kind of the spec's decoder."""
         return str(self.data["decoder"]["kind"])
@@ -79,31 +74,31 @@ class EvalSpec:
         self, generation: Generation, path: str, out: str | None = None, *, special: bool = False
     ) -> JobSpec:
         """The job that generates; `special` searches the stop strings among the special tokens, too."""
-        settings = asdict(generation)
-        settings |= dict(settings.pop("others"))
         own = self.task if self.task.get("kind") == "complete" else {}
-        task = {**own, "kind": "complete", "max_new_tokens": settings.pop("max_new_tokens")}
-        task |= {"stop": list(settings.pop("stop")), "skip_special_tokens": not special}
-        own_constraint = settings.pop("constraint")
-        if own_constraint is not None:
-            task["constraint"] = json.loads(own_constraint)
+        task = {**own, "kind": "complete", "max_new_tokens": generation.max_new_tokens, "stop": list(generation.stop)}
+        task["skip_special_tokens"] = not special
+        if generation.constraint is not None:
+            task["constraint"] = json.loads(generation.constraint)
         job = self._job(task, {"tokens": "tokens"}, path, out)
-        sampling = {**(self.data.get("sampling") or {}), **settings}
-        return check_spec(job | {"sampling": sampling, "input": job["input"] | {"truncate": "left"}})
+        cuts = {"temperature": generation.temperature, "top_k": generation.top_k, "top_p": generation.top_p}
+        job["sampling"] = {**(self.data.get("sampling") or {}), **cuts, **dict(generation.others)}
+        return check_spec(job)
 
     def scoring(self, path: str, out: str | None = None) -> JobSpec:
         """The job that scores, with the decoder that scores for the spec's models."""
         own = self.task if self.task.get("kind") == "score" else {}
         job = self._job({**own, "kind": "score"}, {"tokens": "tokens", "reference": "reference"}, path, out)
         job["decoder"] = scorer_of(self.any_job().decoder).model_dump(mode="json")
-        job["input"]["truncate"] = "left"
         return check_spec({key: value for key, value in job.items() if key != "sampling"})
 
     def _job(self, task: Mapping[str, Any], columns: Mapping[str, str], path: str, out: str | None) -> dict[str, Any]:
         job = deepcopy(dict(self.data))
         if out is not None:
             job["output"]["path"] = out
-        return job | {"task": dict(task), "input": {"path": path, "columns": {"id": "id", **columns}}}
+        rows = {"path": path, "columns": {"id": "id", **columns}}
+        if task["kind"] != "infill":
+            rows["truncate"] = "left"
+        return job | {"task": dict(task), "input": rows}
 
 
 def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
