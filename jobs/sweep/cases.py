@@ -19,9 +19,7 @@ from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import Loaders, Resolved, remembering, resolve
 from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
-from draftmill.jobs.results.measure import CheckedMetrics, units_to_measure
-from draftmill.jobs.results.passes import passes_of
-from draftmill.jobs.run.job import ready_for
+from draftmill.jobs.results.measure import CheckedMetrics, ready_for, units_to_measure
 from draftmill.storage.errors import UNUSABLE_ERRORS, UserError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
@@ -65,8 +63,7 @@ class SweepCase:
         """Whether it is decoded and some of its units lack metrics."""
         if self.metrics is None or not self.is_decoded:
             return False
-        passes = passes_of(self.store)
-        return bool(units_to_measure(self.store, passes, self.metrics))
+        return bool(units_to_measure(self.store, self.metrics))
 
     def fail(self, code: int, problem: object) -> None:
         """Note that it can't run."""

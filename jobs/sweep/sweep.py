@@ -30,6 +30,7 @@ from draftmill.jobs.exit_codes import (
     TOO_MANY_FAILED,
     UNEXPECTED,
     UNUSABLE,
+    Ended,
     code_of,
     severest,
     too_many_failed,
@@ -179,18 +180,7 @@ def measure_case(case: SweepCase, options: RunOptions, stops: SweepStops, displa
     """Measure one case; a problem of this case alone does not end the sweep."""
     assert case.metrics is not None
     with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set):
-        is_done = measure_units(
-            case.store,
-            case.spec,
-            passes_of(case.store),
-            case.metrics,
-            backend=backend,
-            display=display,
-            stop=stop,
-            grace_s=options.grace_s,
-        )
-        if not is_done:
-            case.code = INTERRUPTED
+        measure_units(case.store, case.metrics, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
 
 
 @contextmanager
@@ -201,6 +191,8 @@ def blame_case(case: SweepCase, stops: SweepStops, display: Display) -> Iterator
         yield stop
     except RayDidNotStart:
         raise
+    except Ended as end:
+        case.code = end.code
     except (UserError, StoreError) as error:
         case.fail(code_of(error), error)
     if case.problem is not None:
