@@ -10,9 +10,9 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from draftmill.jobs.results.formats import (
     Sink,
     part_name,
 )
-from draftmill.jobs.results.passes import Pass, finished_passes, latest_rows, passes_of
+from draftmill.jobs.results.passes import Pass, finished_passes, joined, latest_rows, passes_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.records import SCHEMA_VERSION
@@ -148,27 +148,12 @@ def tables_of(passes: Sequence[Pass], columns: Sequence[str], *, order: str = "p
     own = own_columns(plan).intersection(columns)
     read = [name for name in columns if name not in own] + [KEEP] * bool(own)
     tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
-    for rows in in_input_order(plan, tables) if order == "input" else joined(tables):
-        yield with_columns(rows, plan.keep, own)
-
-
-def joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Small tables together, up to AT_ONCE rows or BYTES_AT_ONCE: what follows takes a time for each table and column."""
-    held, rows, size = list[pa.Table](), 0, 0
-    for table in chain(tables, [None]):
-        if table is not None:
-            held.append(table)
-            rows, size = rows + table.num_rows, size + table.nbytes
-        if held and (table is None or rows >= AT_ONCE or size >= BYTES_AT_ONCE):
-            yield held[0] if len(held) == 1 else pa.concat_tables(held).unify_dictionaries().combine_chunks()
-            held, rows, size = [], 0, 0
-
-
-def with_columns(table: pa.Table, keep: pa.Schema | None, names: Container[str]) -> pa.Table:
-    """The table with these kept columns beside their struct."""
-    fields = [field for field in keep or () if field.name in names]
-    columns = [pc.struct_field(table[KEEP], field.name) for field in fields]
-    return pa.Table.from_arrays([*table.columns, *columns], schema=pa.schema([*table.schema, *fields]))
+    # What follows takes a time for each table and column.
+    small_together = in_input_order(plan, tables) if order == "input" else joined(tables, AT_ONCE, BYTES_AT_ONCE)
+    fields = [field for field in plan.keep or () if field.name in own]
+    for table in small_together:
+        columns = [pc.struct_field(table[KEEP], field.name) for field in fields]
+        yield pa.Table.from_arrays([*table.columns, *columns], schema=pa.schema([*table.schema, *fields]))
 
 
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
@@ -327,22 +312,22 @@ def _inside(place: str, run_url: str) -> bool:
 # ---- a file that appears whole or not at all
 
 
-def open_whole(place: Place, *, field: str, overwrite: bool) -> AbstractContextManager[Target]:
+@contextmanager
+def open_whole(place: Place, *, field: str, overwrite: bool) -> Iterator[Target]:
     """A file that appears under its name when the block succeeds; if the block raises, nothing is left.
 
     Raises UserError if the place can't be written. `field` is the argument that names the place.
     """
     if place.url == STDOUT:
-        return _standard_output()
-    if place.url.startswith(S3):
-        return _object(place, field, overwrite)
-    return _local_file(place.url, field, overwrite)
-
-
-@contextmanager
-def _standard_output() -> Iterator[IO[bytes]]:
-    yield sys.stdout.buffer
-    sys.stdout.buffer.flush()
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    with (
+        _object(place, field, overwrite)
+        if place.url.startswith(S3)
+        else _local_file(place.url, field, overwrite) as file
+    ):
+        yield file
 
 
 @contextmanager

@@ -334,7 +334,11 @@ def check_metrics(store: Store, passes: Sequence[Pass]) -> tuple[str | None, lis
     }
     problems: list[str] = []
     for (number, unit), names in measured.items():
-        results = _keys(*objects[number, unit]) if (number, unit) in objects else None
+        results = None
+        if (number, unit) in objects:
+            place, name = objects[number, unit]
+            [table] = read_results(place, objects=[name], columns=KEYS.names)
+            results = table.to_pylist()
         for name in names:
             file = metrics_name(number, unit, name)
             expected = {"fingerprint": fingerprint, "metrics": name, "unit": str(unit), "pass": str(number)}
@@ -364,11 +368,6 @@ def _metric_problems(
         yield "its rows differ from those of the unit's results"
 
 
-def _keys(store: Store, name: str) -> list[dict[str, object]]:
-    [table] = read_results(store, objects=[name], columns=KEYS.names)
-    return [{"id": row["id"], "sample": row["sample"] or 0} for row in table.to_pylist()]
-
-
 Result = tuple[list[int], list[float] | None, float | None]
 """The tokens of a sample; if they were scored also the log-probability of each, where it is known, and of all together."""
 
@@ -380,7 +379,8 @@ def check_invariance(resolved: Resolved, plan: Plan, manifest: Manifest, *, samp
     equal = compared = 0
     scores = isinstance(plan.spec.task, Score)
     for unit, index, stored in pick(plan.store, manifest, samples, scores=scores):
-        (sample,) = unit_io.open_unit(alone(unit, index))
+        row = WorkUnit(0, unit.unit, unit.rows, 0, attempt=1, pass_=1, start=index, stop=index + 1, probe=True)
+        (sample,) = unit_io.open_unit(row)
         if sample.canvas is not None:
             compared += 1
             equal += result_of(decode_alone(decoder, sample), scores=scores) == stored
@@ -413,13 +413,6 @@ def pick(
             each = table.column("token_logprobs")[row].as_py()
             together = table.column("logprob")[row].as_py() if scores else None
             yield unit, row, (table.column("tokens")[row].as_py(), each, together)
-
-
-def alone(unit: CommittedUnit, index: int) -> WorkUnit:
-    """A work unit for a single row of a unit."""
-    return WorkUnit(
-        lease=0, unit=unit.unit, rows=unit.rows, tokens=0, attempt=1, pass_=1, start=index, stop=index + 1, probe=True
-    )
 
 
 def decode_alone(decoder: Decoder, sample: Sample) -> Outcome:
