@@ -31,8 +31,7 @@ from draftmill.jobs.drive.log import print_result, shows_progress
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.eval.options import EvalOptions, require_lm_eval
-from draftmill.jobs.eval.runs import EvalRuns, document
-from draftmill.jobs.eval.spec import EvalSpec, read_eval_spec
+from draftmill.jobs.eval.spec import EvalSpec, document, read_eval_spec
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.resolve import inspect
 from draftmill.jobs.run.job import complete_job
@@ -75,8 +74,8 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
     tasks = TaskFinder(options, Display().note).load()
     check_tasks(tasks.tasks, spec, info, options)
     with ExitStack() as stack:
-        runs = EvalRuns(spec, _runner(run_options, stack))
-        asker = DraftmillLM(spec, info, tokenizer, runs, tasks=tasks.tasks, chosen=options.samples or {})
+        run = _runner(run_options, stack)
+        asker = DraftmillLM(spec, info, tokenizer, run, tasks=tasks.tasks, chosen=options.samples or {})
         _evaluate(spec, options, asker, tasks)
     return OK
 

@@ -9,6 +9,7 @@ Importing this module imports lm_eval (extra `lm-eval`), which takes some second
 from __future__ import annotations
 
 import difflib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,24 +27,26 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.eval.options import EvalOptions
-from draftmill.jobs.eval.requests import Encoder, Generation, ScoredTokens, generation_of
-from draftmill.jobs.eval.runs import AskedAnswer, EvalRuns, JobRows, Results, Row, number_repeats
-from draftmill.jobs.eval.spec import PLACE, EvalSpec, Kind
+from draftmill.jobs.eval.requests import Encoder, Generation, generation_of
+from draftmill.jobs.eval.spec import (
+    PLACE,
+    AskedAnswer,
+    EvalSpec,
+    JobRows,
+    Kind,
+    Results,
+    Row,
+    finish_job,
+    number_repeats,
+)
 from draftmill.jobs.plan.checks import check_task
 from draftmill.storage.errors import UserError, brief
 
 SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")
 """What is added up over the windows of a rolling text."""
 
-MINUS_INFINITY: Final = float("-inf")
-
-
-def facts(row: Row, place: str) -> dict[str, Any]:
-    """What the logged samples say of a row: its id and run directory, and what it cost."""
-    left_out = {"tokens", "logprob", "is_greedy", "error_kind"}
-    return {"id": row["id"], "run_dir": place} | {
-        key: value for key, value in row.items() if key not in left_out and value is not None
-    }
+NOT_LOGGED: Final = frozenset({"id", "tokens", "logprob", "is_greedy", "error_kind"})
+"""Columns that the logged samples have in another form, or not at all."""
 
 
 class DraftmillLM(LM):  # type: ignore[misc]
@@ -57,16 +60,17 @@ class DraftmillLM(LM):  # type: ignore[misc]
         spec: EvalSpec,
         info: ModelInfo,
         tokenizer: Tokenizer,
-        runs: EvalRuns,
+        run: Callable[[JobSpec], object],
         *,
         tasks: Mapping[str, Task],
         chosen: Mapping[str, list[int]],
     ) -> None:
         super().__init__()
         self.notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-        self._spec, self._info, self._tokenizer, self._runs = spec, info, tokenizer, runs
+        self._spec, self._info, self._tokenizer = spec, info, tokenizer
+        self._finish = partial(finish_job, spec, run)
         self._encoder = Encoder(tokenizer, info)
-        self._tasks, self._chosen, self._is_checked = tasks, chosen, False
+        self._unchecked, self._chosen = tasks, chosen
         self._sampling = spec.any_job().sampling
         self._generations: dict[tuple[str, str], Generation] = {}
 
@@ -80,9 +84,18 @@ class DraftmillLM(LM):  # type: ignore[misc]
             groups.setdefault(self.generation(request.task, request.instance.args[1]), []).append(place)
         answers = [""] * len(asked)
         for generation, places in groups.items():
-            texts = self._generate(generation, [asked[place] for place in places])
-            for place, text in zip(places, texts, strict=True):
-                answers[place] = text
+            rows, names = JobRows(), list[str]()
+            for request in (asked[place] for place in places):
+                tokens = self._encoder.context(request.instance.args[0])
+                # Without noise, the same prompt has the same text.
+                same = tokens if generation.temperature == 0 else None
+                names.append(rows.add(request.id, {"tokens": tokens}, same=same))
+            results = self._finish("complete", rows, self.job_for(generation))
+            for place, name in zip(places, names, strict=True):
+                (row,) = self._take(asked[place], results, [name])
+                answers[place] = self._tokenizer.continuation(row["tokens"] or (), skip_special=True)
+                for stop in generation.stop:
+                    answers[place] = answers[place].split(stop)[0]
         return answers
 
     def generation(self, task: str, given: Mapping[str, Any]) -> Generation:
@@ -110,25 +123,16 @@ class DraftmillLM(LM):  # type: ignore[misc]
         hidden = any(text in stop for stop in generation.stop for text in special)
         return partial(self._spec.completing, generation, special=hidden)
 
-    def _generate(self, generation: Generation, asked: Sequence[AskedAnswer]) -> Iterator[str]:
-        rows, names = JobRows(), []
-        for request in asked:
-            tokens = self._encoder.context(request.instance.args[0])
-            # Without noise, the same prompt has the same text.
-            names.append(rows.add(request.id, {"tokens": tokens}, same=tokens if generation.temperature == 0 else None))
-        results = self._runs.finish("complete", rows, self.job_for(generation))
-        for request, name in zip(asked, names, strict=True):
-            row = self._take(request, results, name)
-            text = self._tokenizer.continuation(row["tokens"] or (), skip_special=True)
-            for stop in generation.stop:
-                text = text.split(stop)[0]
-            yield text
-
-    def _take(self, request: AskedAnswer, results: Results, name: str) -> Row:
-        """The row that answers a request, which is noted."""
-        row = results.rows[name]
-        self.notes[id(request.instance)].append(facts(row, results.place))
-        return row
+    def _take(self, request: AskedAnswer, results: Results, names: Sequence[str], **more: Any) -> list[Row]:
+        """The rows that answer a request. Their sums are noted, with the other facts of one that failed or of the first."""
+        rows = [results.rows[name] for name in names]
+        sums = {key: sum(row[key] or 0 for row in rows) for key in SUMS if any(row[key] is not None for row in rows)}
+        bad = (row for row in rows if row["status"] != "ok")
+        row = {**next(bad, rows[0] if rows else {"status": "ok"}), **sums}
+        place = {"id": names[0] if names else request.id, "run_dir": results.place}
+        known = {key: value for key, value in row.items() if key not in NOT_LOGGED and value is not None}
+        self.notes[id(request.instance)].append(place | known | more)
+        return rows
 
     # ---- loglikelihood
 
@@ -136,34 +140,26 @@ class DraftmillLM(LM):  # type: ignore[misc]
         """Return the log-probability of each continuation, and whether each of its tokens is the model's first choice."""
         asked = self._begin(requests)
         rows = JobRows()
-        names = [_add_scored(rows, request.id, self._encoder.pair(*request.instance.args)) for request in asked]
-        results = self._runs.finish("score", rows, self._spec.scoring)
-        answers = [self._take(request, results, name) for request, name in zip(asked, names, strict=True)]
+        names = [rows.add_scored(request.id, self._encoder.pair(*request.instance.args)) for request in asked]
+        results = self._finish("score", rows, self._spec.scoring)
+        answers = [self._take(request, results, [name])[0] for request, name in zip(asked, names, strict=True)]
         return [(_logprob(row), bool(row["is_greedy"])) for row in answers]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in windows of the model's length that score each token once."""
         asked = self._begin(requests)
         rows = JobRows()
-        names = [
-            [
-                _add_scored(rows, f"{request.id}:w{number}", window)
-                for number, window in enumerate(self._encoder.windows(request.instance.args[0]))
-            ]
-            for request in asked
-        ]
+        names = []
+        for request in asked:
+            windows = enumerate(self._encoder.windows(request.instance.args[0]))
+            names.append([rows.add_scored(f"{request.id}:w{number}", window) for number, window in windows])
         if not len(rows):
             return [0.0] * len(asked)
-        results = self._runs.finish("score", rows, self._spec.scoring)
-        return [self._total(request, results, of_text) for request, of_text in zip(asked, names, strict=True)]
-
-    def _total(self, request: AskedAnswer, results: Results, names: Sequence[str]) -> float:
-        rows = [results.rows[name] for name in names]
-        sums = {key: sum(row[key] or 0 for row in rows) for key in SUMS if any(row[key] is not None for row in rows)}
-        bad = next((row for row in rows if row["status"] != "ok"), None)
-        row = {**(bad or (rows[0] if rows else {"status": "ok"})), **sums, "id": names[0] if names else request.id}
-        self.notes[id(request.instance)].append(facts(row, results.place) | {"windows": len(names)})
-        return sum(map(_logprob, rows))
+        results = self._finish("score", rows, self._spec.scoring)
+        return [
+            sum(map(_logprob, self._take(request, results, of_text, windows=len(of_text))))
+            for request, of_text in zip(asked, names, strict=True)
+        ]
 
     # ---- what lm_eval asks besides
 
@@ -192,29 +188,21 @@ class DraftmillLM(LM):  # type: ignore[misc]
         }
 
     def _begin(self, requests: Sequence[Any]) -> list[AskedAnswer]:
-        if not self._is_checked:
-            self._check()
-            self._is_checked = True
-        return number_repeats(requests, self._chosen)
-
-    def _check(self) -> None:
-        """UserError for a request that the model or the decoder can't do, of which some tasks ask in several ways."""
-        for name, task in self._tasks.items():
+        """Number the requests. First UserError for one of all tasks' that the model or the decoder can't do."""
+        tasks, self._unchecked = self._unchecked, {}
+        for name, task in tasks.items():
             for kind in dict.fromkeys(request.request_type for request in task.instances):
                 check_kind(name, kind, self._spec, self._info)
-        requests = [request for task in self._tasks.values() for request in task.instances]
-        prompts = [request for request in requests if request.request_type == "generate_until"]
+        asked = [request for task in tasks.values() for request in task.instances]
+        prompts = [request for request in asked if request.request_type == "generate_until"]
         for generation in {self.generation(prompt.task_name, prompt.args[1]) for prompt in prompts}:
             self.job_for(generation)(PLACE, None)
-
-
-def _add_scored(rows: JobRows, name: str, text: ScoredTokens) -> str:
-    return rows.add(name, {"tokens": text.context, "reference": text.scored}, same=text)
+        return number_repeats(requests, self._chosen)
 
 
 def _logprob(row: Row) -> float:
     """The row's log-probability; minus infinity for a row that failed."""
-    return MINUS_INFINITY if row["logprob"] is None else float(row["logprob"])
+    return -math.inf if row["logprob"] is None else float(row["logprob"])
 
 
 END: Final = "END_OF_THE_GIVEN_ANSWER "
@@ -233,21 +221,17 @@ def render(chat: Chat, messages: Sequence[dict[str, Any]], *, begun: bool) -> st
     refusal: Exception | None = None
     for conversation in (messages, [message for message in messages if message.get("role") != "system"]):
         try:
-            return _render(chat, conversation, begun)
+            *before, last = conversation
+            if not begun:
+                return chat([*before, last])
+            text = chat([*before, {**last, "content": last["content"] + END}])
+            place = text.rindex(END.strip())
+            trims = text[place : place + len(END)] != END
+            return text[:place].rstrip() if trims else text[:place]
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             refusal = error
     reason = " ".join(str(refusal).split())[:300] or type(refusal).__name__
     raise UserError(f"the tokenizer's chat template refuses a conversation: {reason}", field="--apply_chat_template")
-
-
-def _render(chat: Chat, messages: Sequence[dict[str, Any]], begun: bool) -> str:
-    if not begun:
-        return chat(list(messages))
-    last = messages[-1]
-    text = chat([*messages[:-1], {**last, "content": last["content"] + END}])
-    place = text.rindex(END.strip())
-    trims = text[place : place + len(END)] != END
-    return text[:place].rstrip() if trims else text[:place]
 
 
 FIELD: Final = "--tasks"
@@ -288,14 +272,13 @@ class TaskFinder:
 
     def load(self) -> ChosenTasks:
         """Load all tasks; UserError for a task that is unknown or can't be loaded."""
-        error: UserError | None = None
+        errors = list[UserError]()
         for manager in self._managers():
             try:
                 return self._load_from(manager)
-            except UserError as refusal:
-                error = error or refusal
-        assert error is not None
-        raise error
+            except UserError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _managers(self) -> Iterator[ChosenTasks]:
         """The tasks in `include_path` alone come first: nothing else is indexed if they are enough."""
