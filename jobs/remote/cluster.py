@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -223,13 +223,6 @@ def stem_of(name: str, run: str, endpoint: str | None = None) -> str:
     """What the names of all submissions of a run begin with."""
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
     return "-".join(filter(None, ["draftmill", slug, digest([endpoint, run])[:12]]))
-
-
-def submissions(stem: str, jobs: Sequence[Any]) -> list[tuple[int, Any]]:
-    """The submissions of a run, oldest first, with their numbers. Goes by the hash: a job may have been renamed."""
-    pattern = re.compile(rf"draftmill-(?:[a-z0-9-]+-)?{stem.rpartition('-')[2]}-(\d+)")
-    matches = [(pattern.fullmatch(job.submission_id or ""), job) for job in jobs]
-    return sorted(((int(match[1]), job) for match, job in matches if match), key=lambda pair: pair[0])
 
 
 def is_over(job: Any) -> bool:

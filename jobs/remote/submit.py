@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,7 +37,6 @@ from draftmill.jobs.remote.cluster import (
     is_over,
     run_of,
     stem_of,
-    submissions,
 )
 from draftmill.jobs.remote.request import SubmitOptions, SubmitRequest, request_of
 from draftmill.storage.errors import StoreError, UserError
@@ -98,15 +98,19 @@ def start(client: RayJobs, spec: JobSpec, request: SubmitRequest) -> str:
     settings = {key: value for key, value in request.environment.items() if key not in SHIPPED}
     asked = digest([request.entrypoint, str(settings)])[:12]
     until_s = time.monotonic() + READY_S
+    # By the hash of the run directory: a job may have been renamed.
+    pattern = re.compile(rf"draftmill-(?:[a-z0-9-]+-)?{stem.rpartition('-')[2]}-(\d+)")
     while True:
-        known = submissions(stem, client.jobs())
-        running = [job for _, job in known if not is_over(job)]
+        matches = [(pattern.fullmatch(job.submission_id or ""), job) for job in client.jobs()]
+        known = {int(match[1]): job for match, job in matches if match}
+        running = [number for number, job in known.items() if not is_over(job)]
         if running:
-            other = (running[-1].metadata or {}).get(SPEC) != asked
+            job = known[max(running)]
+            other = (job.metadata or {}).get(SPEC) != asked
             changed = "; it was submitted with other settings, which stay in force until it has ended" if other else ""
-            _log.info(f"{running[-1].submission_id} runs already for this run directory{changed}")
-            return str(running[-1].submission_id)
-        name = f"{stem}-{known[-1][0] + 1 if known else 1}"
+            _log.info(f"{job.submission_id} runs already for this run directory{changed}")
+            return str(job.submission_id)
+        name = f"{stem}-{max(known, default=0) + 1}"
         try:
             metadata = {RUN: run, SPEC: asked, "draftmill": __version__}
             client.submit(name, request.entrypoint, request.environment, metadata)

@@ -36,13 +36,12 @@ def crontab(words: Iterable[str]) -> str:
     In a crontab `%` means a line end. Cron programs disagree on backslashes before `%` and before other backslashes, so neither
     character appears: bash's $'..' spells both as numbers.
     """
-    return " ".join(_for_cron(word) for word in words)
-
-
-def _for_cron(word: str) -> str:
-    if not re.search(r"[%\\]", word):
-        return shlex.quote(word)
-    return "$'" + re.sub(r"[%\\']", lambda special: f"\\x{ord(special[0]):02x}", word) + "'"
+    return " ".join(
+        "$'" + re.sub(r"[%\\']", lambda special: f"\\x{ord(special[0]):02x}", word) + "'"
+        if re.search(r"[%\\]", word)
+        else shlex.quote(word)
+        for word in words
+    )
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------
