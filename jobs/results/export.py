@@ -78,7 +78,11 @@ def export(
         check_openai(passes[0].plan)
         errors = errors or errors_beside(out)
     if file_mb is not None:
-        check_parts(kind, errors)
+        if kind != "parquet":
+            raise UserError(f"does not apply to --format {kind}; it applies to parquet", field=FILE_MB)
+        if errors is not None:
+            hint = "the column `status` tells which samples are ok"
+            raise UserError(f"does not apply with --file-mb; {hint}", field=ERRORS)
         out = out.rstrip("/") or out
     check_places(store.url, kind, out, errors)
     if file_mb is not None:
@@ -200,14 +204,6 @@ def columns_of(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(columns)) or list(known)
 
 
-def check_parts(kind: str, errors: str | None) -> None:
-    """Raise UserError for what cannot be written as several files."""
-    if kind != "parquet":
-        raise UserError(f"does not apply to --format {kind}; it applies to parquet", field=FILE_MB)
-    if errors is not None:
-        raise UserError("does not apply with --file-mb; the column `status` tells which samples are ok", field=ERRORS)
-
-
 def check_openai(plan: Plan) -> None:
     """Raise UserError if the run's results are not completions as the OpenAI API defines them."""
     if plan.spec.task.kind == "score":
@@ -283,8 +279,16 @@ def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
     for field, place in ((OUT, out), (ERRORS, errors)):
         if place is None or place == STDOUT:
             continue
-        problem = "'' is not a path" if not place else path_problem(place, ("s3",)) or _key_problem(place)
-        if problem is None and _inside(place, run_url):
+        problem = "'' is not a path" if not place else path_problem(place, ("s3",))
+        bucket, _, key = place.removeprefix(S3).partition("/")
+        if place.startswith(S3) and (not bucket or {"", ".", ".."} & set(key.split("/"))):
+            allowed = "s3://bucket/key, without empty parts, . and .. in the key"
+            problem = problem or f"{place!r} does not name an object; allowed: {allowed}"
+        if is_local(place) and is_local(run_url):
+            inside = Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
+        else:
+            inside = is_inside(place, run_url)
+        if problem is None and inside:
             problem = f"{place!r} is inside the run directory, which may hold only the run's own files"
         if problem is not None:
             raise UserError(problem, field=field)
@@ -292,21 +296,6 @@ def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
         raise UserError(f"{errors!r} can't take the failed samples; name a separate file", field=ERRORS)
     if kind == "parquet" and out == STDOUT:
         raise UserError("Parquet can't be written to standard output; name a file", field=OUT)
-
-
-def _key_problem(place: str) -> str | None:
-    if not place.startswith(S3):
-        return None
-    bucket, _, key = place.removeprefix(S3).partition("/")
-    if not bucket or {"", ".", ".."} & set(key.split("/")):
-        return f"{place!r} does not name an object; allowed: s3://bucket/key, without empty parts, . and .. in the key"
-    return None
-
-
-def _inside(place: str, run_url: str) -> bool:
-    if place.startswith(S3) or not is_local(run_url):
-        return is_inside(place, run_url)
-    return Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
 
 
 # ---- a file that appears whole or not at all

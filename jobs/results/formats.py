@@ -272,26 +272,22 @@ def _number(row: Mapping[str, Any]) -> int:
 def _body(samples: Sequence[Mapping[str, Any]], name: str, chat: bool) -> dict[str, Any]:
     first = samples[0]
     given, new = first["prompt_tokens"] or 0, sum(row["new_tokens"] or 0 for row in samples)
+    model = first["model"]
+    if not is_local(model) or model.startswith(("/", ".", "~")):  # a path on this machine or in a bucket: its last part
+        model = model.rstrip("/").rpartition("/")[2]
+    choices = []
+    for row in samples:
+        content = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
+        reason = FINISH_REASONS.get(row["finish"], row["finish"])
+        choices.append({"index": _number(row), **content, "logprobs": _logprobs(row, chat), "finish_reason": reason})
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(datetime.fromisoformat(first["started_at"]).timestamp()) if first["started_at"] else 0,
-        "model": first.get("request_model") or model_name(first["model"]),
-        "choices": [_choice(row, chat) for row in samples],
+        "model": first.get("request_model") or model,
+        "choices": choices,
         "usage": {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
     }
-
-
-def model_name(path: str) -> str:
-    """The name of a job's model for answers whose requests name none: a path on this machine or in a bucket is its last part."""
-    is_place = not is_local(path) or path.startswith(("/", ".", "~"))
-    return path.rstrip("/").rpartition("/")[2] if is_place else path
-
-
-def _choice(row: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-    content = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
-    reason = FINISH_REASONS.get(row["finish"], row["finish"])
-    return {"index": _number(row), **content, "logprobs": _logprobs(row, chat), "finish_reason": reason}
 
 
 def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:

@@ -24,7 +24,6 @@ from draftmill.jobs.results.passes import (
     FOLDER,
     PRUNED,
     NoPlanYet,
-    Pass,
     count_failed,
     passes_of,
     require_plan,
@@ -52,20 +51,18 @@ def status(place: Place) -> int:
         return OK
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
     later = passes_of(store)[1:] if store.exists(SUCCESS) else []
-    lines += [pass_line(part) for part in later]
+    for part in later:
+        done = (
+            f"{len(done_units(part.store)):,} of {part.plan.units:,} units done; `draftmill rerun --failed` resumes it"
+        )
+        if part.manifest is not None:
+            done = f"finished: {part.plan.rows:,} samples again, {count_failed([part]):,} of them failed"
+        lines.append(f"  pass {part.number}   {done}")
     lines += device_time_lines([store, *(part.store for part in later)], is_running=driver_of(store) is not None)
     if metrics := metric_lines(store, plan.rows):
         lines += ["  metrics", *(f"  {line}" for line in metrics)]
     print("\n".join(lines))
     return OK
-
-
-def pass_line(part: Pass) -> str:
-    """One line on the progress of a later pass."""
-    if part.manifest is not None:
-        return f"  pass {part.number}   finished: {part.plan.rows:,} samples again, {count_failed([part]):,} of them failed"
-    done = len(done_units(part.store))
-    return f"  pass {part.number}   {done:,} of {part.plan.units:,} units done; `draftmill rerun --failed` resumes it"
 
 
 def status_lines(store: Store, plan: Plan) -> Iterator[str]:

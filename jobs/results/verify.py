@@ -32,7 +32,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.plan.resolve import Resolved, resolve
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.results.passes import Pass, PassRows, failed_rows, finished_passes, passes_of
+from draftmill.jobs.results.passes import Pass, PassRows, failed_rows, finished_passes, joined, passes_of
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
@@ -114,24 +114,20 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
     if after.plan.fingerprint != before.plan.fingerprint:
         own.problems.append("its fingerprint differs from the run's")
     if not own.problems and not findings.problems:
-        own.problems += _row_differences(before, after)
+        planned = PassRows(after.plan.tables(["id", "sample"]))
+        try:
+            for table in joined(failed_rows(before), ROWS_AT_ONCE):
+                other = planned.take(table.num_rows)
+                if other is None or names_of(other) != names_of(table):
+                    own.problems.append("its rows differ from the failed rows of the pass before it")
+                    break
+            else:
+                if planned.take(1) is not None:
+                    own.problems.append("it has rows that did not fail in the pass before it")
+        except StoreError as error:
+            own.problems.append(str(error))
     findings.problems += [f"pass {after.number}: {problem}" for problem in own.problems]
     return f"pass {after.number}: {after.plan.rows:,} samples again, {_format_counts(own.statuses)}"
-
-
-def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
-    left, planned = PassRows(failed_rows(before)), PassRows(after.plan.tables(["id", "sample"]))
-    try:
-        while (table := left.take(ROWS_AT_ONCE)) is not None:
-            other = planned.take(table.num_rows)
-            if other is None or names_of(other) != names_of(table):
-                yield "its rows differ from the failed rows of the pass before it"
-                return
-    except StoreError as error:
-        yield str(error)
-        return
-    if planned.take(1) is not None:
-        yield "it has rows that did not fail in the pass before it"
 
 
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
@@ -156,8 +152,8 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     if not findings.is_copy:
         findings.problems += findings.moved
     if not findings.problems and manifest.sums is not None:
-        sums = (replace(sums, examples={}).to_json() for sums in (findings.sums, manifest.sums))
-        findings.problems += [] if next(sums) == next(sums) else ["the manifest's sums differ from those of its rows"]
+        sums, listed = (replace(sums, examples={}).to_json() for sums in (findings.sums, manifest.sums))
+        findings.problems += [] if sums == listed else ["the manifest's sums differ from those of its rows"]
     findings.problems += check_whole(store, plan, manifest)
     return findings
 
@@ -207,24 +203,17 @@ def check_unit(
     own_sha256 = parquet_metadata(table.schema).get("trace_sha256")
     if trace_sha256 and own_sha256 and trace_sha256 != own_sha256:
         problems.append("its trace is damaged, or that of another attempt")
-    problems += _unit_problems(plan, committed, names, data, table)
+    if len(data) != committed.bytes:
+        problems.append(f"it has {len(data)} bytes, the manifest has {committed.bytes}")
+    if table.schema.remove_metadata().equals(plan.schema):
+        expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
+        problems += _metadata_problems(table, expected | {"schema_version": str(SCHEMA_VERSION)})
+        problems += _row_problems(committed, names, table, plan.pass_)
+    else:
+        problems.append("its schema differs from that of the result table")
     if not problems:
         findings.sums.add(sum_up([table]))
     return [f"{name}: {problem}" for problem in problems]
-
-
-def _unit_problems(
-    plan: Plan, committed: CommittedUnit, names: list[SampleName], data: bytes, table: pa.Table
-) -> Iterator[str]:
-    if len(data) != committed.bytes:
-        yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
-    if not table.schema.remove_metadata().equals(plan.schema):
-        yield "its schema differs from that of the result table"
-        return
-    expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
-    expected["schema_version"] = str(SCHEMA_VERSION)
-    yield from _metadata_problems(table, expected)
-    yield from _row_problems(committed, names, table, plan.pass_)
 
 
 def _metadata_problems(table: pa.Table, expected: Mapping[str, str]) -> Iterator[str]:
@@ -268,10 +257,14 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     sums = {"units": units} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
     if manifest.said != sums:
         problems.append("the manifest's totals differ from the sums over its units")
+    success = None
     if not store.exists(SUCCESS):
         problems.append("there is no _SUCCESS")
-    elif _read_json(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
-        problems.append("_SUCCESS is damaged or belongs to another job")
+    else:
+        with suppress(ValueError):
+            success = parse_json(store.get(SUCCESS))
+        if success != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
+            problems.append("_SUCCESS is damaged or belongs to another job")
     listed = DoneUnits()
     for unit in manifest.units.numbers().tolist():
         listed.add(unit)
@@ -280,13 +273,6 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     if strangers:
         problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
     return problems
-
-
-def _read_json(store: Store, name: str) -> Any:
-    try:
-        return parse_json(store.get(name))
-    except ValueError:
-        return None
 
 
 def _format_counts(statuses: Counter[str]) -> str:
