@@ -170,10 +170,8 @@ class DraftmillLM(LM):  # type: ignore[misc]
         with_kwargs = partial(chat, more=self._spec.chat.template_kwargs)
         return render(with_kwargs, chat_history, begun=not add_generation_prompt)
 
-    @property
-    def tokenizer_name(self) -> str:
-        """The model's name, without characters that part a path."""
-        return self._spec.any_job().model.path.replace("/", "__")
+    tokenizer_name = ""
+    """It is a part of the key of lm_eval's own cache, which is not used here."""
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source of the template, for the results' record of it."""
