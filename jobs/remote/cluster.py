@@ -25,8 +25,6 @@ from urllib.parse import urlsplit
 import requests
 
 from draftmill.actors.ray.ray_inside import DO_REQUEST, authentication_error, inside
-from draftmill.jobs.config.paths import absolute
-from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.ray_session import check_reachable
 from draftmill.jobs.plan.fingerprint import digest
 from draftmill.storage.errors import StoreError, UserError
@@ -212,11 +210,6 @@ def token_headers() -> dict[str, str]:
 RUN = "draftmill.run"
 SPEC = "draftmill.spec"
 """Keys of a job's metadata: its run directory, and a hash of what was asked."""
-
-
-def run_of(spec: JobSpec) -> str:
-    """The run directory, as the cluster will know it."""
-    return absolute(spec.output.path.rstrip("/"))
 
 
 def stem_of(name: str, run: str, endpoint: str | None = None) -> str:

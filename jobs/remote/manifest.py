@@ -21,7 +21,6 @@ from typing import Any
 
 from draftmill.jobs.config.paths import is_inside, places_of
 from draftmill.jobs.config.spec import JobSpec, load_spec
-from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.config.yaml_file import apply_override, read_mapping
 from draftmill.jobs.exit_codes import FINAL, OK
 from draftmill.jobs.formatting import counted
@@ -225,7 +224,7 @@ class NodeShape:
 
 
 def shapes_of(job: ManifestJob) -> list[NodeShape]:
-    """The nodes for each shape of the spec's workers."""
+    """The nodes for each shape of the spec's workers, as many as there are workers without --nodes; on Slurm one."""
     shapes = job.spec.shapes
     if len(shapes) > 1 and job.options.nodes is not None:
         raise UserError(
@@ -235,21 +234,19 @@ def shapes_of(job: ManifestJob) -> list[NodeShape]:
         raise UserError(
             f"{len(shapes)} shapes, but slurm has nodes of one kind here; allowed: one shape", field="workers"
         )
-    return [_shape(job, workers) for workers in shapes]
-
-
-def _shape(job: ManifestJob, workers: WorkerShape) -> NodeShape:
-    """The nodes for one shape: each has what its share of the workers needs, which is one worker without --nodes or a count."""
-    worker_gpus = workers.gpus_if(job.spec.model.device.startswith("cuda"))
-    count = 1 if workers.count == "auto" else workers.count
-    nodes = job.options.nodes or (1 if job.options.kind == "slurm" else count)
-    room = math.ceil(count / nodes)
-    gpus = math.ceil(room * worker_gpus)
-    asked = "as many workers as fit" if workers.count == "auto" else counted(workers.count, "worker")
-    why = f"The spec asks for {asked}, each with {workers.cpus:g} CPUs and {worker_gpus:g} GPUs."
-    if workers.gpus == "auto" and not gpus:
-        why += " workers.gpus is auto: --set workers.gpus=1 makes nodes with GPUs."
-    return NodeShape(nodes, max(1, math.ceil(room * workers.cpus)), gpus, why)
+    found = []
+    for workers in shapes:
+        worker_gpus = workers.gpus_if(job.spec.model.device.startswith("cuda"))
+        count = 1 if workers.count == "auto" else workers.count
+        nodes = job.options.nodes or (1 if job.options.kind == "slurm" else count)
+        room = math.ceil(count / nodes)  # workers on a node
+        gpus = math.ceil(room * worker_gpus)
+        asked = "as many workers as fit" if workers.count == "auto" else counted(workers.count, "worker")
+        why = f"The spec asks for {asked}, each with {workers.cpus:g} CPUs and {worker_gpus:g} GPUs."
+        if workers.gpus == "auto" and not gpus:
+            why += " workers.gpus is auto: --set workers.gpus=1 makes nodes with GPUs."
+        found.append(NodeShape(nodes, max(1, math.ceil(room * workers.cpus)), gpus, why))
+    return found
 
 
 def under(path: str, roots: Iterable[str]) -> bool:

@@ -35,7 +35,6 @@ from draftmill.jobs.remote.cluster import (
     RayJobs,
     Unreachable,
     is_over,
-    run_of,
     stem_of,
 )
 from draftmill.jobs.remote.request import SubmitOptions, SubmitRequest, request_of
@@ -93,7 +92,7 @@ def submit(
 
 def start(client: RayJobs, spec: JobSpec, request: SubmitRequest) -> str:
     """The name of the job that runs for the spec's run directory: one that is there already, or a new one."""
-    run = run_of(at_date(spec, datetime.now(UTC)))
+    run = absolute(at_date(spec, datetime.now(UTC)).output.path.rstrip("/"))
     stem = stem_of(spec.name, run, spec.s3.endpoint)
     settings = {key: value for key, value in request.environment.items() if key not in SHIPPED}
     asked = digest([request.entrypoint, str(settings)])[:12]
@@ -211,7 +210,7 @@ def stop(
         spec = load_spec(target, overrides)
         if logical_date is not None:
             spec = with_logical_date(spec, logical_date)
-        run = spec.place(run_of(at_date(spec, datetime.now(UTC))))
+        run = spec.place(absolute(at_date(spec, datetime.now(UTC)).output.path.rstrip("/")))
     if address is not None:
         is_stopped = stop_jobs(RayJobs(address), target, run.url, wait=wait_s > 0)
     elif target.startswith("draftmill-") and not Path(target).exists():

@@ -28,7 +28,7 @@ from draftmill.jobs.results.passes import (
     passes_of,
     require_plan,
 )
-from draftmill.jobs.results.runs import RunFacts, facts_of, runs_below
+from draftmill.jobs.results.runs import facts_of, runs_below
 from draftmill.jobs.results.summary import metric_lines
 from draftmill.storage.errors import StoreError, UserError, printable
 from draftmill.storage.json_text import parse_json
@@ -124,22 +124,19 @@ def list_runs(folder: Place, *, as_json: bool = False) -> int:
     rows = []
     for facts in runs:
         date = (facts.date or "-").removesuffix("T00:00:00Z").replace("T", " ").replace("Z", " UTC")
-        rows.append([facts.name, facts.state, date, *_sums(facts)])
+        driver = f", driver {facts.driver}" if facts.driver else ""
+        samples = "" if facts.samples is None else counted(facts.samples, "sample")
+        if facts.state == "damaged":
+            rest = f"`draftmill status {facts.run}` says what is damaged"
+        elif facts.samples is None:
+            rest = f"being planned{driver}"
+        elif facts.failed is None:
+            rest = f"{facts.units_done:,} of {facts.units:,} units done{driver}"
+        else:
+            rest = f"{facts.failed:,} failed{'; results were pruned' if facts.is_pruned else ''}"
+        rows.append([facts.name, facts.state, date, samples, rest])
     print("\n".join([f"{store.url}: {counted(len(runs), 'run')}", *table_lines(rows)]))
     return OK
-
-
-def _sums(facts: RunFacts) -> tuple[str, str]:
-    """The samples, and what else there is to say."""
-    if facts.state == "damaged":
-        return "", f"`draftmill status {facts.run}` says what is damaged"
-    if facts.samples is None:
-        return "", "being planned" + (f", driver {facts.driver}" if facts.driver else "")
-    samples = counted(facts.samples, "sample")
-    if facts.failed is not None:
-        return samples, f"{facts.failed:,} failed" + ("; results were pruned" if facts.is_pruned else "")
-    units = f"{facts.units_done:,} of {facts.units:,} units done"
-    return samples, units + (f", driver {facts.driver}" if facts.driver else "")
 
 
 POLL_S = 2.0

@@ -32,7 +32,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.plan.resolve import Resolved, resolve
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.results.passes import Pass, PassRows, failed_rows, finished_passes, joined, passes_of
+from draftmill.jobs.results.passes import Pass, PassRows, failed_rows, finished_passes, passes_of
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
@@ -50,9 +50,6 @@ SHOWN = 20
 
 ReadUnit = tuple[bytes, str | None, str | None]
 """A unit's file: its bytes, its etag, and the SHA-256 of its trace if there is one."""
-
-ROWS_AT_ONCE = 4096
-"""Planned rows of two passes that are compared at a time."""
 
 
 @dataclass(slots=True)
@@ -116,7 +113,7 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
     if not own.problems and not findings.problems:
         planned = PassRows(after.plan.tables(["id", "sample"]))
         try:
-            for table in joined(failed_rows(before), ROWS_AT_ONCE):
+            for table in failed_rows(before):
                 other = planned.take(table.num_rows)
                 if other is None or names_of(other) != names_of(table):
                     own.problems.append("its rows differ from the failed rows of the pass before it")
