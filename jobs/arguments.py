@@ -627,8 +627,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     description="Prints a file that runs the job elsewhere or on a schedule. What has no option is a line of the file.",
 )
 def _manifest(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.remote.manifest import manifest
-    from draftmill.jobs.remote.manifest_job import Options
+    from draftmill.jobs.remote.manifest import Options, manifest
 
     given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}

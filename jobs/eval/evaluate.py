@@ -20,22 +20,21 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.rows.text import load_tokenizer
+from draftmill.actors.rows.text import Tokenizer, load_tokenizer
+from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.log import print_result, shows_progress
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import ray_session
-from draftmill.jobs.eval.options import EvalOptions
-from draftmill.jobs.eval.runs import EvalRuns, Unfinished, document
-from draftmill.jobs.eval.spec import EvalSpec, read_eval_spec
+from draftmill.jobs.eval.options import EvalOptions, require_lm_eval
+from draftmill.jobs.eval.spec import EvalSpec, document, read_eval_spec
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.resolve import inspect
-from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.job import complete_job
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import is_closed
@@ -46,7 +45,7 @@ if TYPE_CHECKING:  # these import lm_eval (extra `lm-eval`), which takes some se
     from lm_eval.api.task import Task
     from lm_eval.loggers import EvaluationTracker
 
-    from draftmill.jobs.eval.model import CheckpointFacts, ChosenTasks, DraftmillLM
+    from draftmill.jobs.eval.model import ChosenTasks, DraftmillLM
 
 _log = logging.getLogger(__name__)
 
@@ -55,29 +54,33 @@ KEY: Final = "draftmill"
 
 TOTALS: Final = ("new_tokens", "nfe", "nfe_draft", "proposed", "accepted", "device_s")
 
+SEED_NAMES: Final = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+SAME_NAMES: Final = (
+    "num_fewshot", "limit", "samples", "bootstrap_iters", "write_out", "system_instruction", "apply_chat_template",
+    "predict_only", "confirm_run_unsafe_code",
+)  # fmt: skip
+"""Arguments of lm_eval's simple_evaluate that our options have under the same name."""
+
 
 def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options: RunOptions) -> int:
-    """Evaluate, or resume an evaluation; returns the exit code. Raises UserError if the spec or a task is unusable."""
+    """Evaluate, or resume an evaluation; returns 0. UserError if the spec or a task is unusable; Ended as of a job."""
     spec = read_eval_spec(path, overrides)
-    if find_spec("lm_eval") is None:
-        raise UserError("draftmill eval needs lm-evaluation-harness: pip install 'draftmill[lm-eval]'")
+    require_lm_eval()
     if not shows_progress():
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
-    model = _load_model(spec, options)
-    from draftmill.jobs.eval.model import TaskFinder, check_tasks
+    info, tokenizer = _load_model(spec, options)
+    from draftmill.jobs.eval.model import DraftmillLM, TaskFinder, check_tasks
 
     tasks = TaskFinder(options, Display().note).load()
-    check_tasks(tasks.tasks, spec, model.info, options)
+    check_tasks(tasks.tasks, spec, info, options)
     with ExitStack() as stack:
-        try:
-            return _evaluate(spec, options, model, tasks, EvalRuns(spec, _runner(run_options, stack)))
-        except Unfinished as error:
-            return error.code
+        run = _runner(run_options, stack)
+        asker = DraftmillLM(spec, info, tokenizer, run, tasks=tasks.tasks, chosen=options.samples or {})
+        _evaluate(spec, options, asker, tasks)
+    return OK
 
 
-def _load_model(spec: EvalSpec, options: EvalOptions) -> CheckpointFacts:
-    from draftmill.jobs.eval.model import CheckpointFacts
-
+def _load_model(spec: EvalSpec, options: EvalOptions) -> tuple[ModelInfo, Tokenizer]:
     job = spec.any_job()
     folder = fetch_model(job.place(job.model.path), job.model.revision, adapter=job.model.adapter)
     info = inspect(job, folder)
@@ -86,33 +89,42 @@ def _load_model(spec: EvalSpec, options: EvalOptions) -> CheckpointFacts:
         raise UserError("'none', but tasks are made of text; allowed: auto, or a folder", field="model.tokenizer")
     if options.apply_chat_template and tokenizer.chat is None:
         raise UserError("the tokenizer has no chat template", field="--apply_chat_template")
-    return CheckpointFacts(job.model.path, info, tokenizer)
+    return info, tokenizer
 
 
-def _runner(options: RunOptions, stack: ExitStack) -> Callable[[JobSpec], int]:
+def _runner(options: RunOptions, stack: ExitStack) -> Callable[[JobSpec], object]:
     """Runs jobs one after another; a Ray of our own starts before the first one that has work, and stays up."""
     is_up = options.local
 
-    def run(job: JobSpec) -> int:
+    def run(job: JobSpec) -> None:
         nonlocal is_up
         if not is_up and not is_closed(open_store(job.place(job.output.path))):
             stack.enter_context(ray_session(options.ray_address, note=Display().note))
             is_up = True
         with redirect_stdout(sys.stderr):  # standard output is for lm_eval's table
-            return run_job(job, options)
+            complete_job(job, options)
 
     return run
 
 
-def _evaluate(spec: EvalSpec, options: EvalOptions, model: CheckpointFacts, tasks: ChosenTasks, runs: EvalRuns) -> int:
+def _evaluate(spec: EvalSpec, options: EvalOptions, asker: DraftmillLM, tasks: ChosenTasks) -> None:
+    """Let lm_eval ask for all answers, and write and print its results with what the answers cost."""
+    from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
 
-    from draftmill.jobs.eval.model import DraftmillLM
-
-    chosen = options.samples or {}
-    asker = DraftmillLM(spec, model, runs, chosen=chosen, check=lambda: _check_requests(spec, model, tasks, asker))
-    tracker = EvaluationTracker()
-    results = _ask(asker, spec, options, model, tasks, tracker)
+    tracker, chosen, name_of_model = EvaluationTracker(), options.samples or {}, spec.any_job().model.path
+    results: dict[str, Any] = simple_evaluate(
+        model=asker,
+        model_args={"pretrained": name_of_model, "decoder": spec.decoder},
+        tasks=list(tasks.tasks),
+        task_manager=tasks,
+        log_samples=True,
+        evaluation_tracker=tracker,
+        gen_kwargs=options.gen_kwargs or None,
+        fewshot_as_multiturn=options.multiturn,
+        **dict(zip(SEED_NAMES, options.seeds, strict=True)),
+        **{name: getattr(options, name) for name in SAME_NAMES},
+    )
     samples = results.pop("samples")
     facts = {name: facts_of(task, asker.notes, chosen) for name, task in tasks.tasks.items()}
     for name, of_task in samples.items():  # `draftmill[i][k]` belongs to `resps[i][k]`
@@ -124,75 +136,20 @@ def _evaluate(spec: EvalSpec, options: EvalOptions, model: CheckpointFacts, task
     }
     results[KEY] = {name: totals(of_task) for name, of_task in answers.items()}
     store = open_store(spec.any_job().place(spec.any_job().output.path))
-    names = _save(tracker, results, samples, store)
-    _print_results(spec, options, model, results, answers)
-    print_result(f"{store.url}/{next(name for name in names if '/results_' in name)}")
-    tidy(store)
-    return OK
-
-
-def _check_requests(spec: EvalSpec, model: CheckpointFacts, tasks: ChosenTasks, asker: DraftmillLM) -> None:
-    """Raise UserError for a request that the model or the decoder can't do, once the tasks have built their requests."""
-    from draftmill.jobs.eval.model import check_requests
-
-    check_requests(tasks.tasks, spec, model.info)
-    requests = [request for task in tasks.tasks.values() for request in task.instances]
-    prompts = [request for request in requests if request.request_type == "generate_until"]
-    for generation in {asker.generation(prompt.task_name, prompt.args[1]) for prompt in prompts}:
-        asker.job_for(generation)("requests.jsonl", spec.any_job().output.path)
-
-
-def _ask(
-    asker: DraftmillLM,
-    spec: EvalSpec,
-    options: EvalOptions,
-    model: CheckpointFacts,
-    tasks: ChosenTasks,
-    tracker: EvaluationTracker,
-) -> dict[str, Any]:
-    """lm-evaluation-harness's own loop over the tasks: its results with the samples."""
-    from lm_eval import simple_evaluate
-
-    results: dict[str, Any] = simple_evaluate(
-        model=asker,
-        model_args={"pretrained": model.name, "decoder": spec.decoder},
-        tasks=list(tasks.tasks),
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        samples=options.samples,
-        bootstrap_iters=options.bootstrap_iters,
-        write_out=options.write_out,
-        log_samples=True,
-        evaluation_tracker=tracker,
-        system_instruction=options.system_instruction,
-        apply_chat_template=options.apply_chat_template,
-        fewshot_as_multiturn=options.multiturn,
-        gen_kwargs=options.gen_kwargs or None,
-        task_manager=tasks,
-        predict_only=options.predict_only,
-        random_seed=options.seeds[0],
-        numpy_random_seed=options.seeds[1],
-        torch_random_seed=options.seeds[2],
-        fewshot_random_seed=options.seeds[3],
-        confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+    file = _save(tracker, results, samples, store)
+    print_result(
+        f"draftmill ({name_of_model}, {spec.decoder}), gen_kwargs: ({options.gen_kwargs or None}), "
+        f"limit: {options.limit}, num_fewshot: {options.num_fewshot}"
     )
-    return results
+    _print_results(results, answers)
+    print_result(f"{store.url}/{file}")
+    tidy(store)
 
 
-def _print_results(
-    spec: EvalSpec,
-    options: EvalOptions,
-    model: CheckpointFacts,
-    results: dict[str, Any],
-    answers: Mapping[str, Sequence[dict[str, Any]]],
-) -> None:
+def _print_results(results: dict[str, Any], answers: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """Print lm_eval's tables of tasks and of groups, what each task cost, and the first few failed answers."""
     from lm_eval.utils import make_table
 
-    print_result(
-        f"draftmill ({model.name}, {spec.decoder}), gen_kwargs: ({options.gen_kwargs or None}), limit: {options.limit}, "
-        f"num_fewshot: {options.num_fewshot}"
-    )
     print_result(make_table(results))
     if "groups" in results:
         print_result(make_table(results, "groups"))
@@ -204,7 +161,7 @@ def _print_results(
 
 
 def facts_of(
-    task: Task, notes: Mapping[int, list[dict[str, Any]]], chosen: dict[str, list[int]]
+    task: Task, notes: Mapping[int, list[dict[str, Any]]], chosen: Mapping[str, list[int]]
 ) -> dict[int, list[list[dict[str, Any]]]]:
     """The facts of a task's answers by document: for each request of it, in lm_eval's order, those of each repeat."""
     facts = defaultdict(list)
@@ -242,8 +199,8 @@ def _line_of(name: str, sums: Mapping[str, Any]) -> str:
 
 def _save(
     tracker: EvaluationTracker, results: dict[str, Any], samples: Mapping[str, list[dict[str, Any]]], store: Store
-) -> list[str]:
-    """Write the files with lm_eval's own code and put them into the evaluation's directory; returns their names."""
+) -> str:
+    """Write the files with lm_eval's own code and put them into the evaluation's directory; returns the name of the results."""
     with tempfile.TemporaryDirectory(prefix="draftmill-eval-") as folder:
         tracker.output_path = folder
         tracker.save_results_aggregated(results=results, samples=dict(samples))
@@ -256,4 +213,4 @@ def _save(
         names = [path.relative_to(folder).as_posix() for path in files]
         for name, file in zip(names, files, strict=True):
             store.put(name, file.read_bytes())
-        return names
+        return names[-1]

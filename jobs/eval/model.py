@@ -9,6 +9,7 @@ Importing this module imports lm_eval (extra `lm-eval`), which takes some second
 from __future__ import annotations
 
 import difflib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,38 +25,32 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Score
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.eval.options import EvalOptions
-from draftmill.jobs.eval.requests import Encoder, Generation, ScoredTokens, generation_of
-from draftmill.jobs.eval.runs import AskedAnswer, EvalRuns, Instance, JobRows, Results, Row, number_repeats
-from draftmill.jobs.eval.spec import EvalSpec, Kind
+from draftmill.jobs.eval.requests import Encoder, Generation, generation_of
+from draftmill.jobs.eval.spec import (
+    PLACE,
+    AskedAnswer,
+    EvalSpec,
+    JobRows,
+    Kind,
+    Results,
+    Row,
+    finish_job,
+    number_repeats,
+)
 from draftmill.jobs.plan.checks import check_task
 from draftmill.storage.errors import UserError, brief
 
 SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")
 """What is added up over the windows of a rolling text."""
 
-MINUS_INFINITY: Final = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFacts:
-    """The checkpoint, as far as requests need it."""
-
-    name: str
-    info: ModelInfo
-    tokenizer: Tokenizer
-
-
-def facts(row: Row, place: str) -> dict[str, Any]:
-    """What the logged samples say of a row: its id and run directory, and what it cost."""
-    left_out = {"tokens", "logprob", "is_greedy", "error_kind"}
-    return {"id": row["id"], "run_dir": place} | {
-        key: value for key, value in row.items() if key not in left_out and value is not None
-    }
+NOT_LOGGED: Final = frozenset({"id", "tokens", "logprob", "is_greedy", "error_kind"})
+"""Columns that the logged samples have in another form, or not at all."""
 
 
 class DraftmillLM(LM):  # type: ignore[misc]
-    """lm-evaluation-harness's model. `check` is called once, before the first request is answered.
+    """lm-evaluation-harness's model for these tasks; all of their requests are checked before the first one is answered.
 
     `notes` says how each request was answered: by the object's id, for each repeat the facts of its row.
     """
@@ -63,18 +58,19 @@ class DraftmillLM(LM):  # type: ignore[misc]
     def __init__(
         self,
         spec: EvalSpec,
-        model: CheckpointFacts,
-        runs: EvalRuns,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        run: Callable[[JobSpec], object],
         *,
+        tasks: Mapping[str, Task],
         chosen: Mapping[str, list[int]],
-        check: Callable[[], None],
     ) -> None:
         super().__init__()
         self.notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-        self._spec, self._model, self._runs = spec, model, runs
-        self._encoder = Encoder(model.tokenizer, model.info)
-        self._chosen, self._check = dict(chosen), check
-        self._is_checked = False
+        self._spec, self._info, self._tokenizer = spec, info, tokenizer
+        self._finish = partial(finish_job, spec, run)
+        self._encoder = Encoder(tokenizer, info)
+        self._unchecked, self._chosen = tasks, chosen
         self._sampling = spec.any_job().sampling
         self._generations: dict[tuple[str, str], Generation] = {}
 
@@ -88,16 +84,25 @@ class DraftmillLM(LM):  # type: ignore[misc]
             groups.setdefault(self.generation(request.task, request.instance.args[1]), []).append(place)
         answers = [""] * len(asked)
         for generation, places in groups.items():
-            texts = self._generate(generation, [asked[place] for place in places])
-            for place, text in zip(places, texts, strict=True):
-                answers[place] = text
+            rows, names = JobRows(), list[str]()
+            for request in (asked[place] for place in places):
+                tokens = self._encoder.context(request.instance.args[0])
+                # Without noise, the same prompt has the same text.
+                same = tokens if generation.temperature == 0 else None
+                names.append(rows.add(request.id, {"tokens": tokens}, same=same))
+            results = self._finish("complete", rows, self.job_for(generation))
+            for place, name in zip(places, names, strict=True):
+                (row,) = self._take(asked[place], results, [name])
+                answers[place] = self._tokenizer.continuation(row["tokens"] or (), skip_special=True)
+                for stop in generation.stop:
+                    answers[place] = answers[place].split(stop)[0]
         return answers
 
     def generation(self, task: str, given: Mapping[str, Any]) -> Generation:
         """The settings for a task's generation_kwargs; UserError if they can't be met."""
         name = (task, repr(given))
         if name not in self._generations:
-            own, most = self._spec, self._model.info.max_length
+            own, most = self._spec, self._info.max_length
             generation = generation_of(
                 given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
             )
@@ -112,31 +117,22 @@ class DraftmillLM(LM):  # type: ignore[misc]
             self._generations[name] = generation
         return self._generations[name]
 
-    def job_for(self, generation: Generation) -> Callable[[str, str], Any]:
+    def job_for(self, generation: Generation) -> Callable[[str, str | None], JobSpec]:
         """Make the spec of the job that generates so."""
-        special = self._model.tokenizer.special.values()
+        special = self._tokenizer.special.values()
         hidden = any(text in stop for stop in generation.stop for text in special)
-        return lambda path, out: self._spec.completing(generation, path, out, special=hidden)
+        return partial(self._spec.completing, generation, special=hidden)
 
-    def _generate(self, generation: Generation, asked: Sequence[AskedAnswer]) -> Iterator[str]:
-        rows, names = JobRows(), []
-        for request in asked:
-            tokens = self._encoder.context(request.instance.args[0])
-            # Without noise, the same prompt has the same text.
-            names.append(rows.add(request.id, {"tokens": tokens}, same=tokens if generation.temperature == 0 else None))
-        results = self._runs.finish("complete", rows, self.job_for(generation))
-        for request, name in zip(asked, names, strict=True):
-            row = self._take(request, results, name)
-            text = self._model.tokenizer.continuation(row["tokens"] or (), skip_special=True)
-            for stop in generation.stop:
-                text = text.split(stop)[0]
-            yield text
-
-    def _take(self, request: AskedAnswer, results: Results, name: str) -> Row:
-        """The row that answers a request, which is noted."""
-        row = results.rows[name]
-        self.notes[id(request.instance)].append(facts(row, results.place))
-        return row
+    def _take(self, request: AskedAnswer, results: Results, names: Sequence[str], **more: Any) -> list[Row]:
+        """The rows that answer a request. Their sums are noted, with the other facts of one that failed or of the first."""
+        rows = [results.rows[name] for name in names]
+        sums = {key: sum(row[key] or 0 for row in rows) for key in SUMS if any(row[key] is not None for row in rows)}
+        bad = (row for row in rows if row["status"] != "ok")
+        row = {**next(bad, rows[0] if rows else {"status": "ok"}), **sums}
+        place = {"id": names[0] if names else request.id, "run_dir": results.place}
+        known = {key: value for key, value in row.items() if key not in NOT_LOGGED and value is not None}
+        self.notes[id(request.instance)].append(place | known | more)
+        return rows
 
     # ---- loglikelihood
 
@@ -144,75 +140,67 @@ class DraftmillLM(LM):  # type: ignore[misc]
         """Return the log-probability of each continuation, and whether each of its tokens is the model's first choice."""
         asked = self._begin(requests)
         rows = JobRows()
-        names = [_add_scored(rows, request.id, self._encoder.pair(*request.instance.args)) for request in asked]
-        results = self._runs.finish("score", rows, self._spec.scoring)
-        answers = [self._take(request, results, name) for request, name in zip(asked, names, strict=True)]
+        names = [rows.add_scored(request.id, self._encoder.pair(*request.instance.args)) for request in asked]
+        results = self._finish("score", rows, self._spec.scoring)
+        answers = [self._take(request, results, [name])[0] for request, name in zip(asked, names, strict=True)]
         return [(_logprob(row), bool(row["is_greedy"])) for row in answers]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in windows of the model's length that score each token once."""
         asked = self._begin(requests)
         rows = JobRows()
-        names = [
-            [
-                _add_scored(rows, f"{request.id}:w{number}", window)
-                for number, window in enumerate(self._encoder.windows(request.instance.args[0]))
-            ]
-            for request in asked
-        ]
+        names = []
+        for request in asked:
+            windows = enumerate(self._encoder.windows(request.instance.args[0]))
+            names.append([rows.add_scored(f"{request.id}:w{number}", window) for number, window in windows])
         if not len(rows):
             return [0.0] * len(asked)
-        results = self._runs.finish("score", rows, self._spec.scoring)
-        return [self._total(request, results, of_text) for request, of_text in zip(asked, names, strict=True)]
-
-    def _total(self, request: AskedAnswer, results: Results, names: Sequence[str]) -> float:
-        rows = [results.rows[name] for name in names]
-        sums = {key: sum(row[key] or 0 for row in rows) for key in SUMS if any(row[key] is not None for row in rows)}
-        bad = next((row for row in rows if row["status"] != "ok"), None)
-        row = {**(bad or (rows[0] if rows else {"status": "ok"})), **sums, "id": names[0] if names else request.id}
-        self.notes[id(request.instance)].append(facts(row, results.place) | {"windows": len(names)})
-        return sum(map(_logprob, rows))
+        results = self._finish("score", rows, self._spec.scoring)
+        return [
+            sum(map(_logprob, self._take(request, results, of_text, windows=len(of_text))))
+            for request, of_text in zip(asked, names, strict=True)
+        ]
 
     # ---- what lm_eval asks besides
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a conversation, up to the start of the model's answer, or up to the end of the answer's given beginning."""
-        chat = self._model.tokenizer.chat
+        chat = self._tokenizer.chat
         assert chat is not None, "a tokenizer without a chat template is refused"
         with_kwargs = partial(chat, more=self._spec.chat.template_kwargs)
         return render(with_kwargs, chat_history, begun=not add_generation_prompt)
 
-    @property
-    def tokenizer_name(self) -> str:
-        """The model's name, without characters that part a path."""
-        return self._model.name.replace("/", "__")
+    tokenizer_name = ""
+    """It is a part of the key of lm_eval's own cache, which is not used here."""
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source of the template, for the results' record of it."""
-        return getattr(self._model.tokenizer.chat, "source", "") if chat_template else None
+        return getattr(self._tokenizer.chat, "source", "") if chat_template else None
 
     def get_model_info(self) -> dict[str, Any]:
         """What the results say of the model: the job's settings."""
         job = self._spec.any_job()
         return {
-            "model_num_parameters": self._model.info.num_parameters,
+            "model_num_parameters": self._info.num_parameters,
             "draftmill": job.model_dump(mode="json", include={"seed", "decoder", "sampling", "model"}),
         }
 
-    def _begin(self, requests: Sequence[Instance]) -> list[AskedAnswer]:
-        if not self._is_checked:
-            self._check()
-            self._is_checked = True
+    def _begin(self, requests: Sequence[Any]) -> list[AskedAnswer]:
+        """Number the requests. First UserError for one of all tasks' that the model or the decoder can't do."""
+        tasks, self._unchecked = self._unchecked, {}
+        for name, task in tasks.items():
+            for kind in dict.fromkeys(request.request_type for request in task.instances):
+                check_kind(name, kind, self._spec, self._info)
+        asked = [request for task in tasks.values() for request in task.instances]
+        prompts = [request for request in asked if request.request_type == "generate_until"]
+        for generation in {self.generation(prompt.task_name, prompt.args[1]) for prompt in prompts}:
+            self.job_for(generation)(PLACE, None)
         return number_repeats(requests, self._chosen)
-
-
-def _add_scored(rows: JobRows, name: str, text: ScoredTokens) -> str:
-    return rows.add(name, {"tokens": text.context, "reference": text.scored}, same=text)
 
 
 def _logprob(row: Row) -> float:
     """The row's log-probability; minus infinity for a row that failed."""
-    return MINUS_INFINITY if row["logprob"] is None else float(row["logprob"])
+    return -math.inf if row["logprob"] is None else float(row["logprob"])
 
 
 END: Final = "END_OF_THE_GIVEN_ANSWER "
@@ -231,21 +219,17 @@ def render(chat: Chat, messages: Sequence[dict[str, Any]], *, begun: bool) -> st
     refusal: Exception | None = None
     for conversation in (messages, [message for message in messages if message.get("role") != "system"]):
         try:
-            return _render(chat, conversation, begun)
+            *before, last = conversation
+            if not begun:
+                return chat([*before, last])
+            text = chat([*before, {**last, "content": last["content"] + END}])
+            place = text.rindex(END.strip())
+            trims = text[place : place + len(END)] != END
+            return text[:place].rstrip() if trims else text[:place]
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             refusal = error
     reason = " ".join(str(refusal).split())[:300] or type(refusal).__name__
     raise UserError(f"the tokenizer's chat template refuses a conversation: {reason}", field="--apply_chat_template")
-
-
-def _render(chat: Chat, messages: Sequence[dict[str, Any]], begun: bool) -> str:
-    if not begun:
-        return chat(list(messages))
-    last = messages[-1]
-    text = chat([*messages[:-1], {**last, "content": last["content"] + END}])
-    place = text.rindex(END.strip())
-    trims = text[place : place + len(END)] != END
-    return text[:place].rstrip() if trims else text[:place]
 
 
 FIELD: Final = "--tasks"
@@ -286,29 +270,25 @@ class TaskFinder:
 
     def load(self) -> ChosenTasks:
         """Load all tasks; UserError for a task that is unknown or can't be loaded."""
-        error: UserError | None = None
+        errors = list[UserError]()
         for manager in self._managers():
             try:
                 return self._load_from(manager)
-            except UserError as refusal:
-                error = error or refusal
-        assert error is not None
-        raise error
+            except UserError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _managers(self) -> Iterator[ChosenTasks]:
         """The tasks in `include_path` alone come first: nothing else is indexed if they are enough."""
-        only_files = all(name.endswith(".yaml") for name in self.options.tasks)
-        if self.options.include_path is not None or only_files:
-            yield self._manager(defaults=False)
-        if not only_files:
-            self.note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
-            yield self._manager(defaults=True)
-
-    def _manager(self, *, defaults: bool) -> ChosenTasks:
         path = self.options.include_path
         if path is not None and not Path(path).is_dir():
             raise UserError(f"{path!r} is no folder", field="--include_path")
-        return ChosenTasks(include_path=path, include_defaults=defaults, metadata=self.options.metadata)
+        only_files = all(name.endswith(".yaml") for name in self.options.tasks)
+        if path is not None or only_files:
+            yield ChosenTasks(include_path=path, include_defaults=False, metadata=self.options.metadata)
+        if not only_files:
+            self.note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
+            yield ChosenTasks(include_path=path, metadata=self.options.metadata)
 
     def _load_from(self, manager: ChosenTasks) -> ChosenTasks:
         chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
@@ -371,23 +351,15 @@ def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, opti
                 f"{name!r} runs code that the model writes, on this machine; --confirm_run_unsafe_code allows it",
                 field=FIELD,
             )
-        kind = KINDS.get(str(task.OUTPUT_TYPE))
-        if kind is not None:
-            check_kind(kind, name, str(task.OUTPUT_TYPE), spec, info)
+        if str(task.OUTPUT_TYPE) in KINDS:
+            check_kind(name, str(task.OUTPUT_TYPE), spec, info)
 
 
-def check_requests(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo) -> None:
-    """The same for each request of the tasks, of which some ask in several ways."""
-    for name, task in tasks.items():
-        for request in dict.fromkeys(instance.request_type for instance in task.instances):
-            check_kind(KINDS[request], name, request, spec, info)
-
-
-def check_kind(kind: Kind, name: str, request: str, spec: EvalSpec, info: ModelInfo) -> None:
-    """UserError if the model's family, or the spec's decoder, can't do a kind of job."""
+def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo) -> None:
+    """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
+    own, kind = DECODERS[spec.decoder], KINDS[request]
     try:
         check_task(Complete(kind="complete") if kind == "complete" else Score(kind="score"), info)
-        own = DECODERS[spec.decoder]
         if kind == "complete" and kind not in own.tasks:
             allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
             raise UserError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,17 +64,28 @@ class EvalOptions:
         return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
 
 
+def require_lm_eval() -> None:
+    """UserError if lm-evaluation-harness is not installed."""
+    if find_spec("lm_eval") is None:
+        raise UserError("draftmill eval needs lm-evaluation-harness: pip install 'draftmill[lm-eval]'")
+
+
 def parse_settings(values: Sequence[str], option: str) -> dict[str, Any]:
     """Read `a=1,b=[2,3]` (in one value or several), or a JSON object, as lm_eval does. UserError for anything else."""
     text = ",".join(values)
     if text.lstrip().startswith("{"):
         return _object(text, option)
-    settings = {}
-    for item in _parts(text):
-        key, equals, value = item.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"{item!r} is not allowed; allowed: KEY=VALUE,KEY=VALUE, or a JSON object", field=option)
-        settings[key.strip()] = _value(value.strip())
+    if not text:
+        return {}
+    require_lm_eval()
+    from lm_eval._cli.utils import key_val_to_dict
+
+    try:
+        settings = {key.strip(): value for key, value in key_val_to_dict(text).items()}
+    except ValueError:
+        settings = {"": text}
+    if "" in settings:
+        raise UserError(f"{text!r} is not allowed; allowed: KEY=VALUE,KEY=VALUE, or a JSON object", field=option)
     return settings
 
 
@@ -122,31 +133,3 @@ def _object(text: str, option: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError("must be a JSON object", field=option)
     return data
-
-
-def _parts(text: str) -> Iterator[str]:
-    """The text between commas that are outside of brackets and quotes."""
-    part, depth, quote = "", 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        else:
-            depth += (letter in "[({") - (letter in "])}")
-        if letter == "," and not quote and depth <= 0:
-            yield part
-            part = ""
-        else:
-            part += letter
-    if part:
-        yield part
-
-
-def _value(text: str) -> Any:
-    if text.lower() in {"true", "false"}:
-        return text.lower() == "true"
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -20,7 +20,7 @@ text has one begin token. Source: TemplateLM and HFLM of lm_eval 0.4.13.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -145,72 +145,58 @@ def generation_of(
             raise _unsupported(
                 task, key, value, ", ".join(map(str, WITHOUT_EFFECT.get(key, (*KNOWN, *WITHOUT_EFFECT))))
             )
-    generation = Generation(_most(given, task, most), _stops(given, task), _temperature(given, task, temperature))
-    generation = replace(generation, others=_others(given, task), constraint=_constraint(given, task))
-    if generation.temperature == 0:
-        return generation
-    top_k, top_p = given.get("top_k", sampling.top_k), given.get("top_p", sampling.top_p)
-    top_k = None if top_k in {0, -1} else top_k  # how transformers and vLLM say: all tokens
-    top_p = None if top_p == 1 else top_p
-    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise _unsupported(task, "top_k", top_k, "a whole number from 1")
-    if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
-        raise _unsupported(task, "top_p", top_p, "a number above 0, at most 1")
-    return replace(generation, top_k=top_k, top_p=top_p)
+    named = {key: value for key, value in given.items() if value is not None}
+    chosen = {key: named[key] for key in ("temperature", "top_k", "top_p", *OTHERS) if key in named}
+    if chosen.get("top_k") in (0, -1):  # how transformers and vLLM say: all tokens
+        chosen["top_k"] = None
+    try:
+        Sampling.model_validate(chosen, strict=True)
+    except ValidationError as error:
+        key, allowed = str(error.errors()[0]["loc"][0]), error.errors()[0]["msg"].removeprefix("Input should be ")
+        raise _unsupported(task, key, given[key], allowed) from None
+    samples = named.get("do_sample")
+    if not isinstance(samples, bool | None):
+        raise _unsupported(task, "do_sample", samples, "true, false")
+    if samples is False or not (samples or "temperature" in chosen):
+        warmth = 0.0
+    else:
+        warmth = float(chosen.get("temperature", 1.0 if temperature is None else temperature))
+    top_k, top_p = chosen.get("top_k", given.get("top_k", sampling.top_k)), given.get("top_p", sampling.top_p)
+    return Generation(
+        _most(named, task, most),
+        _stops(named, task),
+        warmth,
+        top_k=top_k if warmth else None,
+        top_p=top_p if warmth and top_p != 1 else None,
+        others=tuple((key, chosen[key]) for key in OTHERS if key in chosen),
+        constraint=_constraint(named, task),
+    )
 
 
-def _most(given: Mapping[str, Any], task: str, most: int | None) -> int:
-    key = next((key for key in MOST if given.get(key) is not None), None)
+def _most(named: Mapping[str, Any], task: str, most: int | None) -> int:
+    key = next((key for key in MOST if key in named), None)
     if key is None:
         return DEFAULT_MOST if most is None else most
-    value = given[key]
-    if not _is_number(value) or value != int(value) or value < 1:
+    value = named[key]
+    if type(value) not in {int, float} or not float(value).is_integer() or value < 1:
         raise _unsupported(task, key, value, "a whole number from 1")
     return int(value)
 
 
-def _others(given: Mapping[str, Any], task: str) -> tuple[tuple[str, float], ...]:
-    """The task's values of other keys of `sampling`, which count in place of the spec's."""
-    found = {key: given[key] for key in OTHERS if given.get(key) is not None}
-    for key, value in found.items():
-        try:
-            Sampling.model_validate({key: value}, strict=True)
-        except ValidationError as error:
-            raise _unsupported(task, key, value, error.errors()[0]["msg"].removeprefix("Input should be ")) from None
-    return tuple(found.items())
-
-
-def _constraint(given: Mapping[str, Any], task: str) -> str | None:
+def _constraint(named: Mapping[str, Any], task: str) -> str | None:
     try:
-        found = constraint_of_body({key: given[key] for key in GUIDED if given.get(key) is not None})
+        found = constraint_of_body({key: named[key] for key in GUIDED if key in named})
     except RowError as error:
         raise UserError(error.message, field=f"{task}: generation_kwargs") from None
     return None if found is None else str(found.model_dump_json(exclude_defaults=True))
 
 
-def _stops(given: Mapping[str, Any], task: str) -> tuple[str, ...]:
-    until = given.get("until") or ()
+def _stops(named: Mapping[str, Any], task: str) -> tuple[str, ...]:
+    until = named.get("until", ())
     until = (until,) if isinstance(until, str) else tuple(until)
     if not all(isinstance(stop, str) for stop in until):
         raise _unsupported(task, "until", list(until), "a text, or a list of texts")
     return tuple(dict.fromkeys(stop for stop in until if stop))
-
-
-def _temperature(given: Mapping[str, Any], task: str, own: float | None) -> float:
-    value, samples = given.get("temperature"), given.get("do_sample")
-    if value is not None and not (_is_number(value) and 0 <= value <= 100):
-        raise _unsupported(task, "temperature", value, "a number from 0 to 100")
-    if samples not in {None, True, False}:
-        raise _unsupported(task, "do_sample", samples, "true, false")
-    if samples is False:
-        return 0.0
-    if value is None and samples:
-        return 1.0 if own is None else own
-    return 0.0 if value is None else float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _unsupported(task: str, key: str, value: Any, allowed: str) -> UserError:

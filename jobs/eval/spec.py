@@ -1,15 +1,27 @@
-"""The spec of an evaluation: a job spec without `input`, from which each kind of request gets a job of its own.
+"""The jobs of an evaluation: its spec, a job spec without `input`, the rows of each job with stable ids, and their results.
 
 generate_until                          task complete, the spec's decoder
 loglikelihood, loglikelihood_rolling    task score, the spec's decoder if it scores, else its family's that does
+
+Requests that must have the same answer are one row. Each job has a run directory that its requests and settings name:
+
+    EVAL/requests/complete-8d1f6c35a0b2.jsonl     the rows of a job: ids, tokens
+    EVAL/runs/complete-3f2a91c07d44/              its run directory
+
+The name of the rows is a hash of their content, so that jobs of other settings have the same input and can be compared. The
+name of the run is a hash of all that decides its results. The same command finds the same directories: what is finished is
+only read, and what is not is resumed. Other requests or settings get directories of their own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,8 +34,13 @@ from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.errors import kind_changed, spec_error
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.config.yaml_file import apply_override, read_mapping
-from draftmill.jobs.eval.requests import Generation
+from draftmill.jobs.eval.requests import Generation, ScoredTokens
+from draftmill.jobs.plan.fingerprint import digest
+from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.errors import UserError
+from draftmill.storage.runs.unit_table import PLAN
+from draftmill.storage.stores.interface import AlreadyExists
+from draftmill.storage.stores.store import open_store
 
 Kind = Literal["complete", "score"]
 
@@ -47,11 +64,6 @@ class EvalSpec:
     data: Mapping[str, Any]
     task: Mapping[str, Any]
     chat: Chat = NO_CHAT
-
-    @property
-    def name(self) -> str:
-        """The name of the spec."""
-        return str(self.data["name"])
 
     @property
     def decoder(self) -> str:
@@ -79,31 +91,31 @@ class EvalSpec:
         self, generation: Generation, path: str, out: str | None = None, *, special: bool = False
     ) -> JobSpec:
         """The job that generates; `special` searches the stop strings among the special tokens, too."""
-        settings = asdict(generation)
-        settings |= dict(settings.pop("others"))
         own = self.task if self.task.get("kind") == "complete" else {}
-        task = {**own, "kind": "complete", "max_new_tokens": settings.pop("max_new_tokens")}
-        task |= {"stop": list(settings.pop("stop")), "skip_special_tokens": not special}
-        own_constraint = settings.pop("constraint")
-        if own_constraint is not None:
-            task["constraint"] = json.loads(own_constraint)
+        task = {**own, "kind": "complete", "max_new_tokens": generation.max_new_tokens, "stop": list(generation.stop)}
+        task["skip_special_tokens"] = not special
+        if generation.constraint is not None:
+            task["constraint"] = json.loads(generation.constraint)
         job = self._job(task, {"tokens": "tokens"}, path, out)
-        sampling = {**(self.data.get("sampling") or {}), **settings}
-        return check_spec(job | {"sampling": sampling, "input": job["input"] | {"truncate": "left"}})
+        cuts = {"temperature": generation.temperature, "top_k": generation.top_k, "top_p": generation.top_p}
+        job["sampling"] = {**(self.data.get("sampling") or {}), **cuts, **dict(generation.others)}
+        return check_spec(job)
 
     def scoring(self, path: str, out: str | None = None) -> JobSpec:
         """The job that scores, with the decoder that scores for the spec's models."""
         own = self.task if self.task.get("kind") == "score" else {}
         job = self._job({**own, "kind": "score"}, {"tokens": "tokens", "reference": "reference"}, path, out)
         job["decoder"] = scorer_of(self.any_job().decoder).model_dump(mode="json")
-        job["input"]["truncate"] = "left"
         return check_spec({key: value for key, value in job.items() if key != "sampling"})
 
     def _job(self, task: Mapping[str, Any], columns: Mapping[str, str], path: str, out: str | None) -> dict[str, Any]:
         job = deepcopy(dict(self.data))
         if out is not None:
             job["output"]["path"] = out
-        return job | {"task": dict(task), "input": {"path": path, "columns": {"id": "id", **columns}}}
+        rows = {"path": path, "columns": {"id": "id", **columns}}
+        if task["kind"] != "infill":
+            rows["truncate"] = "left"
+        return job | {"task": dict(task), "input": rows}
 
 
 def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
@@ -169,3 +181,126 @@ def _check_task(task: Any) -> None:
     for key in OF_TASKS[task["kind"]]:
         if key in task:
             raise UserError("the tasks decide this; remove the key", field=f"task.{key}")
+
+
+# ---- the jobs: their rows with stable ids, their runs, and the results
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAnswer:
+    """One answer that is asked for: a request (lm_eval's Instance) and which of its repeats it is, counted from 0."""
+
+    instance: Any
+    repeat: int
+    doc: int
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return self.instance.task_name or "task"
+
+    @property
+    def id(self) -> str:
+        """The same in every run of the evaluation: task, document, which request of the document, which repeat."""
+        return f"{self.task}:{self.doc}:{self.instance.idx}:{self.repeat}"
+
+
+def number_repeats(requests: Sequence[Any], chosen: Mapping[str, list[int]]) -> list[AskedAnswer]:
+    """The requests with their repeats numbered; those of a request are the same object several times in a row.
+
+    `chosen` has the documents of tasks of which only some are asked.
+    """
+    counts: Counter[int] = Counter()
+    asked = []
+    for request in requests:
+        asked.append(AskedAnswer(request, counts[id(request)], document(request, chosen)))
+        counts[id(request)] += 1
+    return asked
+
+
+def document(request: Any, chosen: Mapping[str, list[int]]) -> int:
+    """The index of a request's document in its task; with chosen documents, lm_eval numbers these from 0."""
+    number = request.doc_id or 0
+    documents = chosen.get(request.task_name or "")
+    return documents[number] if documents else number
+
+
+class JobRows:
+    """The input rows of one job. `add` returns the id of the row that has the answer."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._same: dict[Hashable, str] = {}
+
+    def add(self, name: str, row: dict[str, Any], same: Hashable = None) -> str:
+        """Add a row under this id; rows with the same `same` (other than None) have one answer, that of the first."""
+        if same is not None and same in self._same:
+            return self._same[same]
+        free, count = name, 1
+        while free in self._rows:  # a task that numbers its requests twice
+            count += 1
+            free = f"{name}:{count}"
+        self._rows[free] = {"id": free, **row}
+        if same is not None:
+            self._same[same] = free
+        return free
+
+    def add_scored(self, name: str, text: ScoredTokens) -> str:
+        """Add a row of which a part is scored; the same text has the same answer."""
+        return self.add(name, {"tokens": text.context, "reference": text.scored}, same=text)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def lines(self) -> bytes:
+        """The rows as JSON lines."""
+        rows = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in self._rows.values())
+        return "".join(f"{row}\n" for row in rows).encode()
+
+
+COLUMNS: Final = (
+    "id", "status", "error_kind", "error", "tokens", "finish", "logprob", "logprob_stderr", "is_greedy", "prompt_tokens",
+    "new_tokens", "truncated_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s",
+)  # fmt: skip
+
+Row = Mapping[str, Any]
+"""A result row, with the columns above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A finished job: its run directory and its result rows by id."""
+
+    place: str
+    rows: Mapping[str, Row]
+
+
+def finish_job(
+    spec: EvalSpec, run: Callable[[JobSpec], object], kind: Kind, rows: JobRows, job: Callable[[str, str], JobSpec]
+) -> Results:
+    """Run the job over these rows, or resume it, or only read it. `job` makes its spec from paths of input and output.
+
+    Raises Ended as `run`, which runs a job until it is finished, and UserError if the directory is a run's.
+    """
+    any_job = spec.any_job()
+    base = any_job.output.path.rstrip("/")
+    store = open_store(any_job.place(base))
+    if store.exists(PLAN):
+        raise UserError(f"{base!r} is a job's run directory; use another directory", field="output.path")
+    lines = rows.lines()
+    requests = f"requests/{kind}-{hashlib.sha256(lines).hexdigest()[:12]}.jsonl"
+    with suppress(AlreadyExists):  # of the same content, by its name
+        store.create(requests, lines)
+    place = f"{base}/runs/{kind}-{name_of(job('requests.jsonl', base), lines)}"
+    run(job(f"{base}/{requests}", place))
+    passes = passes_of(open_store(store.place.at(place)))
+    answers = (row for table in latest_rows(passes, columns=COLUMNS) for row in table.to_pylist())
+    return Results(place, {row["id"]: row for row in answers})
+
+
+def name_of(job: JobSpec, lines: bytes) -> str:
+    """A hash of the rows and of everything in the spec that decides their results."""
+    settings = job.model_dump(mode="json", include={"seed", "task", "decoder", "sampling", "model"})
+    settings["model"].pop("device")
+    settings["truncate"] = job.input.truncate
+    return digest({"settings": settings, "rows": hashlib.sha256(lines).hexdigest()})[:12]

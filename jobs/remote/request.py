@@ -8,19 +8,17 @@ is refused, with its key, before anything is sent.
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from draftmill.jobs.config.paths import is_inside, places_of
-from draftmill.jobs.config.spec import check_spec
+from draftmill.jobs.config.paths import FoundPlace, is_inside, places_of
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import is_secret_variable
@@ -64,28 +62,11 @@ class SubmitRequest:
     environment: Mapping[str, Any]
 
 
-def request_of(data: Mapping[str, Any], options: SubmitOptions) -> SubmitRequest:
-    """The request for the mapping of a checked spec; UserError for what the cluster could not find or would refuse."""
-    given = _environment(options)
-    has_image = any(given.get(key) for key in IMAGES)
-    ships = not has_image if options.code is None else options.code == "ship"
-    folder = given.get("working_dir")
-    is_folder = folder is not None and "://" not in str(folder)
-    if is_folder and not Path(str(folder)).is_dir():
-        raise UserError(f"{folder!r} is not a folder", field="--working-dir")
-    paths = PathMapping(Path(str(folder)) if is_folder else None, tuple(map(_shared_folder, options.shared)))
-    spec = yaml.safe_dump(map_paths(data, paths), sort_keys=False, allow_unicode=True, width=120)
-    if len(spec) > MAX_SPEC or f"\n{_END}\n" in spec:
-        raise UserError(f"a spec of {len(spec):,} characters; the maximum is {MAX_SPEC:,}", field="SPEC")
-    return SubmitRequest(
-        entrypoint(spec, options, ships=ships), environment(given, data, grace_s=options.grace_s, ships=ships)
-    )
-
-
-def _environment(options: SubmitOptions) -> dict[str, Any]:
-    """The runtime_env of the user's file; UserError for a secret in it, which the cluster's dashboard would show."""
+def request_of(spec: JobSpec, options: SubmitOptions) -> SubmitRequest:
+    """The request for a spec; UserError for what the cluster could not find or would refuse."""
     given = {} if options.runtime_env is None else read_mapping(Path(options.runtime_env), "--runtime-env")
-    for name in given.get("env_vars") or {}:
+    variables = given.get("env_vars") or {}
+    for name in variables:
         if is_secret_variable(str(name)):
             raise UserError(
                 f"{name} would be readable for everyone who can see the cluster's jobs; set it on the cluster's nodes "
@@ -93,99 +74,87 @@ def _environment(options: SubmitOptions) -> dict[str, Any]:
                 field="--runtime-env",
             )
     folder = options.working_dir or given.get("working_dir")
+    if folder is not None:
+        given["working_dir"] = folder
     if folder is not None and "://" not in str(folder):
-        given["working_dir"] = os.path.abspath(os.path.expanduser(str(folder)))
-    return given
-
-
-def entrypoint(spec: str, options: SubmitOptions, *, ships: bool) -> str:
-    """The command: writes the spec to a file of its own and becomes the driver, so that signals reach it."""
+        folder = given["working_dir"] = os.path.abspath(os.path.expanduser(str(folder)))
+        if not os.path.isdir(folder):
+            raise UserError(f"{folder!r} is not a folder", field="--working-dir")
+    else:
+        folder = None  # none, or an archive that Ray fetches
+    shared = [normal_folder(path, "--shared") for path in options.shared]
+    text = json.dumps(spec_there(spec, folder, shared), indent=1, ensure_ascii=False)
+    if len(text) > MAX_SPEC:
+        raise UserError(f"a spec of {len(text):,} characters; the maximum is {MAX_SPEC:,}", field="SPEC")
+    ships = options.code == "ship" or (options.code is None and not any(given.get(key) for key in IMAGES))
+    given["env_vars"] = variables | {
+        "PYTHONUNBUFFERED": "1",
+        "RAY_JOB_STOP_WAIT_TIME_S": f"{options.grace_s + MARGIN_S:.0f}",  # Ray's own patience is 3 s
+    }
+    excludes = [*EXCLUDES, *(given.get("excludes") or [])]
+    if ships:
+        given["py_modules"] = [str(ROOT / PACKAGE), *(given.get("py_modules") or [])]
+        excludes += _unused_models(text)
+    if ships or "working_dir" in given:
+        given["excludes"] = excludes
     command = "python -P -m draftmill.jobs.cli" if ships else "draftmill"
     run_options = shlex.join(["--ray-address", "auto", "--grace-seconds", f"{options.grace_s:g}", *options.run])
-    return (
+    # The shell becomes the driver, so that signals reach it.
+    return SubmitRequest(
         f"folder=$(mktemp -d) && cat > \"$folder/job.yaml\" <<'{_END}' && "
-        f'exec {command} run "$folder/job.yaml" {run_options}\n{spec.rstrip()}\n{_END}'
+        f'exec {command} run "$folder/job.yaml" {run_options}\n{text}\n{_END}',
+        given,
     )
 
 
-def environment(given: Mapping[str, Any], data: Mapping[str, Any], *, grace_s: float, ships: bool) -> dict[str, Any]:
-    """Ray's runtime_env: the user's, our variables and, if our code `ships`, our package with the builtin models of a spec."""
-    ours = {
-        "PYTHONUNBUFFERED": "1",
-        "RAY_JOB_STOP_WAIT_TIME_S": f"{grace_s + MARGIN_S:.0f}",  # Ray's own patience with a job that is stopped is 3 s
-    }
-    result = {**given, "env_vars": {**(given.get("env_vars") or {}), **ours}}
-    if ships:
-        result["py_modules"] = [str(ROOT / PACKAGE), *(given.get("py_modules") or [])]
-    if ships or "working_dir" in given:
-        models = _unused_models(data) if ships else []
-        result["excludes"] = [*EXCLUDES, *models, *(given.get("excludes") or [])]
-    return result
-
-
-def _unused_models(data: Mapping[str, Any]) -> list[str]:
+def _unused_models(spec: str) -> list[str]:
     """Patterns of the builtin models that a spec does not name: they are most of our package's bytes."""
-    used = set(re.findall(r"builtin:([\w.-]+)", yaml.safe_dump(dict(data))))
+    used = set(re.findall(r"builtin:([\w.-]+)", spec))
     folders = sorted(path.name for path in (ROOT / PACKAGE / BUILTIN).iterdir() if path.is_dir())
     return [f"/{BUILTIN}/{name}/" for name in folders if name not in used]
 
 
-def _shared_folder(path: str) -> Path:
+def normal_folder(path: str, field: str) -> str:
+    """The normal form of an absolute path; UserError if it is not absolute."""
     if not os.path.isabs(path):
-        raise UserError(f"{path!r} is not allowed; allowed: an absolute path", field="--shared")
-    return Path(os.path.normpath(path))
+        raise UserError(f"{path!r} is not allowed; allowed: an absolute path", field=field)
+    return os.path.normpath(path)
 
 
 # ---- what the paths of a spec mean on the cluster
 
-
-@dataclass(frozen=True, slots=True)
-class PathMapping:
-    """What the cluster can read: the shipped `folder` (None if there is none), and `shared` folders."""
-
-    folder: Path | None = None
-    shared: tuple[Path, ...] = ()
-
-    def path(self, value: str, field: str, *, written: bool = False) -> str:
-        """A local path as the cluster finds it; UserError with its key if it can't. `written`: the job writes there."""
-        here = os.path.abspath(os.path.expanduser(value))
-        if any(is_inside(here, str(folder)) for folder in self.shared):
-            return here
-        if written:
-            raise UserError(f"{value!r} is a folder of this machine; allowed: {_remote()}", field=field)
-        if self.folder is None or not is_inside(here, str(self.folder)):
-            shipped = "" if self.folder is None else f", which is not in the shipped folder {str(self.folder)!r}"
-            raise UserError(
-                f"{value!r} is a path of this machine{shipped}; ship its folder (--working-dir), or use: {_remote()}",
-                field=field,
-            )
-        if not os.path.exists(here) and not glob.glob(here):
-            raise UserError(f"{value!r} does not exist", field=field)
-        return os.path.relpath(here, self.folder)
+REMOTE = "s3://..., or a folder that every node of the cluster has under the same name (--shared FOLDER)"
 
 
-def _remote() -> str:
-    return "s3://..., or a folder that every node of the cluster has under the same name (--shared FOLDER)"
+def spec_there(spec: JobSpec, folder: str | None, shared: Sequence[str]) -> dict[str, Any]:
+    """The keys of a spec with paths as the cluster finds them, in the shipped `folder` or a `shared` one.
 
-
-def map_paths(data: Mapping[str, Any], paths: PathMapping) -> dict[str, Any]:
-    """The mapping of a checked spec with paths as the cluster finds them; UserError if one can't be found there."""
-    result = deepcopy(dict(data))
-    for found in places_of(check_spec(deepcopy(result))):
+    UserError for a path that can't be found there.
+    """
+    data = spec.model_dump(mode="json", exclude_unset=True)
+    for found in places_of(spec):
         if found.value.startswith("memory://"):
-            raise UserError(f"{found.value!r} ends with the driver; allowed: {_remote()}", field=found.key)
+            raise UserError(f"{found.value!r} ends with the driver; allowed: {REMOTE}", field=found.key)
         if found.is_here:
-            _put(result, found.keys, paths.path(found.value, found.key, written=found.key == "output.path"))
-    return result
+            inner: Any = data
+            for key in found.keys[:-1]:
+                inner = inner[key]
+            inner[found.keys[-1]] = _path_there(found, folder, shared)
+    return data
 
 
-def _put(data: Any, keys: Sequence[str | int], value: str) -> None:
-    """Set a value in a spec's mapping, in which a metric may be written as its path alone."""
-    for key in keys[:-1]:
-        inner = data[key]
-        if isinstance(inner, str):
-            break
-        data = inner
-    else:
-        key = keys[-1]
-    data[key] = value
+def _path_there(found: FoundPlace, folder: str | None, shared: Sequence[str]) -> str:
+    value, field, here = found.value, found.key, os.path.abspath(os.path.expanduser(found.value))
+    if any(is_inside(here, other) for other in shared):
+        return here
+    if field == "output.path":
+        raise UserError(f"{value!r} is a folder of this machine; allowed: {REMOTE}", field=field)
+    if folder is None or not is_inside(here, folder):
+        shipped = "" if folder is None else f", which is not in the shipped folder {folder!r}"
+        raise UserError(
+            f"{value!r} is a path of this machine{shipped}; ship its folder (--working-dir), or use: {REMOTE}",
+            field=field,
+        )
+    if not os.path.exists(here) and not glob.glob(here):
+        raise UserError(f"{value!r} does not exist", field=field)
+    return os.path.relpath(here, folder)

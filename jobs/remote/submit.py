@@ -8,52 +8,44 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.paths import absolute
-from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden, load_spec, with_logical_date
-from draftmill.jobs.config.yaml_file import read_mapping
+from draftmill.jobs.config.spec import JobSpec, at_date, load_spec, with_logical_date
 from draftmill.jobs.drive.driver import interruptible
 from draftmill.jobs.drive.leases import TTL_S
 from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
+from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.remote.cluster import (
+    ADDRESS_VARIABLE,
     FIELD,
     RUN,
     SPEC,
     JobExists,
-    NoSuchJob,
     NotReady,
     RayJobs,
     Unreachable,
-    digest_of,
     is_over,
-    next_name,
-    run_of,
     stem_of,
-    submissions,
 )
 from draftmill.jobs.remote.request import SubmitOptions, SubmitRequest, request_of
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
+from draftmill.storage.runs.lease import holder, pid_here
 from draftmill.storage.stores.interface import Place, Store, is_local
 from draftmill.storage.stores.store import open_store
 from draftmill.version import __version__
 
 _log = logging.getLogger(__name__)
 
-ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 POLL_S = 1.0
 READ_PER_S = 200_000
 """Most characters of log that are read per second on average: a long log is read less often."""
@@ -61,79 +53,11 @@ READ_PER_S = 200_000
 SILENT_S = 60.0
 """Seconds without any answer of the cluster after which it counts as lost: as long as a driver waits for a lost head."""
 
-
-@dataclass(frozen=True, slots=True)
-class JobEnd:
-    """How a job ended: draftmill's exit code, and what to tell the user beside the job's own words."""
-
-    code: int
-    message: str = ""
-
-
-def end_of(info: Any) -> JobEnd:
-    """The end of a job that is over. The driver's own exit code is handed on; it has said why."""
-    status, code = str(info.status), info.driver_exit_code
-    if status == "SUCCEEDED":
-        return JobEnd(OK)
-    if status == "STOPPED":
-        return JobEnd(INTERRUPTED, "the job was stopped; submit it again to resume")
-    if code in SEVEREST and code != OK:
-        return JobEnd(code)
-    if code is None:
-        lines = [line.strip() for line in str(info.message or "").splitlines() if line.strip()]
-        reason = " ".join([lines[0], lines[-1]] if len(lines) > 1 else lines) or "the cluster gives no reason"
-        return JobEnd(UNEXPECTED, f"the job did not start, or its node was lost: {reason}; submit it again to resume")
-    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return JobEnd(UNEXPECTED, f"the driver's process ended with {ended}; submit it again to resume")
-
-
-@dataclass(slots=True)
-class LogFollower:
-    """Prints a job's log through `show` until the job is over: each text once, although each request brings the whole log."""
-
-    client: RayJobs
-    name: str
-    show: Callable[[str], None]
-    clock: Callable[[], float] = time.monotonic
-    wait: Callable[[float], None] = time.sleep
-    _shown: int = 0
-    _next_s: float = 0.0
-
-    def follow(self) -> JobEnd:
-        """Return when the job is over; Unreachable if the cluster is silent for SILENT_S."""
-        while True:
-            info = self._info()
-            if is_over(info) or self.clock() >= self._next_s:
-                with suppress(StoreError):
-                    self._read_log()
-            if is_over(info):
-                return end_of(info)
-            self.wait(POLL_S)
-
-    def _info(self) -> Any:
-        """The job's state; asks again while the cluster does not answer."""
-        until_s = self.clock() + SILENT_S
-        while True:
-            try:
-                return self.client.info(self.name)
-            except Unreachable:
-                if self.clock() >= until_s:
-                    raise
-                self.wait(POLL_S)
-
-    def _read_log(self) -> None:
-        log = self.client.logs(self.name)
-        self._next_s = self.clock() + len(log) / READ_PER_S
-        if new := log[self._shown :]:
-            self._shown = len(log)
-            self.show(new)
-
+READY_S = 60.0
+"""How long a cluster that has just started may take until it accepts jobs."""
 
 SHIPPED = ("working_dir", "py_modules", "excludes")
 """Keys of a runtime environment that name folders of this machine: no part of a job's settings."""
-
-READY_S = 60.0
-"""How long a cluster that has just started may take until it accepts jobs."""
 
 
 def submit(
@@ -153,15 +77,12 @@ def submit(
     address = address or os.environ.get(ADDRESS_VARIABLE)
     if not address:
         raise UserError(f"missing; allowed: http://HOST:8265, or set {ADDRESS_VARIABLE}", field=FIELD)
-    data = {"name": Path(path).stem} | read_mapping(Path(path))
-    spec = check_overridden(data, overrides)
+    spec = load_spec(path, overrides)
+    if logical_date is None:  # the driver does not read the clock again
+        logical_date = at_date(spec, datetime.now(UTC)).output.logical_date
     if logical_date is not None:
         spec = with_logical_date(spec, logical_date)
-    if has_date(spec.output.path):
-        spec = at_date(spec, datetime.now(UTC))
-        data["output"]["logical_date"] = spec.output.logical_date  # the driver does not read the clock again
-    request = request_of(data, options)
-    client = RayJobs(address)
+    request, client = request_of(spec, options), RayJobs(address)
     name = start(client, spec, request)
     if not wait:
         print_result(name)
@@ -171,56 +92,98 @@ def submit(
 
 def start(client: RayJobs, spec: JobSpec, request: SubmitRequest) -> str:
     """The name of the job that runs for the spec's run directory: one that is there already, or a new one."""
-    run = run_of(spec)
+    run = absolute(at_date(spec, datetime.now(UTC)).output.path.rstrip("/"))
     stem = stem_of(spec.name, run, spec.s3.endpoint)
     settings = {key: value for key, value in request.environment.items() if key not in SHIPPED}
-    digest = digest_of(request.entrypoint, str(settings))
-    metadata = {RUN: run, SPEC: digest, "draftmill": __version__}
-    while True:
-        jobs = client.jobs()
-        running = [job for _, job in submissions(stem, jobs) if not is_over(job)]
-        if running:
-            other = (running[-1].metadata or {}).get(SPEC) != digest
-            changed = "; it was submitted with other settings, which stay in force until it has ended" if other else ""
-            _log.info(f"{running[-1].submission_id} runs already for this run directory{changed}")
-            return str(running[-1].submission_id)
-        name = next_name(stem, jobs)
-        with suppress(JobExists):  # another submission of the same run was faster
-            _send(client, name, request, metadata)
-            return name
-
-
-def _send(client: RayJobs, name: str, request: SubmitRequest, metadata: dict[str, str]) -> None:
+    asked = digest([request.entrypoint, str(settings)])[:12]
     until_s = time.monotonic() + READY_S
+    # By the hash of the run directory: a job may have been renamed.
+    pattern = re.compile(rf"draftmill-(?:[a-z0-9-]+-)?{stem.rpartition('-')[2]}-(\d+)")
     while True:
+        matches = [(pattern.fullmatch(job.submission_id or ""), job) for job in client.jobs()]
+        known = {int(match[1]): job for match, job in matches if match}
+        running = [number for number, job in known.items() if not is_over(job)]
+        if running:
+            job = known[max(running)]
+            other = (job.metadata or {}).get(SPEC) != asked
+            changed = "; it was submitted with other settings, which stay in force until it has ended" if other else ""
+            _log.info(f"{job.submission_id} runs already for this run directory{changed}")
+            return str(job.submission_id)
+        name = f"{stem}-{max(known, default=0) + 1}"
         try:
-            client.submit(name, request.entrypoint, request.environment, metadata=metadata)
-            break
+            metadata = {RUN: run, SPEC: asked, "draftmill": __version__}
+            client.submit(name, request.entrypoint, request.environment, metadata)
+            _log.info(f"submitted {name} to {client.url} (Ray {client.ray_version})")
+            return name
+        except JobExists:
+            continue  # another submission of the same run was faster
         except NotReady:
             if time.monotonic() > until_s:
                 raise
             time.sleep(POLL_S)
-    _log.info(f"submitted {name} to {client.cluster.url} (Ray {client.cluster.ray})")
 
 
 def follow(client: RayJobs, name: str) -> int:
-    """Show the job's log until it has ended; returns its exit code. An interrupt ends the following, not the job."""
+    """Print the job's log until it has ended; returns its exit code. An interrupt ends the following, not the job."""
     try:
         with interruptible():
-            end = LogFollower(client, name, partial(print_result, end="")).follow()
+            code, message = end_of(print_log(client, name))
     except KeyboardInterrupt:
         _log.info(
             f"not following any more; {name} goes on. Follow it again: the same command. "
-            f"Stop it: draftmill stop {name} --address {client.cluster.url}"
+            f"Stop it: draftmill stop {name} --address {client.url}"
         )
         return INTERRUPTED
     except Unreachable as error:
         raise Unreachable(
             f"{error}; what became of {name} is unknown: submit it again to follow or resume it"
         ) from None
-    if end.message:
-        _log.info(end.message)
-    return end.code
+    if message:
+        _log.info(message)
+    return code
+
+
+def print_log(client: RayJobs, name: str) -> Any:
+    """Print each text of a job's log once, although each request brings the whole log; returns the job when it is over.
+
+    Unreachable if the cluster is silent for SILENT_S.
+    """
+    printed, read_at_s, heard_s = 0, 0.0, time.monotonic()
+    while True:
+        now_s = time.monotonic()
+        try:
+            job = client.info(name)
+            heard_s = now_s
+            if is_over(job) or now_s >= read_at_s:
+                with suppress(StoreError):
+                    log = client.logs(name)
+                    read_at_s = now_s + len(log) / READ_PER_S
+                    if len(log) > printed:
+                        print_result(log[printed:], end="")
+                        printed = len(log)
+            if is_over(job):
+                return job
+        except Unreachable:
+            if now_s >= heard_s + SILENT_S:
+                raise
+        time.sleep(POLL_S)
+
+
+def end_of(job: Any) -> tuple[int, str]:
+    """The exit code of a job that is over, and what to tell the user beside the driver's own words."""
+    status, code = str(job.status), job.driver_exit_code
+    if status == "SUCCEEDED":
+        return OK, ""
+    if status == "STOPPED":
+        return INTERRUPTED, "the job was stopped; submit it again to resume"
+    if code in SEVEREST and code != OK:
+        return code, ""
+    if code is None:
+        lines = [line.strip() for line in str(job.message or "").splitlines() if line.strip()]
+        reason = " ".join([lines[0], lines[-1]] if len(lines) > 1 else lines) or "the cluster gives no reason"
+        return UNEXPECTED, f"the job did not start, or its node was lost: {reason}; submit it again to resume"
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return UNEXPECTED, f"the driver's process ended with {ended}; submit it again to resume"
 
 
 # ---- stop
@@ -247,64 +210,53 @@ def stop(
         spec = load_spec(target, overrides)
         if logical_date is not None:
             spec = with_logical_date(spec, logical_date)
-        run = spec.place(run_of(at_date(spec, datetime.now(UTC))))
-    if address is None:
-        if target.startswith("draftmill-") and not Path(target).exists():
-            raise UserError("missing; a submitted job is stopped by its cluster", field="--address")
-        is_stopped = stop_driver(open_store(run), limit_s=wait_s) or not wait_s
+        run = spec.place(absolute(at_date(spec, datetime.now(UTC)).output.path.rstrip("/")))
+    if address is not None:
+        is_stopped = stop_jobs(RayJobs(address), target, run.url, wait=wait_s > 0)
+    elif target.startswith("draftmill-") and not Path(target).exists():
+        raise UserError("missing; a submitted job is stopped by its cluster", field="--address")
     else:
-        client = RayJobs(address)
-        is_stopped = stop_jobs(client, jobs_of(client, target, run.url), wait=wait_s > 0)
+        is_stopped = stop_driver(open_store(run), limit_s=wait_s) or not wait_s
     return OK if is_stopped else UNEXPECTED
 
 
-def jobs_of(client: RayJobs, target: str, run: str | None) -> list[Any]:
-    """The cluster's jobs that a target means: the one of this name, or all of the run directory `run`; UserError if none."""
-    jobs = client.jobs()
-    matches = [job for job in jobs if job.submission_id == target]
-    matches = matches or [job for job in jobs if run is not None and (job.metadata or {}).get(RUN) == run]
-    if not matches:
+def stop_jobs(client: RayJobs, target: str, run: str, *, wait: bool) -> bool:
+    """Ask the jobs that a target means to end: the one of this name, or all of the run directory `run`.
+
+    Returns whether all are over (True at once without `wait`); UserError if there is none.
+    """
+    known = client.jobs()
+    jobs = [job for job in known if job.submission_id == target]
+    jobs = jobs or [job for job in known if (job.metadata or {}).get(RUN) == run]
+    if not jobs:
         raise UserError(f"{target!r} is no job of the cluster, and no run directory of one", field="TARGET")
-    return matches
-
-
-def stop_jobs(client: RayJobs, jobs: Sequence[Any], *, wait: bool) -> bool:
-    """Ask the jobs that are not over to end; returns whether all are over (True at once without `wait`)."""
-    running = {str(job.submission_id): _patience_s(job) for job in jobs if not is_over(job)}
+    running = [job for job in jobs if not is_over(job)]
     if not running:
         _log.info(f"nothing to stop: {jobs[-1].submission_id} has ended ({jobs[-1].status})")
-    for name, patience_s in running.items():
-        client.stop(name)
-        _log.info(f"stopping {name}: running units may finish, within {patience_s:.0f} s")
+    patience_s = {}
+    for job in running:
+        variables = (job.runtime_env or {}).get("env_vars") or {}
+        patience_s[job.submission_id] = float(
+            variables.get("RAY_JOB_STOP_WAIT_TIME_S", 3)
+        )  # before Ray kills the driver
+        client.stop(job.submission_id)
+        _log.info(
+            f"stopping {job.submission_id}: running units may finish, within {patience_s[job.submission_id]:.0f} s"
+        )
 
     def end(name: str) -> str | None:
-        try:
-            job = client.info(name)
-        except NoSuchJob:
-            return ""
+        job = client.info(name)
         return f"{name} has ended ({job.status})" if is_over(job) else None
 
-    return not wait or all(
-        _wait_for(partial(end, name), name, patience_s + SPARE_S) for name, patience_s in running.items()
-    )
+    return not wait or all(_wait_for(end, name, limit_s + SPARE_S) for name, limit_s in patience_s.items())
 
 
-def _patience_s(job: Any) -> float:
-    """Seconds from the request to stop until Ray kills the driver."""
-    variables = (job.runtime_env or {}).get("env_vars") or {}
-    try:
-        return float(variables.get("RAY_JOB_STOP_WAIT_TIME_S", 3))
-    except ValueError:
-        return 3.0
-
-
-def _wait_for(end: Callable[[], str | None], name: str, limit_s: float) -> bool:
+def _wait_for(end: Callable[[str], str | None], name: str, limit_s: float) -> bool:
     """Ask until `end` is a text, which is printed; False if it is None for `limit_s`."""
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:
-        if (message := end()) is not None:
-            if message:
-                _log.info(message)
+        if (message := end(name)) is not None:
+            _log.info(message)
             return True
         time.sleep(POLL_S)
     _log.info(f"{name} has not ended within {limit_s:.0f} s")
@@ -327,27 +279,21 @@ def stop_driver(store: Store, *, limit_s: float) -> bool:
             "was submitted to a cluster, give that cluster's --address",
             field="TARGET",
         )
-    _signal(lease, pid)
+    try:
+        driver = psutil.Process(pid)
+        if driver.create_time() > lease.expires_at_s - TTL_S:  # the number of a dead driver, given to another process
+            raise UserError(
+                f"process {pid} is not the driver that took the lease; it runs out by itself", field="TARGET"
+            )
+        driver.terminate()
+    except psutil.AccessDenied:
+        raise UserError(f"process {pid}, the driver, belongs to another user", field="TARGET") from None
+    except psutil.NoSuchProcess:
+        pass  # it has ended meanwhile
     _log.info(f"stopping the driver, process {pid}: running units may finish")
 
-    def end() -> str | None:
+    def end(_: str) -> str | None:
         left = holder(store)
         return "it has ended" if left is None or left.owner != owner else None
 
     return _wait_for(end, "it", limit_s)
-
-
-def _signal(lease: LeaseHeld, pid: int) -> None:
-    try:
-        began_s = psutil.Process(pid).create_time()
-        if began_s > lease.expires_at_s - TTL_S:  # the number of a dead driver, given to another process
-            raise UserError(
-                f"process {pid} is not the driver that took the lease; it runs out by itself", field="TARGET"
-            )
-        os.kill(pid, signal.SIGTERM)
-    except PermissionError:
-        raise UserError(f"process {pid}, the driver, belongs to another user", field="TARGET") from None
-    except psutil.Error as error:
-        raise StoreError(f"process {pid}, the driver, can't be seen: {error}") from None
-    except ProcessLookupError:
-        return

@@ -36,38 +36,24 @@ def crontab(words: Iterable[str]) -> str:
     In a crontab `%` means a line end. Cron programs disagree on backslashes before `%` and before other backslashes, so neither
     character appears: bash's $'..' spells both as numbers.
     """
-    return " ".join(_for_cron(word) for word in words)
-
-
-def _for_cron(word: str) -> str:
-    if not re.search(r"[%\\]", word):
-        return shlex.quote(word)
-    return "$'" + re.sub(r"[%\\']", lambda special: f"\\x{ord(special[0]):02x}", word) + "'"
+    return " ".join(
+        "$'" + re.sub(r"[%\\']", lambda special: f"\\x{ord(special[0]):02x}", word) + "'"
+        if re.search(r"[%\\]", word)
+        else shlex.quote(word)
+        for word in words
+    )
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------
 
-_PLAIN_YAML = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*(:[A-Za-z0-9_./-]+)*")
-# Numbers, dates and 1e3, which YAML 1.1 and 1.2 read differently, are quoted, and so are these.
-_YAML_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-
 
 class _Dumper(yaml.SafeDumper):
-    """Lists are indented under their key; the same object twice is written twice."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    """Puts also into quotes what our reader of specs takes for a number, and ends of lines that would be lost."""
 
 
 def _scalar(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # The emitter falls back to double quotes if a block can't hold the text. Empty lines at its end would be lost here.
-    if "\n" in text and not re.search(r"(^|\n)\n\Z|[\x85\u2028\u2029]", text):
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
-    plain = _PLAIN_YAML.fullmatch(text) and text.lower() not in _YAML_WORDS
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+    style = '"' if re.search(r"^[-+]?[\d.]+[eE]|[\x85\u2028\u2029]", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _scalar)
@@ -79,8 +65,11 @@ def yaml_document(data: Mapping[str, Any]) -> str:
 
 
 def yaml_text(text: str, indent: int = 0) -> str:
-    """A text as a value in YAML: plain, in double quotes, or as a block whose key is indented by so many characters."""
-    return yaml_document({"k": text}).removeprefix("k: ").rstrip("\n").replace("\n  ", f"\n{' ' * (indent + 2)}")
+    """A text as a value in YAML: in double quotes, or as a block whose key is indented by so many characters."""
+    # The emitter falls back to double quotes if a block can't hold the text. Empty lines at its end would be lost here.
+    is_block = "\n" in text and not re.search(r"(^|\n)\n\Z|[\x85\u2028\u2029]", text)
+    written = yaml.safe_dump(text, default_style="|" if is_block else '"', allow_unicode=True, width=10**6)
+    return str(written).rstrip("\n").replace("\n  ", f"\n{' ' * (indent + 2)}")
 
 
 WIDTH = 110

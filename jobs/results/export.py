@@ -10,9 +10,9 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from draftmill.jobs.results.formats import (
     Sink,
     part_name,
 )
-from draftmill.jobs.results.passes import Pass, finished_passes, latest_rows, passes_of
+from draftmill.jobs.results.passes import Pass, finished_passes, joined, latest_rows, passes_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.records import SCHEMA_VERSION
@@ -78,7 +78,11 @@ def export(
         check_openai(passes[0].plan)
         errors = errors or errors_beside(out)
     if file_mb is not None:
-        check_parts(kind, errors)
+        if kind != "parquet":
+            raise UserError(f"does not apply to --format {kind}; it applies to parquet", field=FILE_MB)
+        if errors is not None:
+            hint = "the column `status` tells which samples are ok"
+            raise UserError(f"does not apply with --file-mb; {hint}", field=ERRORS)
         out = out.rstrip("/") or out
     check_places(store.url, kind, out, errors)
     if file_mb is not None:
@@ -148,27 +152,12 @@ def tables_of(passes: Sequence[Pass], columns: Sequence[str], *, order: str = "p
     own = own_columns(plan).intersection(columns)
     read = [name for name in columns if name not in own] + [KEEP] * bool(own)
     tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
-    for rows in in_input_order(plan, tables) if order == "input" else joined(tables):
-        yield with_columns(rows, plan.keep, own)
-
-
-def joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Small tables together, up to AT_ONCE rows or BYTES_AT_ONCE: what follows takes a time for each table and column."""
-    held, rows, size = list[pa.Table](), 0, 0
-    for table in chain(tables, [None]):
-        if table is not None:
-            held.append(table)
-            rows, size = rows + table.num_rows, size + table.nbytes
-        if held and (table is None or rows >= AT_ONCE or size >= BYTES_AT_ONCE):
-            yield held[0] if len(held) == 1 else pa.concat_tables(held).unify_dictionaries().combine_chunks()
-            held, rows, size = [], 0, 0
-
-
-def with_columns(table: pa.Table, keep: pa.Schema | None, names: Container[str]) -> pa.Table:
-    """The table with these kept columns beside their struct."""
-    fields = [field for field in keep or () if field.name in names]
-    columns = [pc.struct_field(table[KEEP], field.name) for field in fields]
-    return pa.Table.from_arrays([*table.columns, *columns], schema=pa.schema([*table.schema, *fields]))
+    # What follows takes a time for each table and column.
+    small_together = in_input_order(plan, tables) if order == "input" else joined(tables, AT_ONCE, BYTES_AT_ONCE)
+    fields = [field for field in plan.keep or () if field.name in own]
+    for table in small_together:
+        columns = [pc.struct_field(table[KEEP], field.name) for field in fields]
+        yield pa.Table.from_arrays([*table.columns, *columns], schema=pa.schema([*table.schema, *fields]))
 
 
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
@@ -213,14 +202,6 @@ def columns_of(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
             allowed = ", ".join([*known, *sorted(own_columns(plan))])
             raise UserError(f"{name!r} is not a column of the result; allowed: {allowed}", field=COLUMNS)
     return list(dict.fromkeys(columns)) or list(known)
-
-
-def check_parts(kind: str, errors: str | None) -> None:
-    """Raise UserError for what cannot be written as several files."""
-    if kind != "parquet":
-        raise UserError(f"does not apply to --format {kind}; it applies to parquet", field=FILE_MB)
-    if errors is not None:
-        raise UserError("does not apply with --file-mb; the column `status` tells which samples are ok", field=ERRORS)
 
 
 def check_openai(plan: Plan) -> None:
@@ -298,8 +279,16 @@ def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
     for field, place in ((OUT, out), (ERRORS, errors)):
         if place is None or place == STDOUT:
             continue
-        problem = "'' is not a path" if not place else path_problem(place, ("s3",)) or _key_problem(place)
-        if problem is None and _inside(place, run_url):
+        problem = "'' is not a path" if not place else path_problem(place, ("s3",))
+        bucket, _, key = place.removeprefix(S3).partition("/")
+        if place.startswith(S3) and (not bucket or {"", ".", ".."} & set(key.split("/"))):
+            allowed = "s3://bucket/key, without empty parts, . and .. in the key"
+            problem = problem or f"{place!r} does not name an object; allowed: {allowed}"
+        if is_local(place) and is_local(run_url):
+            inside = Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
+        else:
+            inside = is_inside(place, run_url)
+        if problem is None and inside:
             problem = f"{place!r} is inside the run directory, which may hold only the run's own files"
         if problem is not None:
             raise UserError(problem, field=field)
@@ -309,40 +298,25 @@ def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
         raise UserError("Parquet can't be written to standard output; name a file", field=OUT)
 
 
-def _key_problem(place: str) -> str | None:
-    if not place.startswith(S3):
-        return None
-    bucket, _, key = place.removeprefix(S3).partition("/")
-    if not bucket or {"", ".", ".."} & set(key.split("/")):
-        return f"{place!r} does not name an object; allowed: s3://bucket/key, without empty parts, . and .. in the key"
-    return None
-
-
-def _inside(place: str, run_url: str) -> bool:
-    if place.startswith(S3) or not is_local(run_url):
-        return is_inside(place, run_url)
-    return Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
-
-
 # ---- a file that appears whole or not at all
 
 
-def open_whole(place: Place, *, field: str, overwrite: bool) -> AbstractContextManager[Target]:
+@contextmanager
+def open_whole(place: Place, *, field: str, overwrite: bool) -> Iterator[Target]:
     """A file that appears under its name when the block succeeds; if the block raises, nothing is left.
 
     Raises UserError if the place can't be written. `field` is the argument that names the place.
     """
     if place.url == STDOUT:
-        return _standard_output()
-    if place.url.startswith(S3):
-        return _object(place, field, overwrite)
-    return _local_file(place.url, field, overwrite)
-
-
-@contextmanager
-def _standard_output() -> Iterator[IO[bytes]]:
-    yield sys.stdout.buffer
-    sys.stdout.buffer.flush()
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    with (
+        _object(place, field, overwrite)
+        if place.url.startswith(S3)
+        else _local_file(place.url, field, overwrite) as file
+    ):
+        yield file
 
 
 @contextmanager

@@ -94,11 +94,14 @@ class ParquetSink(Sink):
     def __init__(
         self, file: Target, schema: pa.Schema, metadata: Mapping[str, str], *, group_bytes: int = GROUP_BYTES
     ) -> None:
-        self._schema, self._file, self._group_bytes = schema, file, group_bytes
-        self._writer = parquet_writer(file, schema, metadata)
+        self._schema, self._metadata, self._group_bytes = schema, metadata, group_bytes
         self._held: list[pa.Table] = []
         self._bytes = 0
-        self._largest = 0  # bytes of a row group in the file
+        self._begin(file)
+
+    def _begin(self, file: Target) -> None:
+        self._file = file
+        self._writer = parquet_writer(file, self._schema, self._metadata)
 
     def add(self, table: pa.Table) -> None:
         self._held.append(table)
@@ -119,50 +122,41 @@ class ParquetSink(Sink):
 
     def _flush(self) -> None:
         group = pa.concat_tables(self._held).unify_dictionaries().combine_chunks().cast(self._schema)
-        before = self._file.tell()
         self._writer.write_table(group, row_group_size=max(1, group.num_rows))
-        self._largest = max(self._largest, self._file.tell() - before)
         self._held, self._bytes = [], 0
 
-    def is_full(self, file_bytes: int) -> bool:
-        """Whether another row group could make the file larger than this."""
-        return self._file.tell() + self._largest > file_bytes
 
-
-class PartsSink(Sink):
+class PartsSink(ParquetSink):
     """Files of at most `file_bytes`, part-00000.parquet and so on; a file is larger only if a single row group is.
 
     Memory holds one file. Each appears whole.
     """
 
     def __init__(self, store: Store, schema: pa.Schema, metadata: Mapping[str, str], file_bytes: int) -> None:
-        self._store, self._schema, self._metadata, self._file_bytes = store, schema, metadata, file_bytes
-        self.count = 0
-        self._begin()
+        self._store, self._file_bytes, self.count, self._largest = store, file_bytes, 0, 0
+        super().__init__(io.BytesIO(), schema, metadata, group_bytes=min(GROUP_BYTES, file_bytes))
 
-    def _begin(self) -> None:
-        self._file, self._rows = io.BytesIO(), 0
-        group_bytes = min(GROUP_BYTES, self._file_bytes)
-        self._sink = ParquetSink(self._file, self._schema, self._metadata, group_bytes=group_bytes)
+    def _flush(self) -> None:
+        before = self._file.tell()
+        super()._flush()
+        self._largest = max(self._largest, self._file.tell() - before)
+        if self._file.tell() + self._largest > self._file_bytes:
+            self._put()
 
     def _put(self) -> None:
-        self._sink.close()
+        assert isinstance(self._file, io.BytesIO)
+        self._writer.close()
         self._store.put(part_name(self.count), self._file.getvalue())
         self.count += 1
-
-    def add(self, table: pa.Table) -> None:
-        self._sink.add(table)
-        self._rows += table.num_rows
-        if self._sink.is_full(self._file_bytes):
-            self._put()
-            self._begin()
+        self._largest = 0  # of the row groups of this file
+        self._begin(io.BytesIO())
 
     def close(self) -> None:
-        if self._rows or not self.count:
+        if self._held:
+            self._flush()
+        if self._largest or not self.count:
             self._put()
-
-    def abandon(self) -> None:
-        self._sink.abandon()
+        self._writer.close()
 
 
 def part_name(number: int) -> str:
@@ -272,26 +266,22 @@ def _number(row: Mapping[str, Any]) -> int:
 def _body(samples: Sequence[Mapping[str, Any]], name: str, chat: bool) -> dict[str, Any]:
     first = samples[0]
     given, new = first["prompt_tokens"] or 0, sum(row["new_tokens"] or 0 for row in samples)
+    model = first["model"]
+    if not is_local(model) or model.startswith(("/", ".", "~")):  # a path on this machine or in a bucket: its last part
+        model = model.rstrip("/").rpartition("/")[2]
+    choices = []
+    for row in samples:
+        content = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
+        reason = FINISH_REASONS.get(row["finish"], row["finish"])
+        choices.append({"index": _number(row), **content, "logprobs": _logprobs(row, chat), "finish_reason": reason})
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(datetime.fromisoformat(first["started_at"]).timestamp()) if first["started_at"] else 0,
-        "model": first.get("request_model") or model_name(first["model"]),
-        "choices": [_choice(row, chat) for row in samples],
+        "model": first.get("request_model") or model,
+        "choices": choices,
         "usage": {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
     }
-
-
-def model_name(path: str) -> str:
-    """The name of a job's model for answers whose requests name none: a path on this machine or in a bucket is its last part."""
-    is_place = not is_local(path) or path.startswith(("/", ".", "~"))
-    return path.rstrip("/").rpartition("/")[2] if is_place else path
-
-
-def _choice(row: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-    content = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
-    reason = FINISH_REASONS.get(row["finish"], row["finish"])
-    return {"index": _number(row), **content, "logprobs": _logprobs(row, chat), "finish_reason": reason}
 
 
 def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:

@@ -15,13 +15,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import Allocation, ModelPlace
 from draftmill.actors.measuring.measure import MeasureJob, UnitToMeasure
 from draftmill.actors.metrics.registry import ReadyMetric, load_function
-from draftmill.actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expand_metrics, needs_reference
+from draftmill.actors.metrics.settings import (
+    Judge,
+    Metric,
+    Metrics,
+    OwnMetric,
+    PassAtK,
+    as_mapping,
+    expand_metrics,
+    needs_reference,
+)
 from draftmill.actors.metrics.texts import PACKAGES
 from draftmill.actors.rows.text import has_tokenizer
+from draftmill.actors.sandbox.sandbox import find_sandbox
 from draftmill.jobs.config.paths import absolute, with_absolute
 from draftmill.jobs.config.rules import metric_problem, reference_of
 from draftmill.jobs.config.spec import JobSpec
@@ -29,10 +42,11 @@ from draftmill.jobs.drive.backend import Backend
 from draftmill.jobs.drive.driver import Driver, StopFlag
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.totals import Totals, ratio
+from draftmill.jobs.exit_codes import INTERRUPTED, Ended
 from draftmill.jobs.formatting import counted, duration
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.worker_job import limits_of
-from draftmill.jobs.results.passes import Pass, finished_passes
+from draftmill.jobs.results.passes import finished_passes, passes_of
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import StoreError, UserError
@@ -41,13 +55,51 @@ from draftmill.storage.stores.interface import Store
 from draftmill.version import __version__
 
 
+def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
+    """A metric from the command line: a name, a Python file, or a mapping in YAML. UserError if it is none."""
+    field = f"--metric {word}"
+    try:
+        mapping = as_mapping(yaml.safe_load(word) if word.lstrip().startswith("{") else word, "metric")
+    except yaml.YAMLError as error:
+        raise UserError(f"not a mapping in YAML: {' '.join(str(error).split())}", field=field) from None
+    except ValueError as error:
+        raise UserError(str(error).partition(": ")[2], field=field) from None
+    if allow_code_execution and isinstance(mapping, dict) and mapping.get("kind") == "pass_at_k":
+        mapping = {"allow_code_execution": True} | mapping
+    try:
+        [metric] = TypeAdapter(Metrics).validate_python([mapping], strict=True)
+        return metric
+    except ValidationError as error:
+        item = error.errors(include_url=False)[0]
+    key = ".".join(map(str, item["loc"][2:]))
+    message = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
+    problem = f"{key}: {message}" if key else message
+    if item["type"] == "extra_forbidden":
+        problem = f"unknown setting {key!r}"
+    if item["type"] == "missing":
+        problem = f"{key}: missing; for example {_EXAMPLES.get(str(item['loc'][1]), key)}"
+    raise UserError(problem, field=field)
+
+
+_EXAMPLES = {"judge": "'{kind: judge, model: builtin:ar-tiny}'", "file": "my_metric.py"}
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedMetrics:
-    """Metrics that can be measured; `reference` and `joiner` as in draftmill.actors.measuring.measure.MeasureJob."""
+    """Metrics that can be measured for a job; `reference` and `joiner` as in draftmill.actors.measuring.measure.MeasureJob."""
 
+    spec: JobSpec
     metrics: tuple[ReadyMetric, ...]
     reference: str | None
     joiner: str | None
+
+
+def ready_for(spec: JobSpec, plan: Plan | None) -> CheckedMetrics | None:
+    """The spec's metrics, checked before anything is decoded; None if it has none."""
+    if not spec.metrics:
+        return None
+    fields = [f"metrics.{index}" for index in range(len(spec.metrics))]
+    return ready_metrics(spec.metrics, fields, spec, spec.kept if plan is None else kept_columns(plan))
 
 
 def ready_metrics(
@@ -62,13 +114,12 @@ def ready_metrics(
 
     `fields` are the metrics' paths in the spec or their words on the command line; `reference` names another kept column.
     """
-    columns, task = spec.input.columns, spec.task
     if reference is not None and reference not in kept:
         there = ", ".join(kept) or "none"
         raise UserError(
             f"the results keep no column {reference!r}; columns in the results: {there}", field="--reference"
         )
-    column, joiner = reference_of(columns, task, kept, spec.prompt, reference)
+    column, joiner = reference_of(spec.input.columns, spec.task, kept, spec.prompt, reference)
     problem = metric_problem(
         metrics,
         fields,
@@ -79,43 +130,22 @@ def ready_metrics(
     )
     if problem is not None:
         raise UserError(problem[1], field=problem[0])
-    checked = {index: _check_metric(metric, fields[index], spec) for index, metric in enumerate(metrics)}
+    checked = [_check_metric(metric, field, spec) for metric, field in zip(metrics, fields, strict=True)]
     ready = []
     for index, part in expand_metrics(metrics):
-        extra, more = checked[index]
-        settings = part.model_dump(mode="json", exclude=set(part.changes_nothing)) | extra
+        hashes, more = checked[index]
+        settings = part.model_dump(mode="json", exclude=set(part.changes_nothing)) | hashes
         if needs_reference(part):
             settings["reference"] = [column, joiner]
-        measured = MeasuredMetric(settings, part.columns(), part.estimates())
-        ready.append(ReadyMetric(part, measured, fields[index], **more))
-    return CheckedMetrics(tuple(ready), column, joiner)
+        ready.append(
+            ReadyMetric(part, MeasuredMetric(settings, part.columns(), part.estimates()), fields[index], **more)
+        )
+    return CheckedMetrics(spec, tuple(ready), column, joiner)
 
 
 def kept_columns(plan: Plan) -> tuple[str, ...]:
     """The columns of the inputs that the run's results hold."""
     return () if plan.keep is None else tuple(plan.keep.names)
-
-
-def check_columns(ready: CheckedMetrics, sets: Mapping[str, MetricSet]) -> None:
-    """Raise UserError if the run has a metric of the same column that was measured with other settings."""
-    there = {
-        column: metric for metric_set in sets.values() for metric in metric_set.metrics for column in metric.columns
-    }
-    for metric in ready.metrics:
-        for column in metric.measured.columns:
-            earlier = there.get(column)
-            if earlier is not None and earlier.identity != metric.measured.identity:
-                now = metric.measured
-                changed = sorted(
-                    key
-                    for key in {*earlier.settings, *now.settings}
-                    if earlier.settings.get(key) != now.settings.get(key)
-                )
-                raise UserError(
-                    f"the column {column!r} of this run was measured with other settings ({', '.join(changed) or 'columns'}); "
-                    "results are never rewritten: give this metric another `name`",
-                    field=metric.field,
-                )
 
 
 def _check_metric(metric: Metric, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -125,21 +155,18 @@ def _check_metric(metric: Metric, field: str, spec: JobSpec) -> tuple[dict[str, 
         raise UserError(f"{metric.kind} needs {package}: pip install 'draftmill[metrics]'", field=field)
     match metric:
         case OwnMetric():
-            return _own(metric, field)
+            try:
+                source = Path(metric.path).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"{metric.path} can't be read: {error}", field=field) from None
+            load_function(source, metric.path, field=field)
+            return {"sha256": hashlib.sha256(source.encode()).hexdigest()}, {"source": source}
         case Judge():
             return _judge(metric, field, spec)
         case PassAtK():
-            return _programs(field, spec)
+            find_sandbox(field=field)
+            return {}, {"samples": spec.sampling.n}
     return {}, {}
-
-
-def _own(metric: OwnMetric, field: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    try:
-        source = Path(metric.path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{metric.path} can't be read: {error}", field=field) from None
-    load_function(source, metric.path, field=field)
-    return {"sha256": hashlib.sha256(source.encode()).hexdigest()}, {"source": source}
 
 
 def _judge(metric: Judge, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,13 +187,6 @@ def _judge(metric: Judge, field: str, spec: JobSpec) -> tuple[dict[str, Any], di
     model = ModelPlace(checkpoint, metric.revision, "auto", None, "auto", metric.dtype, metric.device, False)
     hashes = {"model_sha256": model_hash(folder), "tokenizer_sha256": tokenizer_hash(folder)}
     return hashes, {"place": model}
-
-
-def _programs(field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    from draftmill.actors.sandbox.sandbox import find_sandbox
-
-    find_sandbox(field=field)
-    return {}, {"samples": spec.sampling.n}
 
 
 MARGIN_S = 30.0
@@ -195,27 +215,22 @@ class MeasureDisplay(Display):
         self._display.line(share, f"measured {done:,}/{rows:,} samples ({share:.0%})  {figures}")
 
 
-def units_to_measure(store: Store, passes: Sequence[Pass], ready: CheckedMetrics) -> dict[int, UnitToMeasure]:
+def units_to_measure(store: Store, ready: CheckedMetrics) -> dict[int, UnitToMeasure]:
     """The units of all finished passes that lack some of the metrics, each with those that it lacks, by their numbers.
 
     The units of the first pass have their own numbers, those of later passes the following ones. Reads listings and the
-    descriptions of sets, no unit.
+    descriptions of sets, no unit. UserError if the run has a metric of the same column that was measured with other settings.
     """
-    sets = metric_sets(store)
-    check_columns(ready, sets)
-    measured = measured_units(store)
+    sets, measured = metric_sets(store), measured_units(store)
+    _check_columns(ready, sets)
+    identities = {name: {metric.identity for metric in metric_set.metrics} for name, metric_set in sets.items()}
     units: dict[int, UnitToMeasure] = {}
     first = 0
-    for part in finished_passes(passes):
+    for part in finished_passes(passes_of(store)):
         assert part.manifest is not None
         folder = "" if part.number == 1 else f"passes/{part.number:04d}/"
         for unit in part.manifest.units:
-            there = {
-                metric.identity
-                for name in measured.get((part.number, unit.unit), ())
-                if name in sets
-                for metric in sets[name].metrics
-            }
+            there = set[str]().union(*(identities.get(name, ()) for name in measured.get((part.number, unit.unit), ())))
             lacking = tuple(n for n, metric in enumerate(ready.metrics) if metric.measured.identity not in there)
             if lacking:
                 place = UnitToMeasure(part.number, unit.unit, f"{folder}{unit.object}", unit.rows, lacking)
@@ -224,40 +239,59 @@ def units_to_measure(store: Store, passes: Sequence[Pass], ready: CheckedMetrics
     return units
 
 
+def _check_columns(ready: CheckedMetrics, sets: Mapping[str, MetricSet]) -> None:
+    there = {
+        column: metric for metric_set in sets.values() for metric in metric_set.metrics for column in metric.columns
+    }
+    for metric in ready.metrics:
+        now = metric.measured
+        for column in now.columns:
+            earlier = there.get(column, now)
+            if earlier.identity != now.identity:
+                keys = sorted(earlier.settings.keys() | now.settings.keys())
+                changed = [key for key in keys if earlier.settings.get(key) != now.settings.get(key)]
+                raise UserError(
+                    f"the column {column!r} of this run was measured with other settings ({', '.join(changed) or 'columns'}); "
+                    "results are never rewritten: give this metric another `name`",
+                    field=metric.field,
+                )
+
+
 def measure_units(
-    store: Store,
-    spec: JobSpec,
-    passes: Sequence[Pass],
-    ready: CheckedMetrics,
-    *,
-    backend: Backend,
-    display: Display,
-    stop: StopFlag,
-    grace_s: float,
-) -> bool:
-    """Measure what is missing; returns whether all is measured, False if it was interrupted.
+    store: Store, ready: CheckedMetrics, *, backend: Backend, display: Display, stop: StopFlag, grace_s: float
+) -> None:
+    """Measure what is missing. The caller holds the run directory's lease.
 
     A metric has `workers.stall_s` for a row. A row on which a metric takes longer, or ends its process again and again, gets the
-    reason as that metric's error. The caller holds the run directory's lease. Raises StoreError if the workers can't go on.
+    reason as that metric's error. Raises Ended if it is interrupted, StoreError if the workers can't go on.
     """
-    units = units_to_measure(store, passes, ready)
+    units = units_to_measure(store, ready)
     if not units:
-        return True
+        return
     for lacking in dict.fromkeys(unit.metrics for unit in units.values()):
         record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
-    limits = limits_of(spec)
-    job = _job_of(store, passes[0].plan, ready, units, row_s=limits.lease_s)
-    rows, all_rows = sum(unit.rows for unit in units.values()), sum(part.plan.rows for part in finished_passes(passes))
+    limits, passes = limits_of(ready.spec), finished_passes(passes_of(store))
+    job = MeasureJob(
+        store=store.place.at(absolute(store.url)),
+        fingerprint=passes[0].plan.fingerprint,
+        code_version=__version__,
+        metrics=ready.metrics,
+        units=units,
+        row_s=limits.lease_s,
+        reference=ready.reference,
+        joiner=ready.joiner,
+    )
+    rows, all_rows = sum(unit.rows for unit in units.values()), sum(part.plan.rows for part in passes)
     totals = Totals(units=len(units), rows=all_rows, rows_before=all_rows - rows)
     indices = sorted({index for unit in units.values() for index in unit.metrics})
     names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in indices))
     display.note(f"measuring {names}: {counted(len(units), 'unit')}, {rows:,} samples")
-    values = {number: unit.rows * len(unit.metrics) for number, unit in units.items()}
     with backend.opened(display), stop.on_signals():
-        allocation = _allocate_measurers(backend, spec, ready, len(units))
+        allocation = _allocate_measurers(backend, ready, len(units))
         pool = backend.pool(job, allocation)
         limits = replace(limits, lease_s=limits.lease_s + MARGIN_S)
-        sizes = (UnitSize(number, count, count) for number, count in values.items())
+        values = ((number, unit.rows * len(unit.metrics)) for number, unit in units.items())
+        sizes = (UnitSize(number, count, count) for number, count in values)
         scheduler = Scheduler(sizes, workers=allocation.count, limits=limits)
         is_done = False
         try:
@@ -272,26 +306,16 @@ def measure_units(
         raise UserError(finish.message)
     if finish.how in {"failed", "full"}:
         raise StoreError(f"{finish.message}; run it again to resume")
-    return is_done
+    if not is_done:
+        count = sum(part.plan.units for part in passes)
+        done = count - len(units_to_measure(store, ready))
+        message = f"interrupted with {done:,} of {count:,} units measured; run it again to resume"
+        raise Ended(message, INTERRUPTED, by_signal=stop.by_signal)
 
 
-def _job_of(
-    store: Store, plan: Plan, ready: CheckedMetrics, units: Mapping[int, UnitToMeasure], *, row_s: float
-) -> MeasureJob:
-    return MeasureJob(
-        store=store.place.at(absolute(store.url)),
-        fingerprint=plan.fingerprint,
-        code_version=__version__,
-        metrics=ready.metrics,
-        units=units,
-        row_s=row_s,
-        reference=ready.reference,
-        joiner=ready.joiner,
-    )
-
-
-def _allocate_measurers(backend: Backend, spec: JobSpec, ready: CheckedMetrics, units: int) -> Allocation:
+def _allocate_measurers(backend: Backend, ready: CheckedMetrics, units: int) -> Allocation:
     """As many workers as the run's own `workers` allow, of one kind; they get GPUs only if there is a judge."""
+    spec = ready.spec
     if not any(metric.place is not None for metric in ready.metrics):
         workers = spec.shapes[0].model_copy(update={"gpus": 0, "gpus_per_model": 1, "labels": {}})
         model = spec.model.model_copy(update={"device": "cpu"})

@@ -10,9 +10,11 @@ one before, all passes are read in parallel to find each row's latest result, wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -64,6 +66,18 @@ class PassRows:
         joined = pa.concat_tables(taken)
         self._held = joined.slice(count) if joined.num_rows > count else None
         return joined.slice(0, count)
+
+
+def joined(tables: Iterable[pa.Table], most_rows: int, most_bytes: float = math.inf) -> Iterator[pa.Table]:
+    """Small tables together, up to about so many rows or bytes."""
+    held, rows, size = list[pa.Table](), 0, 0
+    for table in chain(tables, [None]):
+        if table is not None:
+            held.append(table)
+            rows, size = rows + table.num_rows, size + table.nbytes
+        if held and (table is None or rows >= most_rows or size >= most_bytes):
+            yield held[0] if len(held) == 1 else pa.concat_tables(held).unify_dictionaries().combine_chunks()
+            held, rows, size = [], 0, 0
 
 
 class NoPlanYet(UserError):
@@ -136,7 +150,8 @@ def failed_rows(part: Pass) -> Iterator[pa.Table]:
     for unit, planned in zip(part.manifest.units, part.plan.tables(), strict=True):
         if unit.failed:
             results = next(tables)
-            _check_names(part, planned, results)
+            if names_of(planned) != names_of(results):
+                raise _mismatch(part, "the rows of a unit differ from the planned ones")
             yield planned.filter(pc.equal(results["status"], "failed")).select(ROW_SCHEMA.names)
 
 
@@ -164,23 +179,18 @@ def _overlay(before: Iterator[pa.Table], after: Pass, columns: Sequence[str] | N
     later = PassRows(_rows_of(after, columns))
     for table in before:
         places = np.flatnonzero(pc.equal(table["status"], "failed").to_numpy())
-        yield _replace_rows(table, places, later.take(len(places)), after) if len(places) else table
+        if not len(places):
+            yield table
+            continue
+        fresh = later.take(len(places))
+        if fresh is None or names_of(fresh) != names_of(table.take(places)):
+            raise _mismatch(after, "its rows differ from the failed rows of the pass before it")
+        order = np.arange(table.num_rows)
+        order[places] = table.num_rows + np.arange(len(places))
+        yield pa.concat_tables([table, fresh]).unify_dictionaries().take(order)
     if later.take(1) is not None:
         raise _mismatch(after, "it has rows that did not fail in the pass before it")
 
 
 def _mismatch(part: Pass, reason: str) -> DamagedRun:
     return DamagedRun(part.store.url, reason, "`draftmill verify` says more")
-
-
-def _replace_rows(table: pa.Table, places: np.ndarray, fresh: pa.Table | None, after: Pass) -> pa.Table:
-    if fresh is None or names_of(fresh) != names_of(table.take(places)):
-        raise _mismatch(after, "its rows differ from the failed rows of the pass before it")
-    order = np.arange(table.num_rows)
-    order[places] = table.num_rows + np.arange(len(places))
-    return pa.concat_tables([table, fresh]).unify_dictionaries().take(order)
-
-
-def _check_names(part: Pass, planned: pa.Table, results: pa.Table) -> None:
-    if names_of(planned) != names_of(results):
-        raise _mismatch(part, "the rows of a unit differ from the planned ones")

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.plan.resolve import Resolved, copied_folder
-from draftmill.jobs.results.passes import Pass, finished_passes, latest_rows, passes_of
+from draftmill.jobs.results.passes import Pass, finished_passes, joined, latest_rows, passes_of
 from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.rows import InputFile
@@ -88,26 +88,16 @@ def run_rows(passes: Sequence[Pass]) -> Iterator[pa.Table]:
     UserError if a metric has the name of a column.
     """
     metrics = read_metrics(passes[0].store)
-    held: list[pa.Table] = []
-    for table in latest_rows(passes):
-        held.append(_without_dictionaries(table))
-        if sum(table.num_rows for table in held) >= BATCH_ROWS:
-            yield _with_metrics(pa.concat_tables(held), metrics)
-            held = []
-    if held:
-        yield _with_metrics(pa.concat_tables(held), metrics)
-
-
-def _with_metrics(table: pa.Table, metrics: pa.Table | None) -> pa.Table:
-    if metrics is None:
-        return table
-    names = [name for name in metrics.column_names if name not in KEYS.names]
-    if clash := [name for name in names if name in table.column_names]:
-        raise UserError(f"the run has a metric with the name of a column, {clash[0]!r}", field="input.run")
-    places = pc.index_in(_names(table), value_set=_names(metrics).combine_chunks())
-    for name in names:
-        table = table.append_column(name, metrics[name].take(places))
-    return table
+    for table in joined(map(_without_dictionaries, latest_rows(passes)), BATCH_ROWS):
+        if metrics is None:
+            yield table
+            continue
+        names = [name for name in metrics.column_names if name not in KEYS.names]
+        if clash := [name for name in names if name in table.column_names]:
+            raise UserError(f"the run has a metric with the name of a column, {clash[0]!r}", field="input.run")
+        places = pc.index_in(_names(table), value_set=_names(metrics).combine_chunks())
+        columns = [*table.columns, *(metrics[name].take(places) for name in names)]
+        yield pa.table(columns, names=[*table.column_names, *names])
 
 
 def _names(table: pa.Table) -> pa.ChunkedArray:

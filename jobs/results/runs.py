@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
 from draftmill.jobs.config.dates import base_of, below_base, date_in, depth_of, format_date, read_date
 from draftmill.jobs.drive.run_log import read_sessions
 from draftmill.jobs.exit_codes import hopeless, too_many_failed
-from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.results.passes import PRUNED, count_failed, is_unplanned, passes_of
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.json_text import parse_json
@@ -88,24 +88,24 @@ State = Literal["finished", "failed", "running", "interrupted", "damaged"]
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """One run. `date` is its logical date, or else when it was planned; numbers are None where they are not known.
+    """One run; facts are None where they are not known. `is_pruned`: its results were deleted.
 
-    `failed` counts the samples that are still failed after the last finished pass. `is_pruned`: its results were deleted.
+    `failed` counts the samples that are still failed after the last finished pass.
     """
 
     run: str
     name: str
-    job: str | None
-    state: State
-    logical_date: str | None
-    planned_at: str | None
-    units: int | None
-    units_done: int | None
-    samples: int | None
-    failed: int | None
-    driver: str | None
-    is_success: bool
-    is_pruned: bool
+    job: str | None = None
+    state: State = "interrupted"
+    logical_date: str | None = None
+    planned_at: str | None = None
+    units: int | None = None
+    units_done: int | None = None
+    samples: int | None = None
+    failed: int | None = None
+    driver: str | None = None
+    is_success: bool = False
+    is_pruned: bool = False
 
     @property
     def date(self) -> str | None:
@@ -115,50 +115,39 @@ class RunFacts:
 
 def facts_of(run: FoundRun) -> RunFacts:
     """The facts of a run."""
-    driver = driver_of(run.store)
-    try:
-        plan = load_plan(run.store)
-        if plan is None:
-            return _facts(run, None, "running" if driver else "interrupted", driver)
-        if run.success is None:
-            done = done_units(run.store)
-            state: State = "running"
-            if not driver:
-                is_bad = hopeless(read_sessions(run.store).committed.failed, plan.rows, plan.spec.errors)
-                state = "failed" if is_bad else "interrupted"
-            return _facts(run, plan, state, driver, len(done))
-        is_pruned = PRUNED in run.level.files
-        failed = int(parse_json(run.store.get(PRUNED))["failed"]) if is_pruned else count_failed(passes_of(run.store))
-        state = "failed" if too_many_failed(failed, plan.rows, plan.spec.errors) else "finished"
-        return _facts(run, plan, state, driver, plan.units, failed)
-    except (ValueError, KeyError, TypeError, DamagedRun):  # a UserError is a ValueError
-        return _facts(run, None, "damaged", driver)
-
-
-def _facts(
-    run: FoundRun,
-    plan: Plan | None,
-    state: State,
-    driver: str | None,
-    done: int | None = None,
-    failed: int | None = None,
-) -> RunFacts:
-    stat = run.level.files.get(PLAN)
-    date = None if plan is None else plan.spec.output.logical_date
-    return RunFacts(
-        run=run.store.url,
-        name=run.name or ".",
-        job=None if plan is None else plan.spec.name,
-        state=state,
-        logical_date=None if date is None else format_date(read_date(date)),
-        planned_at=None
-        if stat is None or stat.mtime_s is None
-        else format_date(datetime.fromtimestamp(stat.mtime_s, UTC)),
-        units=None if plan is None else plan.units,
-        units_done=done,
-        samples=None if plan is None else plan.rows,
-        failed=failed,
+    driver, stat = driver_of(run.store), run.level.files.get(PLAN)
+    planned_s = None if stat is None else stat.mtime_s
+    facts = RunFacts(
+        run.store.url,
+        run.name or ".",
+        state="running" if driver else "interrupted",
+        planned_at=None if planned_s is None else format_date(datetime.fromtimestamp(planned_s, UTC)),
         driver=driver,
         is_success=run.success is not None,
         is_pruned=PRUNED in run.level.files,
     )
+    try:
+        plan = load_plan(run.store)
+        if plan is None:
+            return facts
+        date, state = plan.spec.output.logical_date, facts.state
+        if run.success is None:
+            failed, done = None, len(done_units(run.store))
+            if not driver and hopeless(read_sessions(run.store).committed.failed, plan.rows, plan.spec.errors):
+                state = "failed"
+        else:
+            pruned = parse_json(run.store.get(PRUNED)) if facts.is_pruned else None
+            failed, done = int(pruned["failed"]) if pruned else count_failed(passes_of(run.store)), plan.units
+            state = "failed" if too_many_failed(failed, plan.rows, plan.spec.errors) else "finished"
+        return replace(
+            facts,
+            job=plan.spec.name,
+            state=state,
+            logical_date=None if date is None else format_date(read_date(date)),
+            units=plan.units,
+            units_done=done,
+            samples=plan.rows,
+            failed=failed,
+        )
+    except (ValueError, KeyError, TypeError, DamagedRun):  # a UserError is a ValueError
+        return replace(facts, state="damaged")

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,18 +23,16 @@ from draftmill.jobs.results.passes import (
     FOLDER,
     PRUNED,
     NoPlanYet,
-    Pass,
     count_failed,
     passes_of,
     require_plan,
 )
-from draftmill.jobs.results.runs import FoundRun, RunFacts, facts_of, runs_below
+from draftmill.jobs.results.runs import facts_of, runs_below
 from draftmill.jobs.results.summary import metric_lines
 from draftmill.storage.errors import StoreError, UserError, printable
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
-from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import Place, Stat, Store, level_of
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import open_store
@@ -51,7 +50,13 @@ def status(place: Place) -> int:
         return OK
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
     later = passes_of(store)[1:] if store.exists(SUCCESS) else []
-    lines += [pass_line(part) for part in later]
+    for part in later:
+        done = (
+            f"{len(done_units(part.store)):,} of {part.plan.units:,} units done; `draftmill rerun --failed` resumes it"
+        )
+        if part.manifest is not None:
+            done = f"finished: {part.plan.rows:,} samples again, {count_failed([part]):,} of them failed"
+        lines.append(f"  pass {part.number}   {done}")
     lines += device_time_lines([store, *(part.store for part in later)], is_running=driver_of(store) is not None)
     if metrics := metric_lines(store, plan.rows):
         lines += ["  metrics", *(f"  {line}" for line in metrics)]
@@ -59,38 +64,28 @@ def status(place: Place) -> int:
     return OK
 
 
-def pass_line(part: Pass) -> str:
-    """One line on the progress of a later pass."""
-    if part.manifest is not None:
-        return f"  pass {part.number}   finished: {part.plan.rows:,} samples again, {count_failed([part]):,} of them failed"
-    done = len(done_units(part.store))
-    return f"  pass {part.number}   {done:,} of {part.plan.units:,} units done; `draftmill rerun --failed` resumes it"
-
-
 def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     """The report, line by line."""
+    manifest, sessions = read_manifest(store), read_sessions(store)
+    failed = manifest.total("failed") if manifest else sessions.committed.failed
     if store.exists(PRUNED):
         yield "  state    finished; its results were deleted by `draftmill prune`"
-        yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_samples(store)} failed"
+        yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed} failed"
         return
-    done = done_units(store)
+    done, driver = done_units(store), driver_of(store)
     rows = sum(size.rows for size in plan.sizes() if size.unit in done)
-    driver = driver_of(store)
-    sessions = read_sessions(store)
     running = 0 if driver is None else min(plan.units - len(done), sessions.units_held)
     rows = min(plan.rows, rows + sessions.rows_open) if running else rows
     yield f"  state    {state_of(store, driver)}"
     yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
-    yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_samples(store)} failed"
+    yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed} failed"
     for text, count in sessions.started_on.items():
         yield f"  workers  {count:,} started on {text}"
-    manifest = read_manifest(store)
     if done:
         yield f"  exact    {exactness(manifest.exact if manifest else sessions.exact)}"
     rate = ratio(sessions.rows_ended, sessions.wall_s)
     if rate:
-        tokens = ratio(sessions.tokens, sessions.wall_s)
-        yield f"  rate     {rate:,.1f} samples/s, {rate_text(tokens)} tokens/s"
+        yield f"  rate     {rate:,.1f} samples/s, {rate_text(ratio(sessions.tokens, sessions.wall_s))} tokens/s"
     if shared := efficiency(sessions.effort).get("prompts_shared"):
         yield f"  prompts  {shared:.1%} of their rows taken over from other samples, not computed"
     if rate and rows < plan.rows:
@@ -113,55 +108,34 @@ def state_of(store: Store, driver: str | None) -> str:
     return f"running, driver {driver}" if driver else "not running; `draftmill run` resumes it"
 
 
-def failed_samples(store: Store) -> int:
-    """The number of failed samples, from the manifest or else from the recorded sessions."""
-    manifest = read_manifest(store)
-    return manifest.total("failed") if manifest else read_sessions(store).committed.failed
-
-
 def list_runs(folder: Place, *, as_json: bool = False) -> int:
-    """Print the runs below a folder; returns the exit code. UserError if nothing is there."""
+    """Print the runs below a folder, a line for each; returns the exit code. UserError if nothing is there."""
     store = open_store(folder)
-    runs = [promise.result() for _, promise in parallel_map(store, find_runs(store), facts_of)]
-    if as_json:
-        print(json.dumps([asdict(facts) for facts in runs], indent=1))
-    else:
-        print("\n".join([f"{store.url}: {counted(len(runs), 'run')}", *lines_of(runs)]))
-    return OK
-
-
-def find_runs(store: Store) -> list[FoundRun]:
-    """The runs below a folder; UserError if nothing at all is there."""
-    runs = runs_below(store)
-    if not runs:
+    found = runs_below(store)
+    if not found:
         level = level_of(store)
         if not level.folders and not level.files:
             raise UserError(f"nothing is at {store.url}")
-    return runs
-
-
-def lines_of(runs: Sequence[RunFacts]) -> list[str]:
-    """A line for each run."""
-    return table_lines([[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in runs])
-
-
-def _date(facts: RunFacts) -> str:
-    if facts.date is None:
-        return "-"
-    return facts.date.removesuffix("T00:00:00Z").replace("T", " ").replace("Z", " UTC")
-
-
-def _sums(facts: RunFacts) -> tuple[str, str]:
-    """The samples, and what else there is to say."""
-    if facts.state == "damaged":
-        return "", f"`draftmill status {facts.run}` says what is damaged"
-    if facts.samples is None:
-        return "", "being planned" + (f", driver {facts.driver}" if facts.driver else "")
-    samples = counted(facts.samples, "sample")
-    if facts.failed is not None:
-        return samples, f"{facts.failed:,} failed" + ("; results were pruned" if facts.is_pruned else "")
-    units = f"{facts.units_done:,} of {facts.units:,} units done"
-    return samples, units + (f", driver {facts.driver}" if facts.driver else "")
+    runs = [promise.result() for _, promise in parallel_map(store, found, facts_of)]
+    if as_json:
+        print(json.dumps([asdict(facts) for facts in runs], indent=1))
+        return OK
+    rows = []
+    for facts in runs:
+        date = (facts.date or "-").removesuffix("T00:00:00Z").replace("T", " ").replace("Z", " UTC")
+        driver = f", driver {facts.driver}" if facts.driver else ""
+        samples = "" if facts.samples is None else counted(facts.samples, "sample")
+        if facts.state == "damaged":
+            rest = f"`draftmill status {facts.run}` says what is damaged"
+        elif facts.samples is None:
+            rest = f"being planned{driver}"
+        elif facts.failed is None:
+            rest = f"{facts.units_done:,} of {facts.units:,} units done{driver}"
+        else:
+            rest = f"{facts.failed:,} failed{'; results were pruned' if facts.is_pruned else ''}"
+        rows.append([facts.name, facts.state, date, samples, rest])
+    print("\n".join([f"{store.url}: {counted(len(runs), 'run')}", *table_lines(rows)]))
+    return OK
 
 
 POLL_S = 2.0
@@ -173,10 +147,23 @@ Read = dict[str, tuple[int, str]]
 
 
 def logs(place: Place, *, as_json: bool = False, follow: bool = False) -> int:
-    """Print the run's events; with `follow`, new ones too, until no driver works on the run. Returns the exit code."""
+    """Print the run's events; with `follow`, new ones too, until no driver works on the run. Returns the exit code.
+
+    Prints why a run has no plan; with `follow`, waits for a plan that is being made.
+    """
     store = open_store(place)
-    if not _has_plan(store, follow=follow):
-        return OK
+    printed = ""
+    while True:
+        try:
+            require_plan(store)
+            break
+        except NoPlanYet as state:
+            if str(state) != printed:
+                printed = str(state)
+                _log.warning(printed)
+            if state.driver is None or not follow:
+                return OK
+        time.sleep(POLL_S)
     read: Read = {}
     while True:
         is_last = not follow or driver_of(store) is None
@@ -187,41 +174,16 @@ def logs(place: Place, *, as_json: bool = False, follow: bool = False) -> int:
         time.sleep(POLL_S)
 
 
-def _has_plan(store: Store, *, follow: bool) -> bool:
-    """Whether the run has a plan; if not, prints why. With `follow`, waits for a plan that is being made."""
-    said = False
-    while True:
-        try:
-            require_plan(store)
-            return True
-        except NoPlanYet as state:
-            is_over = state.driver is None or not follow
-            if is_over or not said:
-                _log.warning(str(state))
-            if is_over:
-                return False
-            said = True
-        time.sleep(POLL_S)
-
-
 def events_of(store: Store, read: Read | None = None) -> Iterator[Event]:
-    """The events in the order of time; skips those of `read`, and updates it."""
+    """The events of every pass in the order of time; skips those of `read`, and updates it."""
     known = {} if read is None else read
     streams: dict[str, list[Stat]] = {}
-    for stat in log_files(store):
-        if stat.name.endswith(".jsonl") and "-part-" in stat.name:
-            streams.setdefault(stat.name.partition("-part-")[0], []).append(stat)
+    for folder in ["", *(f"{FOLDER}{name}/" for name in sorted(level_of(store, FOLDER.rstrip("/")).folders))]:
+        for stat in store.list(f"{folder}attempts/"):
+            if stat.name.endswith(".jsonl") and "-part-" in stat.name:
+                streams.setdefault(stat.name.partition("-part-")[0], []).append(stat)
     read_all = [_stream(store, files, known) for files in streams.values()]
     yield from heapq.merge(*read_all, key=lambda event: str(event["time"]))
-
-
-def log_files(store: Store) -> Iterator[Stat]:
-    """The files of the log, of every pass."""
-    folder, number = "", 1
-    while number == 1 or store.exists(folder + PLAN):
-        yield from store.list(f"{folder}attempts/")
-        number += 1
-        folder = f"{FOLDER}{number:04d}/"
 
 
 def _stream(store: Store, files: list[Stat], known: Read) -> Iterator[Event]:
@@ -235,31 +197,20 @@ def _stream(store: Store, files: list[Stat], known: Read) -> Iterator[Event]:
             continue  # best effort, like the log itself
         known[stat.name] = len(lines), stat.etag
         for line in lines[count:]:
-            event = _event(line)
-            if event is not None:
-                yield event
-
-
-def _event(line: str) -> Event | None:
-    try:
-        content = parse_json(line)
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) and {"time", "level", "event"} <= set(content) else None
+            with suppress(ValueError):
+                event = parse_json(line)
+                if isinstance(event, dict) and {"time", "level", "event"} <= event.keys():
+                    yield event
 
 
 def line_of(event: Event) -> str:
     """An event as one line for people."""
-    rest = {
-        name: fact
+    own = {"time", "level", "run", "event", "message", "summary", "facts"}
+    facts = [
+        f"{name}={fact if isinstance(fact, str) else json.dumps(fact, ensure_ascii=False)}"
         for name, fact in event.items()
-        if name not in {"time", "level", "run", "event", "message", "summary", "facts"}
-    }
-    facts = [f"{name}={_fact_text(fact)}" for name, fact in rest.items()]
+        if name not in own
+    ]
     message = [str(event["message"])] if event.get("message") else []
     text = " ".join([*message, *facts] if event["event"] not in {"note", "progress"} else message or facts)
     return printable(f"{event['time']}  {event['level']:<7}  {event['event']:<14}  {text}").rstrip()
-
-
-def _fact_text(fact: Any) -> str:
-    return fact if isinstance(fact, str) else json.dumps(fact, ensure_ascii=False)

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from draftmill.jobs import formatting
 from draftmill.jobs.drive.run_log import Sessions
 from draftmill.jobs.drive.totals import device_time_rows, efficiency, exactness, ratio
 from draftmill.jobs.formatting import counted, duration, rate_text
@@ -67,8 +68,7 @@ def table_lines(
         *error_rows(results),
     ]
     rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
-    width = max(len(label) for label, _ in rows)
-    return [f"draftmill: {name}", *(f"  {label:<{width}}  {value}" for label, value in rows)]
+    return [f"draftmill: {name}", *formatting.table_lines(rows)]
 
 
 def sample_rows(results: Sums, done: str) -> list[tuple[str, str]]:
@@ -158,14 +158,19 @@ def metric_lines(store: Store, rows: int) -> list[str]:
     table = read_metrics(store)
     if table is None:
         return []
-    estimated = {
-        name for metric_set in metric_sets(store).values() for metric in metric_set.metrics for name in metric.estimates
-    }
-    shown = [
-        _of_rows(table, name) if name in estimated else _of_samples(table[name], name, rows)
-        for name in table.column_names
-        if name not in KEYS.names
-    ]
+    metrics = [metric for metric_set in metric_sets(store).values() for metric in metric_set.metrics]
+    estimated = {name for metric in metrics for name in metric.estimates}
+    shown: list[Shown] = []
+    for name in table.column_names:
+        if name in KEYS.names:
+            continue
+        column, noun = table[name], "samples"
+        if name in estimated:  # it is the same for all samples of a row
+            column, noun = table.group_by("id").aggregate([(name, "max")])[f"{name}_max"], "rows"
+        count = len(column) - column.null_count
+        lacking = max(rows if noun == "samples" else 0, len(column)) - count
+        without = f", {lacking:,} without a value" if lacking else ""
+        shown.append((name, figure_text(pc.mean(column).as_py()), f"mean of {count:,} {noun}{without}"))
     shown += _pooled_perplexity(table)
     width = max(len(name) for name, _, _ in shown)
     figures = max(len(figure) for _, figure, _ in shown)
@@ -175,23 +180,6 @@ def metric_lines(store: Store, rows: int) -> list[str]:
 
 Shown = tuple[str, str, str]
 """A metric's name, its mean, and what the mean is over."""
-
-
-def _of_samples(column: pa.ChunkedArray, name: str, rows: int) -> Shown:
-    count = len(column) - column.null_count
-    lacking = max(rows, len(column)) - count
-    return name, figure_text(pc.mean(column).as_py()), f"mean of {count:,} samples{_without(lacking)}"
-
-
-def _of_rows(table: pa.Table, name: str) -> Shown:
-    """An estimate is the same for all samples of a row: its mean is over rows."""
-    groups = table.select(["id", name]).group_by("id").aggregate([(name, "max")])
-    column = groups[f"{name}_max"]
-    return (
-        name,
-        figure_text(pc.mean(column).as_py()),
-        f"mean of {len(column) - column.null_count:,} rows{_without(column.null_count)}",
-    )
 
 
 def _pooled_perplexity(table: pa.Table) -> Iterator[Shown]:
@@ -210,10 +198,6 @@ def _pooled_perplexity(table: pa.Table) -> Iterator[Shown]:
                 )
 
 
-def _without(count: int) -> str:
-    return f", {count:,} without a value" if count else ""
-
-
 def figure_text(value: Any) -> str:
     """A figure with four digits behind the point, or six significant ones if it is large; - if there is none."""
     if value is None:
@@ -221,9 +205,8 @@ def figure_text(value: Any) -> str:
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
 
 
-def _error_lines(store: Store) -> Sequence[str]:
-    total = 0
-    examples: list[MetricError] = []
+def _error_lines(store: Store) -> list[str]:
+    total, examples = 0, list[MetricError]()
     for count, errors in read_metric_errors(store):
         total += count
         examples += errors[: EXAMPLES - len(examples)]

@@ -52,9 +52,6 @@ SHOWN = 20
 ReadUnit = tuple[bytes, str | None, str | None]
 """A unit's file: its bytes, its etag, and the SHA-256 of its trace if there is one."""
 
-ROWS_AT_ONCE = 4096
-"""Planned rows of two passes that are compared at a time."""
-
 
 @dataclass(slots=True)
 class Findings:
@@ -115,24 +112,20 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
     if after.plan.fingerprint != before.plan.fingerprint:
         own.problems.append("its fingerprint differs from the run's")
     if not own.problems and not findings.problems:
-        own.problems += _row_differences(before, after)
+        planned = PassRows(after.plan.tables(["id", "sample"]))
+        try:
+            for table in failed_rows(before):
+                other = planned.take(table.num_rows)
+                if other is None or names_of(other) != names_of(table):
+                    own.problems.append("its rows differ from the failed rows of the pass before it")
+                    break
+            else:
+                if planned.take(1) is not None:
+                    own.problems.append("it has rows that did not fail in the pass before it")
+        except StoreError as error:
+            own.problems.append(str(error))
     findings.problems += [f"pass {after.number}: {problem}" for problem in own.problems]
     return f"pass {after.number}: {after.plan.rows:,} samples again, {_format_counts(own.statuses)}"
-
-
-def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
-    left, planned = PassRows(failed_rows(before)), PassRows(after.plan.tables(["id", "sample"]))
-    try:
-        while (table := left.take(ROWS_AT_ONCE)) is not None:
-            other = planned.take(table.num_rows)
-            if other is None or names_of(other) != names_of(table):
-                yield "its rows differ from the failed rows of the pass before it"
-                return
-    except StoreError as error:
-        yield str(error)
-        return
-    if planned.take(1) is not None:
-        yield "it has rows that did not fail in the pass before it"
 
 
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
@@ -157,8 +150,8 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     if not findings.is_copy:
         findings.problems += findings.moved
     if not findings.problems and manifest.sums is not None:
-        sums = (replace(sums, examples={}).to_json() for sums in (findings.sums, manifest.sums))
-        findings.problems += [] if next(sums) == next(sums) else ["the manifest's sums differ from those of its rows"]
+        sums, listed = (replace(sums, examples={}).to_json() for sums in (findings.sums, manifest.sums))
+        findings.problems += [] if sums == listed else ["the manifest's sums differ from those of its rows"]
     findings.problems += check_whole(store, plan, manifest)
     return findings
 
@@ -208,24 +201,17 @@ def check_unit(
     own_sha256 = parquet_metadata(table.schema).get("trace_sha256")
     if trace_sha256 and own_sha256 and trace_sha256 != own_sha256:
         problems.append("its trace is damaged, or that of another attempt")
-    problems += _unit_problems(plan, committed, names, data, table)
+    if len(data) != committed.bytes:
+        problems.append(f"it has {len(data)} bytes, the manifest has {committed.bytes}")
+    if table.schema.remove_metadata().equals(plan.schema):
+        expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
+        problems += _metadata_problems(table, expected | {"schema_version": str(SCHEMA_VERSION)})
+        problems += _row_problems(committed, names, table, plan.pass_)
+    else:
+        problems.append("its schema differs from that of the result table")
     if not problems:
         findings.sums.add(sum_up([table]))
     return [f"{name}: {problem}" for problem in problems]
-
-
-def _unit_problems(
-    plan: Plan, committed: CommittedUnit, names: list[SampleName], data: bytes, table: pa.Table
-) -> Iterator[str]:
-    if len(data) != committed.bytes:
-        yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
-    if not table.schema.remove_metadata().equals(plan.schema):
-        yield "its schema differs from that of the result table"
-        return
-    expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
-    expected["schema_version"] = str(SCHEMA_VERSION)
-    yield from _metadata_problems(table, expected)
-    yield from _row_problems(committed, names, table, plan.pass_)
 
 
 def _metadata_problems(table: pa.Table, expected: Mapping[str, str]) -> Iterator[str]:
@@ -269,10 +255,14 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     sums = {"units": units} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
     if manifest.said != sums:
         problems.append("the manifest's totals differ from the sums over its units")
+    success = None
     if not store.exists(SUCCESS):
         problems.append("there is no _SUCCESS")
-    elif _read_json(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
-        problems.append("_SUCCESS is damaged or belongs to another job")
+    else:
+        with suppress(ValueError):
+            success = parse_json(store.get(SUCCESS))
+        if success != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
+            problems.append("_SUCCESS is damaged or belongs to another job")
     listed = DoneUnits()
     for unit in manifest.units.numbers().tolist():
         listed.add(unit)
@@ -281,13 +271,6 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     if strangers:
         problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
     return problems
-
-
-def _read_json(store: Store, name: str) -> Any:
-    try:
-        return parse_json(store.get(name))
-    except ValueError:
-        return None
 
 
 def _format_counts(statuses: Counter[str]) -> str:
@@ -335,7 +318,11 @@ def check_metrics(store: Store, passes: Sequence[Pass]) -> tuple[str | None, lis
     }
     problems: list[str] = []
     for (number, unit), names in measured.items():
-        results = _keys(*objects[number, unit]) if (number, unit) in objects else None
+        results = None
+        if (number, unit) in objects:
+            place, name = objects[number, unit]
+            [table] = read_results(place, objects=[name], columns=KEYS.names)
+            results = table.to_pylist()
         for name in names:
             file = metrics_name(number, unit, name)
             expected = {"fingerprint": fingerprint, "metrics": name, "unit": str(unit), "pass": str(number)}
@@ -365,11 +352,6 @@ def _metric_problems(
         yield "its rows differ from those of the unit's results"
 
 
-def _keys(store: Store, name: str) -> list[dict[str, object]]:
-    [table] = read_results(store, objects=[name], columns=KEYS.names)
-    return [{"id": row["id"], "sample": row["sample"] or 0} for row in table.to_pylist()]
-
-
 Result = tuple[list[int], list[float] | None, float | None]
 """The tokens of a sample; if they were scored also the log-probability of each, where it is known, and of all together."""
 
@@ -381,7 +363,8 @@ def check_invariance(resolved: Resolved, plan: Plan, manifest: Manifest, *, samp
     equal = compared = 0
     scores = isinstance(plan.spec.task, Score)
     for unit, index, stored in pick(plan.store, manifest, samples, scores=scores):
-        (sample,) = unit_io.open_unit(alone(unit, index))
+        row = WorkUnit(0, unit.unit, unit.rows, 0, attempt=1, pass_=1, start=index, stop=index + 1, probe=True)
+        (sample,) = unit_io.open_unit(row)
         if sample.canvas is not None:
             compared += 1
             equal += result_of(decode_alone(decoder, sample), scores=scores) == stored
@@ -414,13 +397,6 @@ def pick(
             each = table.column("token_logprobs")[row].as_py()
             together = table.column("logprob")[row].as_py() if scores else None
             yield unit, row, (table.column("tokens")[row].as_py(), each, together)
-
-
-def alone(unit: CommittedUnit, index: int) -> WorkUnit:
-    """A work unit for a single row of a unit."""
-    return WorkUnit(
-        lease=0, unit=unit.unit, rows=unit.rows, tokens=0, attempt=1, pass_=1, start=index, stop=index + 1, probe=True
-    )
 
 
 def decode_alone(decoder: Decoder, sample: Sample) -> Outcome:

@@ -17,10 +17,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
-
-from draftmill.actors.metrics.settings import Metric, Metrics, as_mapping
 from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden
@@ -36,7 +32,15 @@ from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import Resolved, resolve
-from draftmill.jobs.results.measure import CheckedMetrics, kept_columns, measure_units, ready_metrics, units_to_measure
+from draftmill.jobs.results.measure import (
+    CheckedMetrics,
+    kept_columns,
+    measure_units,
+    parse_metric,
+    ready_for,
+    ready_metrics,
+    units_to_measure,
+)
 from draftmill.jobs.results.passes import (
     PRUNED,
     Pass,
@@ -54,7 +58,7 @@ from draftmill.jobs.run.known_ids import sifting
 from draftmill.jobs.run.outcome import RunOutcome, close, judge, raise_unfinished
 from draftmill.jobs.run.session import Run, RunOptions, decode
 from draftmill.jobs.run.since import new_files, runs_store, with_last_run
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
 from draftmill.storage.stores.interface import Place, Store
@@ -114,7 +118,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
                 print_result(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
                 return job.output.path
             print_result(f"{store.url} is already finished")
-            measure_run(store, job, ready, options)
+            measure_run(store, ready, options)
             close(job, store)
             return job.output.path
         backend = backend_of(address=options.ray_address, local=options.local)
@@ -132,7 +136,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
                 run = Run(resolved, plan, options, lease, stop, display, backend, watchers=[outcome])
                 finish = decode(run)
                 if finish.how == "done" and ready is not None:
-                    _measure(store, job, ready, options, backend=backend, display=display, stop=stop)
+                    measure_units(store, ready, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
         except RayDidNotStart as error:
             is_planned = load_plan(store) is not None
             hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
@@ -154,48 +158,21 @@ def plan_run(resolved: Resolved, store: Store, backend: Backend, display: Displa
         return make_plan(resolved, store, display, epoch=epoch, sift=sift)
 
 
-def ready_for(spec: JobSpec, plan: Plan | None) -> CheckedMetrics | None:
-    """The spec's metrics, checked before anything is decoded; None if it has none."""
-    if not spec.metrics:
-        return None
-    fields = [f"metrics.{index}" for index in range(len(spec.metrics))]
-    kept = spec.kept if plan is None else kept_columns(plan)
-    return ready_metrics(spec.metrics, fields, spec, kept)
-
-
-def measure_run(store: Store, spec: JobSpec, ready: CheckedMetrics | None, options: RunOptions) -> None:
+def measure_run(store: Store, ready: CheckedMetrics | None, options: RunOptions) -> None:
     """Measure what a finished run lacks, under its lease; nothing without metrics.
 
     Raises Ended if it is interrupted, AnotherDriver if another driver has the run.
     """
-    if ready is None or not units_to_measure(store, passes_of(store), ready):
+    if ready is None or not units_to_measure(store, ready):
         return
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
         with hold_lease(store, stop.set), Display() as display:
             delete_strays(store)
-            _measure(store, spec, ready, options, backend=backend, display=display, stop=stop)
+            measure_units(store, ready, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
     except RayDidNotStart as error:
         raise StoreError(f"{error}; run it again to resume") from error
-
-
-def _measure(
-    store: Store,
-    spec: JobSpec,
-    ready: CheckedMetrics,
-    options: RunOptions,
-    *,
-    backend: Backend,
-    display: Display,
-    stop: StopFlag,
-) -> None:
-    passes, grace_s = passes_of(store), options.grace_s
-    if not measure_units(store, spec, passes, ready, backend=backend, display=display, stop=stop, grace_s=grace_s):
-        units = sum(part.plan.units for part in finished_passes(passes))
-        done = units - len(units_to_measure(store, passes, ready))
-        message = f"interrupted with {done:,} of {units:,} units measured; run it again to resume"
-        raise Ended(message, INTERRUPTED, by_signal=stop.by_signal)
 
 
 def measure(
@@ -216,43 +193,12 @@ def measure(
     spec = plan.spec.with_s3(place.s3)
     ready = ready_metrics(metrics, fields, spec, kept_columns(plan), reference=reference)
     try:
-        measure_run(store, spec, ready, options)
+        measure_run(store, ready, options)
     except KeyboardInterrupt:  # a signal before or after the units are measured; while they are, it only sets a flag
         _log.warning("interrupted; run it again to resume")
         return INTERRUPTED
     print_result("\n".join([f"draftmill: metrics of {plan.spec.name}", *metric_lines(store, plan.rows)]))
     return OK
-
-
-def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
-    """A metric from the command line: a name, a Python file, or a mapping in YAML. UserError if it is none."""
-    try:
-        mapping = as_mapping(yaml.safe_load(word) if word.lstrip().startswith("{") else word, "metric")
-        if allow_code_execution and mapping.get("kind") == "pass_at_k":
-            mapping = {"allow_code_execution": True} | mapping
-        [metric] = TypeAdapter(Metrics).validate_python([mapping], strict=True)
-        return metric
-    except yaml.YAMLError as error:
-        problem = f"not a mapping in YAML: {' '.join(str(error).split())}"
-    except ValidationError as error:
-        problem = _first_problem(error)
-    except ValueError as error:
-        problem = str(error).partition(": ")[2]
-    raise UserError(problem, field=f"--metric {word}")
-
-
-def _first_problem(error: ValidationError) -> str:
-    item = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in item["loc"][2:])
-    if item["type"] == "extra_forbidden":
-        return f"unknown setting {key!r}"
-    if item["type"] == "missing":
-        return f"{key}: missing; for example " + _EXAMPLES.get(str(item["loc"][1]), key)
-    message = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
-    return f"{key}: {message}" if key else message
-
-
-_EXAMPLES = {"judge": "'{kind: judge, model: builtin:ar-tiny}'", "file": "my_metric.py"}
 
 
 def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -> int:
@@ -282,7 +228,7 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
         finish = decode(Run(resolved, plan, options, lease, stop, display, backend))
     if finish.how != "done":
         raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
-    measure_run(store, spec, ready_for(spec, plan), options)
+    measure_run(store, ready_for(spec, plan), options)
     close(spec, store, shown=-1)
     return OK
 

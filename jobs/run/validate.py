@@ -26,10 +26,10 @@ from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.resolve import Resolved, resolve, weight_bytes
+from draftmill.jobs.results.measure import ready_for
 from draftmill.jobs.results.run_input import source_of, with_run_rows
 from draftmill.jobs.results.summary import error_rows
 from draftmill.jobs.run.first_rows import FirstRow, RowSample, loaded_lines, take_sample
-from draftmill.jobs.run.job import ready_for
 from draftmill.jobs.run.since import new_files, with_last_run
 from draftmill.storage.errors import MOST_NAMES, RowError, printable
 from draftmill.storage.runs.sums import EXAMPLES, Sums

@@ -17,19 +17,14 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import Loaders, Resolved, remembering, resolve
+from draftmill.jobs.plan.resolve import Resolved, remembering, resolve
 from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
-from draftmill.jobs.results.measure import CheckedMetrics, units_to_measure
-from draftmill.jobs.results.passes import passes_of
-from draftmill.jobs.run.job import ready_for
+from draftmill.jobs.results.measure import CheckedMetrics, ready_for, units_to_measure
 from draftmill.storage.errors import UNUSABLE_ERRORS, UserError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
-
-SHOWN_NAMES = 5
-"""Cases with the same problem that are named; the others are counted."""
 
 
 @dataclass(slots=True)
@@ -42,7 +37,6 @@ class SweepCase:
 
     name: str
     changes: Mapping[str, Any]
-    spec: JobSpec
     store: Store
     resolved: Resolved
     plan: Plan | None
@@ -52,30 +46,29 @@ class SweepCase:
     problem: str | None = None
 
     @property
+    def spec(self) -> JobSpec:
+        """The case's spec."""
+        return self.resolved.spec
+
+    @property
     def is_ready(self) -> bool:
         """Whether it has units to decode, as far as is known."""
         return not self.is_closed and self.code is None
 
-    @property
-    def is_decoded(self) -> bool:
-        """Whether all of its units are committed."""
-        return self.problem is None and (self.is_closed or self.code in {OK, TOO_MANY_FAILED})
-
     def lacks_metrics(self) -> bool:
-        """Whether it is decoded and some of its units lack metrics."""
-        if self.metrics is None or not self.is_decoded:
-            return False
-        passes = passes_of(self.store)
-        return bool(units_to_measure(self.store, passes, self.metrics))
+        """Whether all of its units are committed, and some of them lack metrics."""
+        is_decoded = self.problem is None and (self.is_closed or self.code in {OK, TOO_MANY_FAILED})
+        return self.metrics is not None and is_decoded and bool(units_to_measure(self.store, self.metrics))
 
     def fail(self, code: int, problem: object) -> None:
         """Note that it can't run."""
         self.code, self.problem = code, str(problem)
 
-    def network_keys(self) -> dict[str, Hashable]:
-        """What its networks depend on, by name: `model`, `drafter`, `heads`."""
+    def needs(self) -> dict[str, Hashable]:
+        """What decides which of a worker's networks the next case can use, by name: `resources`, and those of its networks."""
         drafter = fetch_drafter(self.spec.decoder, self.spec.s3.options())
-        return network_keys(self.resolved.folder, self.spec.model_place(), self.spec.decoder, drafter)
+        networks = network_keys(self.resolved.folder, self.spec.model_place(), self.spec.decoder, drafter)
+        return {"resources": tuple(shape.resources for shape in self.spec.shapes), **networks}
 
 
 def check_cases(
@@ -90,55 +83,42 @@ def check_cases(
             if case.spec is None:
                 assert case.error is not None
                 raise case.error
-            usable.append(_check_case(case, case.spec, backend, display, loaders))
+            spec, store = case.spec, open_store(case.spec.place(case.spec.output.path))
+            if spec.input.run is not None:
+                raise UserError(
+                    "a sweep reads files; `draftmill export` makes one of the run, for input.path", field="input.run"
+                )
+            resolved = resolve(spec, store, display, loaders=loaders)
+            finished = resolved.plan is not None and is_closed(store)
+            if not finished:
+                backend.check(spec)
+            metrics = ready_for(spec, resolved.plan)
+            usable.append(SweepCase(case.name, case.changes, store, resolved, resolved.plan, finished, metrics))
         except UNUSABLE_ERRORS as error:
             problems[case.name] = str(error)
     return usable, problems
 
 
-def _check_case(case: CaseSpec, spec: JobSpec, backend: Backend, display: Display, loaders: Loaders) -> SweepCase:
-    store = open_store(spec.place(spec.output.path))
-    if spec.input.run is not None:
-        raise UserError(
-            "a sweep reads files; `draftmill export` makes one of the run, for input.path", field="input.run"
-        )
-    resolved = resolve(spec, store, display, loaders=loaders)
-    finished = resolved.plan is not None and is_closed(store)
-    if not finished:
-        backend.check(spec)
-    metrics = ready_for(spec, resolved.plan)
-    return SweepCase(case.name, case.changes, spec, store, resolved, resolved.plan, finished, metrics)
-
-
 def in_order(cases: Sequence[SweepCase]) -> list[SweepCase]:
     """The cases so that those with the same resources, model, drafter and heads follow each other; else in their order."""
-    keys = [_order_key(case) for case in cases]
     first: dict[tuple[Hashable, ...], int] = {}
-    for number, key in enumerate(keys):
-        for depth in range(1, len(key) + 1):
-            first.setdefault(key[:depth], number)
-    ranks = [[first[key[:depth]] for depth in range(1, len(key) + 1)] for key in keys]
+    ranks: list[list[int]] = []
+    for number, case in enumerate(cases):
+        needs = case.needs()
+        key = tuple(needs.get(name) for name in ("resources", "model", "drafter", "heads"))
+        ranks.append([first.setdefault(key[:depth], number) for depth in range(1, len(key) + 1)])
     return [cases[number] for number in sorted(range(len(cases)), key=lambda number: (ranks[number], number))]
-
-
-def _order_key(case: SweepCase) -> tuple[Hashable, ...]:
-    networks = case.network_keys()
-    return (_resources(case), *(networks.get(name) for name in ("model", "drafter", "heads")))
-
-
-def _resources(case: SweepCase) -> Hashable:
-    return tuple(shape.resources for shape in case.spec.shapes)
 
 
 def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
     """The networks that a worker loads for each of the cases, one after another in this order."""
     loads: list[list[str]] = []
     before: dict[str, Hashable] = {}
-    resources: Hashable = None
     for case in cases:
-        needed, keys = _resources(case), case.network_keys()
-        loads.append([name for name in keys if needed != resources or before.get(name) != keys[name]])
-        before, resources = keys, needed
+        needs = case.needs()
+        is_new = needs["resources"] != before.get("resources")
+        loads.append([name for name in needs if name != "resources" and (is_new or needs[name] != before.get(name))])
+        before = needs
     return loads
 
 
@@ -174,16 +154,3 @@ def _plan_case(case: SweepCase, donor: Plan | None, backend: Backend, display: D
             survey = backend.survey(case.resolved, display)
             return make_plan(case.resolved, case.store, display, epoch=lease.epoch, survey=survey)
         return copy_plan(case.resolved, donor, case.store, epoch=lease.epoch)
-
-
-def problem_lines(problems: Mapping[str, str]) -> list[str]:
-    """The problems, one paragraph each with the names of the cases that have it."""
-    names: dict[str, list[str]] = {}
-    for name, problem in problems.items():
-        names.setdefault(problem, []).append(name)
-    lines = []
-    for problem, named in names.items():
-        more = f" and {len(named) - SHOWN_NAMES:,} more" if len(named) > SHOWN_NAMES else ""
-        shown = ", ".join(named[:SHOWN_NAMES]) + more
-        lines += [f"  {shown}: {problem.splitlines()[0]}", *(f"    {line}" for line in problem.splitlines()[1:])]
-    return lines

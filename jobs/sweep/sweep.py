@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -30,6 +30,7 @@ from draftmill.jobs.exit_codes import (
     TOO_MANY_FAILED,
     UNEXPECTED,
     UNUSABLE,
+    Ended,
     code_of,
     severest,
     too_many_failed,
@@ -40,7 +41,7 @@ from draftmill.jobs.results.passes import count_failed, passes_of
 from draftmill.jobs.results.summary import figure_text, metric_means, read_summary
 from draftmill.jobs.run.outcome import full_disk_text
 from draftmill.jobs.run.session import Run, RunOptions, decode
-from draftmill.jobs.sweep.cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
+from draftmill.jobs.sweep.cases import SweepCase, check_cases, in_order, loads_of, plan_cases
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.commit import done_units, read_manifest
@@ -51,18 +52,8 @@ _log = logging.getLogger(__name__)
 
 FORMAT = 1
 
-
-@dataclass(slots=True)
-class SweepStops:
-    """The stop flag of the case that runs now, and why the sweep as a whole must stop, if it must."""
-
-    current: StopFlag = field(default_factory=StopFlag)
-    reason: str | None = None
-
-    def lost(self, reason: str) -> None:
-        """The sweep's lease is lost: stop this case, and start no other."""
-        self.reason = reason
-        self.current.set(reason)
+SHOWN_NAMES = 5
+"""Cases with the same problem that are named; the others are counted."""
 
 
 def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: bool = False) -> int:
@@ -74,7 +65,7 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     backend = backend_of(address=options.ray_address, local=options.local, keep=True)
     with Display() as display:
         cases, problems = check_cases(spec.cases, backend, display)
-    say_problems(problems, len(spec.cases))
+    warn_of(problems, len(spec.cases))
     if any(case.spec.notify for case in cases):
         _log.warning("a sweep sends no notices: `notify` is not used")
     if dry_run:
@@ -82,155 +73,157 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
             print_result(line)
         return UNUSABLE if problems else OK
     store = open_store(cases[0].spec.place(spec.path))
-    ready = [case for case in cases if case.is_ready]
-    if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, spec, cases):
+    if any(case.is_ready or case.lacks_metrics() for case in cases) or not is_recorded(store, spec, cases):
         run_cases(spec, cases, store, backend, options)
     else:
         print_result(f"{store.url} is already finished")
     return report_end(spec, cases, problems)
 
 
-def say_problems(problems: dict[str, str], count: int) -> None:
-    """Print what is wrong with cases; UserError if that is all of the sweep's `count` cases."""
+def warn_of(problems: Mapping[str, str], count: int) -> None:
+    """Print the problems of cases, each once with the names; UserError if all of the sweep's `count` cases have one."""
     if not problems:
         return
-    lines = "\n".join(problem_lines(problems))
+    lines = []
+    for problem in dict.fromkeys(problems.values()):
+        names = [name for name, own in problems.items() if own == problem]
+        more = f" and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else ""
+        text = problem.replace("\n", "\n    ")
+        lines.append(f"  {', '.join(names[:SHOWN_NAMES])}{more}: {text}")
+    text = "\n".join(lines)
     if len(problems) == count:
-        raise UserError(f"no case of the sweep can run\n{lines}")
-    _log.warning(f"{counted(len(problems), 'case')} of {count} can't run; the others do\n{lines}")
+        raise UserError(f"no case of the sweep can run\n{text}")
+    _log.warning(f"{counted(len(problems), 'case')} of {count} can't run; the others do\n{text}")
 
 
 def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backend, options: RunOptions) -> None:
     """Plan and decode the cases that are not decoded yet, then measure what lacks metrics, under the sweep's lease."""
-    stops = SweepStops()
     probe(store)
     ready = in_order([case for case in cases if case.is_ready])
-    with hold_lease(store, stops.lost), Display() as display:
-        delete_strays(store)
-        with backend.opening(display, [case.resolved for case in ready]) as refusals:
-            for case, error in zip(ready, refusals, strict=True):
-                if error is not None:
-                    case.fail(UNUSABLE, error)
-            plan_cases(cases, backend, display)
-            late = {case.name: case.problem for case in ready if case.problem is not None and case.code == UNUSABLE}
-            say_problems(late, len(cases))
-            write_record(store, spec, cases)
-            left, first = [case for case in ready if case.is_ready], len(cases) - len(ready) + 1
-            for number, (case, names) in enumerate(zip(left, loads_of(left), strict=True), start=first):
-                if stops.reason is not None:
-                    return
-                display.heading = f"case {number} of {len(cases)}, {case.name}: "
-                display.note(f"case {number} of {len(cases)}: {case.name} ({changes_text(case.changes)})")
-                loads = "model" in names or "drafter" in names
-                decode_case(case, options, stops, display, backend, loads=loads)
-            measure_cases(cases, options, stops, display, backend)
+    with Display() as display:
+        session = SweepSession(options, backend, display)
+        with hold_lease(store, session.lost):
+            delete_strays(store)
+            with backend.opening(display, [case.resolved for case in ready]) as refusals:
+                for case, error in zip(ready, refusals, strict=True):
+                    if error is not None:
+                        case.fail(UNUSABLE, error)
+                plan_cases(cases, backend, display)
+                late = {case.name: case.problem for case in ready if case.problem and case.code == UNUSABLE}
+                warn_of(late, len(cases))
+                write_record(store, spec, cases)
+                left, first = [case for case in ready if case.is_ready], len(cases) - len(ready) + 1
+                for number, (case, loads) in enumerate(zip(left, loads_of(left), strict=True), start=first):
+                    if session.reason is not None:
+                        return
+                    display.heading = f"case {number} of {len(cases)}, {case.name}: "
+                    display.note(f"case {number} of {len(cases)}: {case.name} ({changes_text(case.changes)})")
+                    session.decode(case, loads=not {"model", "drafter"}.isdisjoint(loads))
+                session.measure(cases)
 
 
-def decode_case(
-    case: SweepCase,
-    options: RunOptions,
-    stops: SweepStops,
-    display: Display,
-    backend: Backend,
-    *,
-    loads: bool,
-) -> None:
-    """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
-    assert case.plan is not None
-    with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set) as lease:
-        failpoint("sweep.before_case")
-        display.log = RunLog()
-        finish = decode(Run(case.resolved, case.plan, options, lease, stop, display, backend, loads=loads))
-        match finish.how:
-            case "done":
-                case.code = judge_case(case)
-            case "hopeless":
-                case.fail(TOO_MANY_FAILED, f"{finish.message}; raise errors.max_rate or errors.max_count to continue")
-            case "full":
-                case.fail(INTERRUPTED, full_disk_text(finish))
-            case "unusable":
-                case.fail(UNUSABLE, finish.message)
-            case "failed":
-                case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
-            case _:
-                case.code = INTERRUPTED
+@dataclass(slots=True)
+class SweepSession:
+    """Decodes and measures cases. `current` is the stop flag of the case that runs, `reason` why the sweep must stop."""
 
+    options: RunOptions
+    backend: Backend
+    display: Display
+    current: StopFlag = field(default_factory=StopFlag)
+    reason: str | None = None
 
-def measure_cases(
-    cases: Sequence[SweepCase], options: RunOptions, stops: SweepStops, display: Display, backend: Backend
-) -> None:
-    """Measure the metrics that decoded cases lack. It comes last, since the workers that decode must end first."""
-    lacking = [case for case in cases if case.lacks_metrics()]
-    if not lacking:
-        return
-    backend.end_spare()
-    with backend.opened(display):
-        for number, case in enumerate(lacking, start=1):
-            if stops.reason is not None:
-                case.code = INTERRUPTED
-                continue
-            display.heading = f"metrics of case {number} of {len(lacking)}, {case.name}: "
-            display.note(f"metrics of case {number} of {len(lacking)}: {case.name}")
-            measure_case(case, options, stops, display, backend)
-        backend.end_spare()
+    def lost(self, reason: str) -> None:
+        """The sweep's lease is lost: stop this case, and start no other."""
+        self.reason = reason
+        self.current.set(reason)
 
+    def decode(self, case: SweepCase, *, loads: bool) -> None:
+        """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
+        assert case.plan is not None
+        with self._blame(case) as stop, hold_lease(case.store, stop.set) as lease:
+            failpoint("sweep.before_case")
+            self.display.log = RunLog()
+            run = Run(case.resolved, case.plan, self.options, lease, stop, self.display, self.backend, loads=loads)
+            finish = decode(run)
+            match finish.how:
+                case "done":
+                    case.code = judge_case(case)
+                case "hopeless":
+                    hint = "raise errors.max_rate or errors.max_count to continue"
+                    case.fail(TOO_MANY_FAILED, f"{finish.message}; {hint}")
+                case "full":
+                    case.fail(INTERRUPTED, full_disk_text(finish))
+                case "unusable":
+                    case.fail(UNUSABLE, finish.message)
+                case "failed":
+                    case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
+                case _:
+                    case.code = INTERRUPTED
 
-def measure_case(case: SweepCase, options: RunOptions, stops: SweepStops, display: Display, backend: Backend) -> None:
-    """Measure one case; a problem of this case alone does not end the sweep."""
-    assert case.metrics is not None
-    with blame_case(case, stops, display) as stop, hold_lease(case.store, stop.set):
-        is_done = measure_units(
-            case.store,
-            case.spec,
-            passes_of(case.store),
-            case.metrics,
-            backend=backend,
-            display=display,
-            stop=stop,
-            grace_s=options.grace_s,
-        )
-        if not is_done:
-            case.code = INTERRUPTED
+    def measure(self, cases: Sequence[SweepCase]) -> None:
+        """Measure the metrics that decoded cases lack. It comes last, since the workers that decode must end first."""
+        lacking = [case for case in cases if case.lacks_metrics()]
+        if not lacking:
+            return
+        self.backend.end_spare()
+        with self.backend.opened(self.display):
+            for number, case in enumerate(lacking, start=1):
+                if self.reason is not None:
+                    case.code = INTERRUPTED
+                    continue
+                assert case.metrics is not None
+                self.display.heading = f"metrics of case {number} of {len(lacking)}, {case.name}: "
+                self.display.note(f"metrics of case {number} of {len(lacking)}: {case.name}")
+                with self._blame(case) as stop, hold_lease(case.store, stop.set):
+                    measure_units(
+                        case.store,
+                        case.metrics,
+                        backend=self.backend,
+                        display=self.display,
+                        stop=stop,
+                        grace_s=self.options.grace_s,
+                    )
+            self.backend.end_spare()
 
-
-@contextmanager
-def blame_case(case: SweepCase, stops: SweepStops, display: Display) -> Iterator[StopFlag]:
-    """A stop flag for the work on one case. Errors in the block fail this case alone; a signal in it stops the sweep."""
-    stop = stops.current = StopFlag()
-    try:
-        yield stop
-    except RayDidNotStart:
-        raise
-    except (UserError, StoreError) as error:
-        case.fail(code_of(error), error)
-    if case.problem is not None:
-        display.note(f"case {case.name}: {case.problem}")
-    if stop.reason not in {None, TOO_MANY}:
-        stops.reason = stops.reason or stop.reason
+    @contextmanager
+    def _blame(self, case: SweepCase) -> Iterator[StopFlag]:
+        """A stop flag for the work on one case. Errors in the block fail this case alone; a signal in it stops the sweep."""
+        stop = self.current = StopFlag()
+        try:
+            yield stop
+        except RayDidNotStart:
+            raise
+        except Ended as end:
+            case.code = end.code
+        except (UserError, StoreError) as error:
+            case.fail(code_of(error), error)
+        if case.problem is not None:
+            self.display.note(f"case {case.name}: {case.problem}")
+        if stop.reason not in {None, TOO_MANY}:
+            self.reason = self.reason or stop.reason
 
 
 def judge_case(case: SweepCase) -> int:
     """The exit code of a finished case: 3 if too many of its samples are still failed, else 0."""
     passes = passes_of(case.store)
-    hopeless = too_many_failed(count_failed(passes), passes[0].plan.rows, case.spec.errors)
-    return TOO_MANY_FAILED if hopeless else OK
+    return TOO_MANY_FAILED if too_many_failed(count_failed(passes), passes[0].plan.rows, case.spec.errors) else OK
 
 
-def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> int:
+def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: Mapping[str, str]) -> int:
     """Print how the sweep ended; returns its exit code."""
     for case in cases:
         if case.is_closed and case.code is None:
             case.code = judge_case(case)
     codes = [UNUSABLE] * bool(problems) + [INTERRUPTED if case.code is None else case.code for case in cases]
     code = severest(codes)
-    finished = [case for case in cases if case.problem is None and case.code in {OK, TOO_MANY_FAILED}]
-    for line in sweep_lines(spec, cases, problems):
+    for line in sweep_lines(spec, cases):
         print_result(line)
     for case in cases:
         if case.problem is not None:
             _log.error(f"{case.name}: {case.problem}")
     if code == INTERRUPTED:
-        _log.warning(f"interrupted with {len(finished)} of {len(spec.cases)} cases finished; run it again to resume")
+        finished = sum(case.problem is None and case.code in {OK, TOO_MANY_FAILED} for case in cases)
+        _log.warning(f"interrupted with {finished} of {len(spec.cases)} cases finished; run it again to resume")
     return code
 
 
@@ -238,12 +231,9 @@ def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]
 
 
 def record_of(spec: Sweep, cases: Iterable[SweepCase]) -> bytes:
-    """The content of sweep.json: one line per case that can run, in the order of the sweep file."""
-    listed = [
-        json.dumps({"name": case.name, "path": f"{CASES}/{case.name}", "changes": case.changes}) for case in cases
-    ]
-    head = json.dumps({"format": FORMAT, "name": spec.name})
-    return (head[:-1] + ', "cases": [\n ' + ",\n ".join(listed) + "\n]}\n").encode()
+    """The content of sweep.json: the cases that can run, in the order of the sweep file."""
+    listed = [{"name": case.name, "path": f"{CASES}/{case.name}", "changes": case.changes} for case in cases]
+    return (json.dumps({"format": FORMAT, "name": spec.name, "cases": listed}, indent=1) + "\n").encode()
 
 
 def is_recorded(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> bool:
@@ -267,22 +257,22 @@ def write_record(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> None:
 COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
 
 
-def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
+def sweep_lines(spec: Sweep, cases: Sequence[SweepCase]) -> list[str]:
     """The table, in the order of the sweep file, and the command that compares the finished cases."""
     by_name = {case.name: case for case in cases}
     means = {case.name: {} if case.metrics is None else metric_means(case.store) for case in cases}
     metrics = list(dict.fromkeys(name for case_means in means.values() for name in case_means))
     rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in spec.cases]
+    finished = [row[0] for row in rows if len(row) == len(COLUMNS)]
     for row in rows:
-        if means.get(row[0]) and len(row) == len(COLUMNS):
+        if row[0] in finished and means[row[0]]:
             row += [figure_text(means[row[0]].get(name)) for name in metrics]
-    finished = [case for case in cases if read_manifest(case.store) is not None]
     lines = [
         f"draftmill: {spec.name}, {counted(len(spec.cases), 'case')}",
         *table_lines([[*COLUMNS, *metrics], *rows], right=True),
     ]
     if len(finished) > 1:
-        endpoint = finished[0].spec.s3.endpoint
+        endpoint = cases[0].spec.s3.endpoint
         more = "" if endpoint is None else f" --s3-endpoint {shlex.quote(endpoint)}"
         lines.append(f"compare them: draftmill compare {shlex.quote(spec.path)}{more}")
     return lines
@@ -290,8 +280,11 @@ def sweep_lines(spec: Sweep, cases: Sequence[SweepCase], problems: dict[str, str
 
 def _row(case: SweepCase) -> list[str]:
     manifest = read_manifest(case.store)
+    if manifest is None and case.plan is None:
+        return [case.name, "not planned"]
     if manifest is None:
-        return [case.name, _progress(case)]
+        assert case.plan is not None
+        return [case.name, f"{len(done_units(case.store)):,} of {case.plan.units:,} units"]
     tally = read_summary(case.store, manifest)
     sessions = read_sessions(case.store)
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
@@ -303,13 +296,6 @@ def _row(case: SweepCase) -> list[str]:
         f"{tally.accepted / tally.proposed:.1%}" if tally.proposed else "-",
         f"{count_failed(passes_of(case.store)):,}",
     ]
-
-
-def _progress(case: SweepCase) -> str:
-    if case.plan is None:
-        return "not planned"
-    done = len(done_units(case.store))
-    return f"{done:,} of {case.plan.units:,} units"
 
 
 # ---- --dry-run

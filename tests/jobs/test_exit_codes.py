@@ -35,4 +35,4 @@ def test_a_command_that_does_several_things_ends_with_the_severest_code(several:
 
 @pytest.mark.parametrize("code", sorted(set(SEVEREST) - {OK}))
 def test_the_code_of_a_submitted_driver_is_handed_on_whatever_it_is(code: int) -> None:
-    assert end_of(SimpleNamespace(status="FAILED", driver_exit_code=code, message="")).code == code
+    assert end_of(SimpleNamespace(status="FAILED", driver_exit_code=code, message=""))[0] == code

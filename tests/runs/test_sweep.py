@@ -19,6 +19,7 @@ from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.jobs.cli import main
+from draftmill.jobs.exit_codes import INTERRUPTED, Ended
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.resolve import resolved_of
 from draftmill.jobs.plan.worker_job import make_job
@@ -408,6 +409,10 @@ def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(t
 # ---- metrics
 
 
+def interrupted(*_: object, **__: object) -> None:
+    raise Ended("interrupted", INTERRUPTED)
+
+
 @pytest.mark.slow
 def test_metrics_of_a_sweep_are_measured_for_every_case_once(tmp_path, capsys, monkeypatch):
     cases = {"k2": {"decoder.k": 2}, "plain": {"decoder": {"kind": "any_subset"}}}
@@ -419,7 +424,7 @@ def test_metrics_of_a_sweep_are_measured_for_every_case_once(tmp_path, capsys, m
     out = capsys.readouterr().out
     assert "left to measure, without decoding, in 2 cases: k2, plain" in out and "nothing is left to decode" in out
     with monkeypatch.context() as patch:
-        patch.setattr("draftmill.jobs.sweep.sweep.measure_units", lambda *_, **__: False)
+        patch.setattr("draftmill.jobs.sweep.sweep.measure_units", interrupted)
         assert sweep(path) == 4
         assert "interrupted with" in capsys.readouterr().err
     assert sweep(path) == 0

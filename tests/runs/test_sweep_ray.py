@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.sweep import sweep as jobs_sweep
+from draftmill.jobs.sweep.sweep import SweepSession
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal
@@ -60,16 +60,16 @@ def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_h
     ray_session, tmp_path, monkeypatch, capsys
 ):
     cases: dict[str, Any] = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
-    original = jobs_sweep.decode_case
+    original = SweepSession.decode
     killed: list[int] = []
 
-    def killing(case: Any, *args: Any, **options: Any) -> None:
-        original(case, *args, **options)
+    def killing(session: SweepSession, case: Any, **options: Any) -> None:
+        original(session, case, **options)
         if case.name == "c0":
             killed.append(ups(tmp_path / "out" / "cases" / "c0")[0]["pid"])
             os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(jobs_sweep, "decode_case", killing)
+    monkeypatch.setattr(SweepSession, "decode", killing)
     file = write_sweep(tmp_path, cases | {"large": {"workers.gpus": 8}})
     file.write_text(file.read_text() + "metrics: [entropy]\n")
     assert main(["sweep", str(file), "--quiet"]) == 2

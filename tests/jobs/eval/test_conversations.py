@@ -9,11 +9,11 @@ import pytest
 from draftmill.actors.rows.chat import ChatTemplate
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Chat
-from draftmill.jobs.eval.model import CheckpointFacts, DraftmillLM, render
+from draftmill.jobs.eval.model import DraftmillLM, render
 from draftmill.jobs.eval.spec import EvalSpec
 from draftmill.storage.errors import UserError
 from tests.actors.rows.test_prompts import chat_folder, chatting
-from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.actors.tokenizers_for_tests import byte_level
 
 __all__ = ["chat_folder", "chatting"]
 
@@ -35,7 +35,7 @@ def test_the_arguments_of_the_spec_reach_the_template() -> None:
     template = ChatTemplate("{{ messages[0].content }}{% if thinking is false %} at once{% endif %}", {})
     model = DraftmillLM.__new__(DraftmillLM)
     model._spec = EvalSpec({}, {}, Chat(template_kwargs={"thinking": False}))
-    model._model = CheckpointFacts("m", model_info(), Tokenizer(byte_level()._core, chat=template))
+    model._tokenizer = Tokenizer(byte_level()._core, chat=template)
     assert model.apply_chat_template(TALK[:1]) == "Is 7 odd? at once"
 
 

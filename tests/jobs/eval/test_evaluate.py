@@ -426,7 +426,7 @@ def test_requests_that_a_model_or_a_decoder_can_not_do_are_refused_by_name(
 def test_without_the_extra_the_message_names_it(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftmill.jobs.eval.evaluate.find_spec", lambda name: None)
+    monkeypatch.setattr("draftmill.jobs.eval.options.find_spec", lambda name: None)
     write_eval_spec(tmp_path)
     assert "pip install 'draftmill[lm-eval]'" in refused(world, tmp_path, capsys, ["gen"])
 

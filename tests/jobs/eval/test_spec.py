@@ -11,8 +11,7 @@ import yaml
 
 from draftmill.actors.task import Complete, Score
 from draftmill.jobs.eval.requests import Generation
-from draftmill.jobs.eval.runs import JobRows, name_of
-from draftmill.jobs.eval.spec import EvalSpec, read_eval_spec
+from draftmill.jobs.eval.spec import EvalSpec, JobRows, name_of, read_eval_spec
 from draftmill.storage.errors import UserError
 
 PLAIN: dict[str, Any] = {

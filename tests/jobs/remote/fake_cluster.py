@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from draftmill.jobs.remote.cluster import Cluster, JobExists, NoSuchJob, NotReady, RayJobs, Unreachable
+from draftmill.jobs.remote.cluster import JobExists, NotReady, RayJobs, Unreachable
 
 
 @dataclass
@@ -33,7 +33,7 @@ class FakeCluster(RayJobs):
     """A cluster of a test. `script` is called before every request for a job's state, with the number of such requests so far."""
 
     def __init__(self, *jobs: FakeJob) -> None:
-        self.cluster = Cluster("http://head:8265", "2.60.0")
+        self.url, self.ray_version = "http://head:8265", "2.60.0"
         self.known = {job.submission_id: job for job in jobs}
         self.asked = 0
         self.deaf = 0
@@ -43,7 +43,7 @@ class FakeCluster(RayJobs):
         self.late: list[FakeJob] = []
         """Jobs that another submission starts after our look at the list."""
 
-    def submit(self, name: str, entrypoint: str, environment: Mapping[str, Any], **rest: Any) -> None:
+    def submit(self, name: str, entrypoint: str, environment: Mapping[str, Any], metadata: dict[str, str]) -> None:
         if self.unready:
             self.unready -= 1
             raise NotReady("No available agent")
@@ -52,7 +52,7 @@ class FakeCluster(RayJobs):
         self.late = []
         if name in self.known:
             raise JobExists(name)
-        self.known[name] = FakeJob(name, entrypoint, dict(environment), rest["metadata"])
+        self.known[name] = FakeJob(name, entrypoint, dict(environment), metadata)
 
     def jobs(self) -> list[Any]:
         return list(self.known.values())
@@ -63,17 +63,14 @@ class FakeCluster(RayJobs):
         if self.deaf:
             self.deaf -= 1
             raise Unreachable("no answer")
-        if name not in self.known:
-            raise NoSuchJob(name)
         return self.known[name]
 
     def logs(self, name: str) -> str:
         self.reads += 1
         return self.known[name].log
 
-    def stop(self, name: str) -> bool:
+    def stop(self, name: str) -> None:
         self.known[name].end("STOPPED")
-        return True
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.remote.manifest import MAKERS
-from draftmill.jobs.remote.manifest_job import Options, read_job
+from draftmill.jobs.remote.manifest import MAKERS, Options, read_job
 
 KUBERAY = ("rayjob", "raycluster")
 

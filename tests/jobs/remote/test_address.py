@@ -50,7 +50,7 @@ def test_what_can_not_be_a_dashboard_is_refused_by_name(written):
 
 def test_a_cluster_that_answers_tells_its_version():
     with answering(200, RAY) as place:
-        assert reach(place, {}).ray == "2.60.0"
+        assert reach(dashboard_url(place), {}) == "2.60.0"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_cluster_that_answers_tells_its_version():
 )
 def test_a_server_that_is_no_usable_cluster_is_said_in_one_line(status, body, headers, words):
     with answering(status, body) as place, pytest.raises(UserError, match=f"--address: .*{words}") as caught:
-        reach(place, headers)
+        reach(dashboard_url(place), headers)
     assert "\n" not in str(caught.value)
 
 
@@ -75,13 +75,13 @@ def test_nothing_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(UserError, match=f"--address: nothing listens at 127.0.0.1:{port}"):
-        reach(f"127.0.0.1:{port}", {})
+        reach(f"http://127.0.0.1:{port}", {})
 
 
 def test_a_server_that_never_answers_and_one_that_speaks_no_http(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cluster_module, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = f"127.0.0.1:{server.getsockname()[1]}"
+        place = f"http://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UserError, match="did not answer within"):
             reach(place, {})
         monkeypatch.setattr(cluster_module, "ANSWER_S", 20.0)
@@ -130,6 +130,6 @@ def test_a_token_that_is_missing_is_named(variables, field, monkeypatch: pytest.
 def test_the_token_travels_as_a_header_and_stays_out_of_messages():
     seen: list[dict[str, str]] = []
     with answering(403, "no", seen) as place, pytest.raises(UserError) as caught:
-        reach(place, {"Authorization": "Bearer very-secret-token"})
+        reach(dashboard_url(place), {"Authorization": "Bearer very-secret-token"})
     assert seen[0]["Authorization"] == "Bearer very-secret-token"
     assert "very-secret-token" not in str(caught.value)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftmill.jobs.exit_codes import UNUSABLE
-from draftmill.jobs.remote.manifest_job import APPLIES, KINDS, Options
+from draftmill.jobs.remote.manifest import APPLIES, KINDS, Options
 from draftmill.storage.errors import UserError
 from tests.jobs.remote.made import printed, text_of, write_spec
 

@@ -13,10 +13,11 @@ import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.drive.log import shown
 from draftmill.jobs.remote import submit as submit_module
 from draftmill.jobs.remote.cluster import RUN, Unreachable, stem_of
 from draftmill.jobs.remote.request import SubmitRequest
-from draftmill.jobs.remote.submit import LogFollower, end_of, follow, jobs_of, start, stop_jobs
+from draftmill.jobs.remote.submit import end_of, follow, start, stop_jobs
 from draftmill.storage.errors import UserError
 from tests.jobs.remote.fake_cluster import FakeCluster, FakeJob
 
@@ -89,7 +90,7 @@ def test_a_dated_run_gets_its_date_when_it_is_submitted_and_a_job_for_each_date(
         "s3://bucket/daily/2026-11-21",
         "s3://bucket/daily/2026-11-22",
     ]
-    assert "logical_date: '2026-11-21T00:00:00Z'" in first.entrypoint
+    assert '"logical_date": "2026-11-21T00:00:00Z"' in first.entrypoint
     assert "--if-running skip" in first.entrypoint
     capsys.readouterr()
 
@@ -116,13 +117,33 @@ def test_a_cluster_that_has_just_started_is_asked_again():
 )
 def test_the_exit_code_is_the_drivers_own(status, code, message, expected, words):
     end = end_of(SimpleNamespace(status=status, driver_exit_code=code, message=message))
-    assert end.code == expected
-    assert words in end.message
+    assert end[0] == expected
+    assert words in end[1]
 
 
-def test_each_text_of_a_growing_log_is_shown_once():
+class FakeClock:
+    """The clock of the commands; a sleep of any length takes a second."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, _: float) -> None:
+        self.now_s += 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(submit_module, "time", clock)
+    return clock
+
+
+def test_each_text_of_a_growing_log_is_printed_once(clock: FakeClock, capsys: pytest.CaptureFixture[str]):
     job = FakeJob("j")
-    cluster, shown = FakeCluster(job), list[str]()
+    cluster = FakeCluster(job)
 
     def script(asked: int) -> None:
         job.log = "".join(f"line {number}\n" for number in range(min(asked, 50)))
@@ -130,38 +151,31 @@ def test_each_text_of_a_growing_log_is_shown_once():
             job.end("SUCCEEDED", 0)
 
     cluster.script = script
-    assert LogFollower(cluster, "j", shown.append, wait=lambda s: None).follow().code == 0
-    assert "".join(shown) == job.log and len(shown) > 1
+    with shown():
+        assert follow(cluster, "j") == 0
+    assert capsys.readouterr().out == job.log and cluster.reads > 1
 
 
-def test_a_long_log_is_read_less_often():
-    job, now, shown = FakeJob("j", log="x" * 1_000_000), [0.0], list[str]()
+def test_a_long_log_is_read_less_often(clock: FakeClock, capsys: pytest.CaptureFixture[str]):
+    job = FakeJob("j", log="x" * 1_000_000)
     cluster = FakeCluster(job)
     cluster.script = lambda asked: job.end("SUCCEEDED", 0) if asked > 100 else None
-
-    def wait(s: float) -> None:
-        now[0] += 1.0
-
-    assert LogFollower(cluster, "j", shown.append, clock=lambda: now[0], wait=wait).follow().code == 0
-    assert "".join(shown) == job.log
+    with shown():
+        assert follow(cluster, "j") == 0
+    assert capsys.readouterr().out == job.log
     assert cluster.reads == 21  # one in 5 s, 200,000 characters a second, and the last
 
 
-def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up():
-    job, now = FakeJob("j"), [0.0]
+def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up(clock: FakeClock):
+    job = FakeJob("j")
     cluster = FakeCluster(job)
     cluster.deaf = 20
     cluster.script = lambda asked: job.end("SUCCEEDED", 0) if asked > 20 else None
-
-    def wait(s: float) -> None:
-        now[0] += 1.0
-
-    follower = LogFollower(cluster, "j", lambda text: None, clock=lambda: now[0], wait=wait)
-    assert follower.follow().code == 0
+    assert follow(cluster, "j") == 0
     cluster.deaf = 10**6
-    with pytest.raises(Unreachable):
-        follower.follow()
-    assert 60 < now[0] < 90
+    with pytest.raises(Unreachable, match="what became of j is unknown: submit it again"):
+        follow(cluster, "j")
+    assert 60 < clock.now_s < 90
 
 
 def test_an_interrupt_ends_the_following_and_not_the_job(caplog: pytest.LogCaptureFixture):
@@ -180,10 +194,10 @@ def test_a_job_is_stopped_by_its_name_or_its_run_directory(caplog: pytest.LogCap
     caplog.set_level(logging.INFO)
     jobs = [FakeJob("a-1", metadata={RUN: "/runs/a"}, status="FAILED"), FakeJob("a-2", metadata={RUN: "/runs/a"})]
     cluster = FakeCluster(*jobs, FakeJob("b-1", metadata={RUN: "/runs/b"}))
-    assert stop_jobs(cluster, jobs_of(cluster, "runs/a", "/runs/a"), wait=True)
+    assert stop_jobs(cluster, "runs/a", "/runs/a", wait=True)
     assert [cluster.known[name].status for name in ("a-1", "a-2", "b-1")] == ["FAILED", "STOPPED", "RUNNING"]
-    assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), wait=True)
-    assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), wait=True)
+    assert stop_jobs(cluster, "b-1", "/b-1", wait=True)
+    assert stop_jobs(cluster, "b-1", "/b-1", wait=True)
     assert caplog.messages[-1] == "nothing to stop: b-1 has ended (STOPPED)"
     with pytest.raises(UserError, match="TARGET: 'c' is no job"):
-        jobs_of(cluster, "c", "/runs/c")
+        stop_jobs(cluster, "c", "/runs/c", wait=True)

@@ -14,7 +14,7 @@ import yaml
 
 from draftmill.jobs.cli import parser
 from draftmill.jobs.config.spec import load_spec
-from draftmill.jobs.remote.manifest_job import KINDS
+from draftmill.jobs.remote.manifest import KINDS
 from tests.jobs.remote.made import KUBERAY, RICH, SPEC, data_of, templates, text_of, write_spec
 from tests.jobs.remote.validators import (
     kuberay_problems,
