@@ -203,6 +203,8 @@ def _printable(name: str) -> str:
     return name
 
 
+Name = Annotated[Text, AfterValidator(_printable)]
+
 RESULT_SECTIONS = frozenset({"seed", "task", "decoder", "sampling", "prompt", "chat"})
 RESULT_INPUT_KEYS = ("columns", "limit", "chunk_chars", "delimiter", "truncate", "keep", "dedupe", "where")
 """What of a spec changes results, beside some keys of `model`."""
@@ -211,9 +213,7 @@ RESULT_INPUT_KEYS = ("columns", "limit", "chunk_chars", "delimiter", "truncate",
 class JobSpec(Settings):
     """A whole job."""
 
-    name: Annotated[Text, AfterValidator(_printable)] = Field(
-        default="job", description="in tables; else the file's name"
-    )
+    name: Name = Field(default="job", description="in tables; else the file's name")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
         default=0, description="with a sample's id, decides all its randomness"
     )

@@ -22,7 +22,7 @@ from draftmill.storage.stores.interface import Place, S3Options
 
 RUN = "RUN --s3-endpoint http://s3"
 PLACE = Place("RUN", S3Options("http://s3"))
-SPEC = {
+SPEC: dict[str, Any] = {
     "name": "job",
     "task": {"kind": "complete"},
     "input": {"path": "in.jsonl"},
