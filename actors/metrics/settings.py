@@ -97,11 +97,10 @@ RougeTypes = Annotated[tuple[RougeType, ...], BeforeValidator(as_tuple), AfterVa
 
 
 class Rouge(ReferenceMetric):
-    """ROUGE of the text against the reference, by the package rouge-score; of several references the best F counts."""
+    """The F of ROUGE of the text against the reference, by the package rouge-score; of several references the best counts."""
 
     kind: Literal["rouge"]
     types: RougeTypes = Field(default=("rouge1", "rouge2", "rougeL"), description="each is a column")
-    score: Literal["f", "precision", "recall"] = Field(default="f", description="which value of ROUGE")
     stemmer: bool = Field(default=False, description="compare words by their stems")
     words: Literal["ascii", "unicode"] = Field(default="ascii", description="ascii drops all letters but a to z")
 
@@ -116,7 +115,6 @@ class Bleu(ReferenceMetric):
     """BLEU of the text as one sentence, 0 to 100, by sacrebleu (effective order, exponential smoothing)."""
 
     kind: Literal["bleu"]
-    lowercase: bool = Field(default=False, description="ignore case")
     tokenize: Literal["13a", "intl", "char", "none"] = Field(default="13a", description="sacrebleu's tokenizer")
 
 
@@ -125,7 +123,6 @@ class Chrf(ReferenceMetric):
 
     kind: Literal["chrf"]
     word_order: Annotated[int, Field(ge=0, le=4)] = Field(default=0, description="2 is chrF++")
-    lowercase: bool = Field(default=False, description="ignore case")
 
 
 class EditSimilarity(ReferenceMetric):

@@ -161,11 +161,10 @@ def rouge(settings: Rouge) -> RowByRow:
 
     tokenizer = UnicodeWords() if settings.words == "unicode" else None
     scorer = RougeScorer(list(settings.types), use_stemmer=settings.stemmer, tokenizer=tokenizer)
-    field = {"f": "fmeasure", "precision": "precision", "recall": "recall"}[settings.score]
 
     def score(text: str, references: Sequence[str]) -> Values:
         scores = scorer.score_multi(list(references), text)
-        return tuple(float(getattr(scores[kind], field)) for kind in settings.types)
+        return tuple(float(scores[kind].fmeasure) for kind in settings.types)
 
     return reference_meter(score)
 
@@ -174,16 +173,14 @@ def bleu(settings: Bleu) -> RowByRow:
     """Sentence BLEU."""
     from sacrebleu.metrics.bleu import BLEU
 
-    return _sentences(
-        BLEU(lowercase=settings.lowercase, tokenize=settings.tokenize, effective_order=True).sentence_score
-    )
+    return _sentences(BLEU(tokenize=settings.tokenize, effective_order=True).sentence_score)
 
 
 def chrf(settings: Chrf) -> RowByRow:
     """Sentence chrF."""
     from sacrebleu.metrics.chrf import CHRF
 
-    return _sentences(CHRF(word_order=settings.word_order, lowercase=settings.lowercase).sentence_score)
+    return _sentences(CHRF(word_order=settings.word_order).sentence_score)
 
 
 def _sentences(score: Callable[[str, list[str]], Any]) -> RowByRow:
