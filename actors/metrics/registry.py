@@ -59,7 +59,7 @@ def build_meter(metric: ReadyMetric, *, threads: int) -> Meter:
     settings = metric.settings
     if isinstance(settings, Judge):
         assert metric.place is not None
-        return load_judge(metric.place, prompt=settings.prompt, max_rows=settings.max_rows, threads=threads)
+        return load_judge(metric.place, prompt=settings.prompt, threads=threads)
     if isinstance(settings, PassAtK):
         sandbox = find_sandbox(field=metric.field)  # this machine may be another than the driver's
         return Programs(settings, sandbox, threads, metric.samples)
@@ -205,6 +205,10 @@ def _number(value: Any) -> float | None:
     return number
 
 
+MOST_TEXTS: Final = 32
+"""Texts in a forward of a judge."""
+
+
 @dataclass(slots=True)
 class JudgeMeter:
     """A judge that is loaded: `prompt` is the kept column that stands before the text, if any."""
@@ -292,7 +296,7 @@ def _values(outcome: Outcome) -> Values | Exception:
     return outcome.logprob, math.exp(min(-outcome.logprob / count, 700.0)), float(count)
 
 
-def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads: int) -> JudgeMeter:
+def load_judge(place: ModelPlace, *, prompt: str | None, threads: int) -> JudgeMeter:
     """Load a judge. Raises UserError or ValueError if the model can't be loaded or is not causal."""
     import torch
 
@@ -302,8 +306,8 @@ def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads:
     folder = fetch_model(place.checkpoint, place.revision)
     info, task, decoder = inspect_model(folder), Score(kind="score"), AutoregressiveSettings(kind="autoregressive")
     networks = load_networks(folder, place, decoder)
-    max_tokens = max_rows * (512 if networks.backbone.device.type == "cpu" else 2048)
-    scorer = build(networks, info, task, decoder, Sampling(), stops=None, max_rows=max_rows, max_tokens=max_tokens)
+    max_tokens = MOST_TEXTS * (512 if networks.backbone.device.type == "cpu" else 2048)
+    scorer = build(networks, info, task, decoder, Sampling(), stops=None, max_rows=MOST_TEXTS, max_tokens=max_tokens)
     fit(scorer, threads=threads)
     tokenizer = load_tokenizer(folder, place.tokenizer)
     columns = Columns(completion="completion", prompt=None if prompt is None else "prompt")

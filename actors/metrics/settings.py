@@ -170,16 +170,12 @@ class Judge(MetricBase):
     The text is tokenized and scored as `task: score` does.
     """
 
-    changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision", "device", "max_rows"})
+    changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision"})
     kind: Literal["judge"]
     model: Annotated[str, Field(min_length=1), MODEL] = Field(description="the judge, found as model.path is")
     revision: str | None = Field(default=None, description="of a hub model")
     prompt: Column | None = Field(default=None, description="a kept column with the text before the sample's")
     dtype: Dtype = Field(default="auto", description="as in model.dtype")
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = Field(
-        default="auto", description="as in model.device"
-    )
-    max_rows: Annotated[int, Field(ge=1, le=1024)] = Field(default=32, description="texts in a forward")
 
     def own_columns(self) -> tuple[str, ...]:
         return ("judge_logprob", "judge_perplexity", "judge_tokens")
