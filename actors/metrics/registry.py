@@ -99,7 +99,7 @@ class Programs:
         if row.text is None:
             return None
         settings = self.settings
-        limits = Limits(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, processes=settings.processes)
+        limits = Limits(timeout_s=settings.timeout_s, processes=settings.processes)
         ran = self.sandbox.run(program_of(settings, row.text, row.values), limits, stopping=stopping)
         return (float(ran.passed),)
 

@@ -213,7 +213,6 @@ class PassAtK(MetricBase):
     program: Annotated[str, Field(min_length=1)] = Field(default=HUMANEVAL, description="Python with {text} and {NAME}")
     code: Literal["as_is", "fenced"] = Field(default="as_is", description="fenced: only the first ``` block")
     timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(default=10.0, description="seconds")
-    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = Field(default=1024, description="address space of a process")
     processes: Annotated[int, Field(ge=0, le=256)] = Field(default=0, description="how many processes it may start")
     allow_code_execution: bool = Field(default=False, description="required: true")
 
