@@ -59,7 +59,7 @@ class Hysteresis(Settings):
 
 
 class Bandit(Settings):
-    """Learn within each sample what pays (UCB), by short and long spans, progress and entropy (of the span, or of all masks of the block)."""
+    """Learn within each sample what pays (UCB), by span, progress and entropy (of the span, or of the block's masks)."""
 
     kind: Literal["bandit"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
