@@ -250,7 +250,10 @@ def measure_runner(job: MeasureJob, *, name: str, node: str, threads: int, meter
 
 def rows_of(table: pa.Table, reference: str | None, joiner: str | None) -> list[MeasuredRow | None]:
     """The rows of a unit's results; None for a row that was not decoded."""
-    kept = _kept_values(table)
+    kept: Sequence[Mapping[str, Any] | None] = [None] * table.num_rows
+    if KEEP in table.column_names:
+        schema = pa.schema(list(table.schema.field(KEEP).type))
+        kept = [to_json(values, schema) for values in table[KEEP].to_pylist()]
     names, samples = _keys(table)
     rows: list[MeasuredRow | None] = []
     for index, result in enumerate(table.to_pylist()):
@@ -292,13 +295,6 @@ def _text(value: Any) -> str:
 def _keys(table: pa.Table) -> tuple[list[str], list[int | None]]:
     samples = table["sample"].to_pylist() if "sample" in table.column_names else [None] * table.num_rows
     return table["id"].to_pylist(), samples
-
-
-def _kept_values(table: pa.Table) -> list[Mapping[str, Any] | None]:
-    if KEEP not in table.column_names:
-        return [None] * table.num_rows
-    schema = pa.schema(list(table.schema.field(KEEP).type))
-    return [to_json(values, schema) for values in table[KEEP].to_pylist()]
 
 
 # ---- columns out

@@ -38,12 +38,12 @@ _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 
 def exact_match(settings: ExactMatch) -> RowByRow:
     """Whether the text equals one of the references."""
-    same = {"exact_match": eq, "normalised_match": _equal_words, "number_match": _equal_number}[settings.kind]
+    same = {
+        "exact_match": eq,
+        "normalised_match": lambda text, other: normalise(text) == normalise(other),
+        "number_match": _equal_number,
+    }[settings.kind]
     return reference_meter(lambda text, references: (float(any(same(text, reference) for reference in references)),))
-
-
-def _equal_words(text: str, reference: str) -> bool:
-    return normalise(text) == normalise(reference)
 
 
 def _equal_number(text: str, reference: str) -> bool:

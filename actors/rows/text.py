@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Core
 
 from draftmill.actors.checkpoints.made_folders import read_source
 from draftmill.storage.errors import UserError
-from draftmill.storage.json_text import parse_json
+from draftmill.storage.json_text import read_object
 
 if TYPE_CHECKING:
     from draftmill.actors.rows.chat import ChatTemplate
@@ -279,16 +279,6 @@ def read_files(place: Path) -> TokenizerFiles:
     named = _special_tokens(config, core, {str(token): token for token in added})
     _add(core, added, list(named.values()), _extra(config))
     return TokenizerFiles(core, {name: str(token) for name, token in named.items()}, _template(place, config))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty if the file is missing; ValueError if it holds anything else."""
-    if not path.is_file():
-        return {}
-    content = parse_json(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
-    return content
 
 
 def _added_tokens(place: Path, config: dict[str, Any], core: Core) -> list[AddedToken]:

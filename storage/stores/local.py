@@ -230,9 +230,7 @@ def _write_synced(path: Path, data: Body) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; where folders can't be opened (Windows), leave it to the system."""
-    if os.name == "nt":
-        return
+    """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
