@@ -176,23 +176,14 @@ def _names(text: str) -> list[str]:
 SET = repeatable("--set", "KEY=VALUE", "override a key: a.b=VALUE", dest="overrides")
 SPEC = (option("path", "SPEC.yaml"), SET)
 LOGICAL_DATE = option(
-    "--logical-date", "D", "the date for {date:...} in output.path, in UTC (2026-11-22, or with a time); default: now"
+    "--logical-date", "D", "the date for {date:...} in output.path, in UTC (2026-11-22); default: now"
 )
 DRIVER = (
     option("--ray-address", "ADDR", "a running Ray cluster; default: start Ray on this machine"),
     flag("--local", "one worker in this process, without Ray: for small jobs"),
     flag("--quiet", "no progress"),
-    choice(
-        "--log",
-        ["text", "json"],
-        "json: everything that is printed is one JSON object a line, with time, level and event",
-    ),
-    option(
-        "--grace-seconds",
-        "S",
-        "time from SIGTERM to the end; running units may continue until 5 s before it",
-        type=_seconds,
-    ),
+    choice("--log", ["text", "json"], "json: each thing that is printed is one JSON object a line"),
+    option("--grace-seconds", "S", "from SIGTERM to the end; units may run until 5 s before it", type=_seconds),
 )
 """Options of every command that starts workers."""
 
@@ -203,8 +194,7 @@ RUN_DIR = (option("place", "RUN_DIR", "a folder or s3://bucket/prefix"), S3_ENDP
 BASELINE = option(
     "--baseline",
     "CASE",
-    "the run or case with which all others are compared; default: the first run, and in a sweep for each case the first "
-    "one that differs in a single setting",
+    "what all others are compared with; default: the first run; in a sweep the first case that differs in one setting",
 )
 
 
@@ -258,7 +248,7 @@ command(
         option(
             "--catch-up",
             "D",
-            "run each whole day or hour from D on (default: the earliest run's) that lacks a finished run, oldest first",
+            "run each whole day or hour from D on (default: the earliest run's) that lacks a finished run",
             dest="first",
             nargs="?",
             const=True,
@@ -298,12 +288,7 @@ command(
     option("--working-dir", "FOLDER", "a folder that the job needs: rows, models, metrics"),
     repeatable("--shared", "FOLDER", "a folder that all nodes have under this name"),
     option("--runtime-env", "FILE", "YAML or JSON for Ray's job API: image_uri, pip, env_vars, ..."),
-    option(
-        "--grace-seconds",
-        "S",
-        "time from a stop to the driver's end by itself; after 15 s more it is killed",
-        type=_seconds,
-    ),
+    option("--grace-seconds", "S", "from a stop to the driver's own end; 15 s later it is killed", type=_seconds),
     follows=True,
     options=_submit_options,
 )
@@ -315,14 +300,7 @@ command(
     SET,
     LOGICAL_DATE,
     _address("none: a driver of this machine"),
-    option(
-        "--wait-seconds",
-        "S",
-        "how long to wait for the end (60); 0 returns at once",
-        dest="wait_s",
-        type=_seconds,
-        default=60.0,
-    ),
+    option("--wait-seconds", "S", "time to wait for the end (60)", dest="wait_s", type=_seconds, default=60.0),
     S3_ENDPOINT,
 )
 command(
@@ -576,9 +554,7 @@ command(
         repeatable("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere; not cronjob"),
         option("--ray-cluster", "NAME", "cronjob: the RayCluster that runs the job; default: draftmill"),
     ),
-    settings={
-        "description": "Prints a file that runs the job elsewhere or on a schedule. What has no option is a line of the file."
-    },
+    settings={"description": "Prints a file that runs the job elsewhere. What has no option is a line of the file."},
     spec=attrgetter("path"),
     options=_manifest_options,
 )
