@@ -590,7 +590,7 @@ def models() -> int:
     from draftmill.decoders.backbones.families.table import FAMILIES
     from draftmill.decoders.backbones.quantized import METHODS
     from draftmill.decoders.settings import DECODERS, decoders_of
-    from draftmill.jobs.config.spec import ModelSettings
+    from draftmill.jobs.config.sections import ModelSettings
 
     print("families (model.family; read from config.json with auto)")
     for name, family in sorted(FAMILIES.items()):

@@ -30,7 +30,8 @@ from draftmill.decoders.common_settings import Settings
 from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.paths import path_problem
-from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, Name, check_changed
+from draftmill.jobs.config.sections import Name
+from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, check_changed
 from draftmill.jobs.config.yaml_file import apply_change, read_mapping, split_override
 from draftmill.storage.errors import UserError
 

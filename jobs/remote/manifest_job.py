@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.jobs.config.paths import is_inside, places_of
+from draftmill.jobs.config.sections import WorkerShape
 from draftmill.jobs.config.spec import JobSpec, load_spec
-from draftmill.jobs.config.worker_shape import WorkerShape
 from draftmill.jobs.config.yaml_file import apply_override, parse, read_mapping
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.remote.templates import check_printable, yaml_document
