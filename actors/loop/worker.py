@@ -79,6 +79,20 @@ class Turns:
         self._runner = runner
         self._node = node
 
+    def begin(self, name: str, job: Any, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
+        """Load what the job needs; returns the same as `where`."""
+        self._node = socket.gethostname()
+        self._runner = self._build(job, name=name, node=self._node, threads=threads, gpus=gpus)
+        return self.where()
+
+    def _build(self, job: Any, *, name: str, node: str, threads: int, gpus: float) -> Runner:
+        raise NotImplementedError
+
+    def rest(self) -> None:
+        """Forget the job but keep the models. Returns after the last write: the worker then does nothing until it begins."""
+        self._runner.close()
+        del self._runner
+
     def where(self) -> tuple[str, int, dict[str, Any]]:
         """Node, process id, and facts found and chosen at the start, for the log; answers when the model is loaded."""
         return self._node, os.getpid(), self._runner.facts
@@ -109,17 +123,11 @@ class DecodeWorker(Turns):
         self._model_cache = ModelCache()
         self.begin(name, job, threads, gpus)
 
-    def begin(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
-        """Load what the job needs; returns the same as `where`."""
-        node = socket.gethostname()
-        runner = build_runner(job, name=name, node=node, threads=threads, gpus=gpus, model_cache=self._model_cache)
-        super().__init__(runner, node)
-        return self.where()
+    def _build(self, job: Any, **facts: Any) -> Runner:
+        return build_runner(job, **facts, model_cache=self._model_cache)
 
     def rest(self) -> None:
-        """Forget the job but keep the networks. Returns after the last write: the worker then does nothing until it begins."""
-        self._runner.close()
-        del self._runner
+        super().rest()
         self._model_cache.rest()
 
 

@@ -8,7 +8,6 @@ loses that metric alone.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -228,16 +227,8 @@ class MeasureWorker(Turns):
         self._meters = Meters()
         self.begin(name, job, threads, gpus)
 
-    def begin(self, name: str, job: MeasureJob, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
-        """Load what the job needs; returns the same as `where`."""
-        node = socket.gethostname()
-        super().__init__(measure_runner(job, name=name, node=node, threads=threads, meters=self._meters), node)
-        return self.where()
-
-    def rest(self) -> None:
-        """Forget the job but keep the judges."""
-        self._runner.close()
-        del self._runner
+    def _build(self, job: Any, *, name: str, node: str, threads: int, gpus: float) -> MeasureRunner:
+        return measure_runner(job, name=name, node=node, threads=threads, meters=self._meters)
 
 
 def measure_runner(job: MeasureJob, *, name: str, node: str, threads: int, meters: Meters) -> MeasureRunner:
