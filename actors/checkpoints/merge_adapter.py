@@ -82,7 +82,6 @@ def modules_of(weights: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def _module(name: str, weight: torch.Tensor | None) -> nn.Module:
-    """An empty module of the kind that PEFT adapts."""
     if weight is None:
         return nn.Module()
     if name in _TABLES:

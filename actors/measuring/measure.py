@@ -209,7 +209,6 @@ class MeasureRunner:
         return dict(zip(decoded, answers, strict=True))
 
     def _limit_rows(self, measuring: Measuring) -> Measuring:
-        """The same measurement, with the limit of time on each row."""
         while True:
             try:
                 with time_limit(self.job.row_s):

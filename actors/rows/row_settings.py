@@ -372,7 +372,6 @@ def _count(name: str, value: Any, *, least: int = 1) -> int | None:
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
-    """Biases by ids, which a request gives as texts."""
     if not isinstance(value, dict) or not all(str(key).isascii() and str(key).isdigit() for key in value):
         _bad(name, value, "an object of token ids with numbers from -100 to 100")
     return {int(key): _number(f"{name}.{key}", bias, least=-100.0, most=100.0) or 0.0 for key, bias in value.items()}

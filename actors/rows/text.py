@@ -222,7 +222,6 @@ def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int |
 
 
 def _load(place: Path, trust_remote_code: bool) -> Any:
-    """Load a tokenizer with transformers."""
     import transformers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -328,7 +327,6 @@ def _token(value: Any) -> Token | None:
 
 
 def _extra(config: Mapping[str, Any]) -> list[Token]:
-    """The special tokens without a name."""
     listed = config[_EXTRA] if _EXTRA in config else config.get(_OLD_EXTRA)
     tokens = [] if isinstance(listed, dict) else [_token(value) for value in listed or ()]
     if None in tokens:

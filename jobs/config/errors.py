@@ -90,7 +90,6 @@ def kind_changed(
 
 
 def _at(data: Any, section: str) -> Any:
-    """The value at a dotted key of a mapping; None if there is none."""
     for key in section.split("."):
         data = data.get(key) if isinstance(data, Mapping) else None
     return data

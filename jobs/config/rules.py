@@ -312,7 +312,6 @@ def score_problem(task: Score, columns: Columns, decoder: DecoderSettings) -> st
 
 
 def _scoring(has: Callable[[type[DecoderChoice]], bool]) -> str:
-    """The decoders that score texts and have a property."""
     return ", ".join(kind for kind, choice in DECODERS.items() if "score" in choice.tasks and has(choice))
 
 

@@ -316,7 +316,6 @@ def _check_not_varied(key: str, changes: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def _case(name: str, changes: Mapping[str, Any], base: Mapping[str, Any], title: str, place: str) -> CaseSpec:
-    """The case with its spec, or with what is wrong with it."""
     output = base.get("output", {})
     data = dict(base) | {"name": title}
     data["output"] = output | {"path": place} if isinstance(output, dict) else output

@@ -321,7 +321,6 @@ def _arrow_source(file: InputFile) -> Any:
 def _pick(
     table: Hashable, first: int, rows: Sequence[int], columns: Columns, open_: Callable[[], Batches]
 ) -> Iterator[Row]:
-    """The wanted rows of a table whose first row is `first`."""
     for batch, inside in _BATCHES.pick(table, [row - first for row in rows], lambda: map(sound, open_())):
         yield from _rows_of(batch, [first + row for row in inside], columns)
 
@@ -390,7 +389,6 @@ def _single_row(batch: pa.RecordBatch, number: int) -> Row:
 
 
 def _conversations(schema: pa.Schema) -> list[str]:
-    """The columns of lists of messages."""
     kinds = {field.name: field.type for field in schema if hasattr(field.type, "value_type")}
     return [
         name

@@ -186,7 +186,6 @@ class LocalStore:
                 temporary.unlink()
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder and its parents durably."""
         if folder.is_dir():
             return
         self._make_folder(folder.parent)
