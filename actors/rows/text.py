@@ -280,27 +280,14 @@ def read_files(place: Path) -> TokenizerFiles:
     return TokenizerFiles(core, {name: str(token) for name, token in named.items()}, _template(place, config))
 
 
-def _added_tokens(place: Path, config: dict[str, Any], core: Core) -> list[AddedToken]:
-    """The tokens that tokenizer_config.json or older files add, by id; names in older files are written to `config`."""
-    listed = config.get("added_tokens_decoder")
-    if listed is not None:
+def _added_tokens(place: Path, config: Mapping[str, Any], core: Core) -> list[AddedToken]:
+    """The tokens that tokenizer_config.json adds, or tokenizer.json itself, by id."""
+    if (listed := config.get("added_tokens_decoder")) is not None:
         return [AddedToken(**listed[key]) for key in sorted(listed, key=int)]
-    for key, value in read_object(place / "special_tokens_map.json").items():
-        config[key] = [*_unnamed_values(config), *map(_as_special, value)] if key == _EXTRA else _as_special(value)
-    special = {str(config[name]) for name in _NAMED if config.get(name)} | set(map(str, _unnamed_values(config)))
-    older = read_object(place / "added_tokens.json")
-    tokens = {
-        number: AddedToken(text, normalized=text not in special, special=text in special)
-        for text, number in older.items()
-    }
-    tokens |= core.get_added_tokens_decoder()
+    if any((place / name).is_file() for name in ("special_tokens_map.json", "added_tokens.json")):
+        raise NotPlain("older files")
+    tokens = core.get_added_tokens_decoder()
     return [tokens[number] for number in sorted(tokens)]
-
-
-def _as_special(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return AddedToken(**{key: flag for key, flag in value.items() if key not in {"special", "__type"}}, special=True)
 
 
 def _special_tokens(config: Mapping[str, Any], core: Core, added: Mapping[str, AddedToken]) -> dict[str, Token]:
@@ -332,11 +319,6 @@ def _extra(config: Mapping[str, Any]) -> list[Token]:
     if None in tokens:
         raise NotPlain(f"{_EXTRA} has an item that is not a token")
     return [token for token in tokens if token is not None]
-
-
-def _unnamed_values(config: Mapping[str, Any]) -> list[Any]:
-    listed = config.get(_EXTRA) or []
-    return [] if isinstance(listed, dict) else list(listed)
 
 
 def _add(core: Core, added: Iterable[AddedToken], named: Sequence[Token], extra: Iterable[Token]) -> None:

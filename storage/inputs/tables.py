@@ -370,22 +370,18 @@ def _portion_rows(batch: pa.RecordBatch, numbers: Sequence[int]) -> Iterator[Row
     """The rows of a batch, one by one if the whole batch has no Python form."""
     try:
         values = batch.to_pylist()
-    except _NO_PYTHON_FORM:
-        yield from (_single_row(batch.slice(index, 1), number) for index, number in enumerate(numbers))
+    except _NO_PYTHON_FORM as error:
+        if batch.num_rows > 1:
+            for index, number in enumerate(numbers):
+                yield from _portion_rows(batch.slice(index, 1), [number])
+        elif isinstance(error, UnicodeError):
+            yield failed_row(numbers[0], None, "bad_encoding", f"not valid UTF-8: {error}")
+        else:
+            yield failed_row(numbers[0], None, "bad_row", f"a value has no Python form: {error}")
         return
     talks = _conversations(batch.schema)
     for number, value in zip(numbers, values, strict=True):
         yield Row(number, None, value | {name: _without_nulls(value[name]) for name in talks})
-
-
-def _single_row(batch: pa.RecordBatch, number: int) -> Row:
-    try:
-        value = batch.to_pylist()[0]
-        return Row(number, None, value | {name: _without_nulls(value[name]) for name in _conversations(batch.schema)})
-    except UnicodeError as error:
-        return failed_row(number, None, "bad_encoding", f"not valid UTF-8: {error}")
-    except _NO_PYTHON_FORM as error:
-        return failed_row(number, None, "bad_row", f"a value has no Python form: {error}")
 
 
 def _conversations(schema: pa.Schema) -> list[str]:
