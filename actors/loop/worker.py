@@ -40,9 +40,9 @@ from draftmill.actors.messages import (
     WorkUnit,
 )
 from draftmill.actors.rows.stop_text import stops_of
-from draftmill.actors.rows.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
-from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Request
+from draftmill.decoders.base import Decoder
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 
@@ -174,38 +174,6 @@ def build_runner(
     facts["device"] = device_facts(decoder)
     facts["load_s"] = round(time.perf_counter() - began_s, 3)
     return UnitRunner(decoder, unit_io, worker=name, facts=facts)
-
-
-class NoDecoder:
-    """Stands in for a decoder where no row of a job can be decoded."""
-
-    active = 0
-
-    def __init__(self) -> None:
-        self.stats = EngineStats()
-
-    def room(self, length: int) -> int:
-        return 0
-
-    def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
-        """The plan promised that this does not happen; the sample then fails with this reason."""
-        raise RuntimeError(
-            "when the job was planned, none of its rows could be read; this one can: its input has changed"
-        )
-
-    def step(self) -> list[Outcome]:
-        return []
-
-    def clear(self) -> list[int]:
-        return []
-
-
-def reading_runner(
-    job: Job, *, name: str, node: str, threads: int, info: ModelInfo, tokenizer: Tokenizer | None
-) -> UnitRunner:
-    """A runner without a model, for a job of which no row can be decoded: it reads the rows and writes why they failed."""
-    unit_io = RowUnitIO(job, tokenizer=tokenizer, info=info, worker=name, node=node)
-    return UnitRunner(NoDecoder(), unit_io, worker=name, facts={"loaded": []})
 
 
 def build_parts(

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from draftmill.actors.loop.loading import ModelCache
     from draftmill.actors.measuring.measure import MeasureJob, Meters
     from draftmill.actors.ray.pool import Spare
-    from draftmill.actors.rows.text import Tokenizer
-    from draftmill.decoders.base import ModelInfo
 
 
 BYTES_PER_EARLY_WORKER = 2**20
@@ -169,24 +167,6 @@ class LocalBackend(Backend):
         self._meters = None
         if self._model_cache is not None:
             self._model_cache.clear()
-
-
-class ReadingBackend(LocalBackend):
-    """For a run of which no row can be decoded: one worker in this process, which loads no model and writes the reasons."""
-
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
-        super().__init__()
-        self._info, self._tokenizer = info, tokenizer
-
-    def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
-        return Allocation((WorkerResources(1.0, 0.0, 1),), (1,))
-
-    def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
-        from draftmill.actors.loop.worker import LocalPool, reading_runner
-
-        return LocalPool(
-            job, allocation.kinds[0], build=partial(reading_runner, info=self._info, tokenizer=self._tokenizer)
-        )
 
 
 class RayBackend(Backend):

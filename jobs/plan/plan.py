@@ -79,11 +79,6 @@ class Plan:
         """The schema of the result rows."""
         return schema_of(self.keep)
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether any row can be decoded."""
-        return sum(self.errors.values()) < self.rows
-
     def sizes(self) -> Iterator[UnitSize]:
         """Rows, tokens and window of every unit, in order."""
         window = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from draftmill.actors.job import Allocation
 from draftmill.jobs.drive.allocation import fitting_threads
-from draftmill.jobs.drive.backend import Backend, ReadingBackend, WorkerPool
+from draftmill.jobs.drive.backend import Backend, WorkerPool
 from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, Watchers
 from draftmill.jobs.drive.leases import IfRunning
 from draftmill.jobs.drive.progress import Display
@@ -105,9 +105,6 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
     totals = Totals(units=plan.units, rows=plan.rows, units_before=plan.units - len(left))
     totals.counts_open = getattr(getattr(resolved.recipe.task, "mask", None), "kind", None) != "marker"
     totals.rows_before = plan.rows - left.rows
-    if not plan.is_readable:
-        display.note("no row can be decoded: the model is not loaded, and the results say why")
-        backend, loads = ReadingBackend(resolved.info, resolved.tokenizer), False
     with backend.opened(display), run.stop.on_signals():
         allocation = allocate_workers(backend, resolved, len(left))
         for note in backend.lacking(spec, allocation):

@@ -230,7 +230,6 @@ class World:
             fingerprint=FINGERPRINT,
             sizes=self.job.sizes,
             pass_=1,
-            is_readable=True,
             files=(),
         )
         options = SimpleNamespace(ray_address=None, grace_s=5.0, local=True)
