@@ -34,9 +34,8 @@ from draftmill.actors.task import (
 )
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.settings import DECODERS, decoders_for
-from draftmill.jobs.config import spec as job_spec
-from draftmill.jobs.config.notify_settings import NotifySettings
-from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.config import sections
+from draftmill.jobs.config.spec import JobSpec
 
 PAGES: Final = tuple(Path(__file__).resolve().parent / name for name in ("specs.md", "metrics.md", "watching.md"))
 REGION: Final = re.compile(r"(<!-- table: ([\w.]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)
@@ -169,7 +168,7 @@ def limits(shape: Mapping[str, Any]) -> Sequence[str]:
 
 
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
-    "job": partial(keys, job_spec.JobSpec),
+    "job": partial(keys, JobSpec),
     "task": partial(tasks),
     "task.infill": partial(keys, Infill),
     "task.infill.mask": partial(kinds, Mask),
@@ -181,16 +180,16 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "prompt": partial(keys, Prompt),
     "prompt.examples": partial(keys, Examples),
     "chat": partial(keys, Chat),
-    "input": partial(keys, job_spec.InputSettings),
+    "input": partial(keys, sections.InputSettings),
     "input.columns": partial(names, Columns),
-    "model": partial(keys, job_spec.ModelSettings),
+    "model": partial(keys, sections.ModelSettings),
     "sampling": partial(keys, Sampling),
-    "batching": partial(keys, job_spec.BatchingSettings),
-    "workers": partial(keys, WorkerShape),
-    "errors": partial(keys, job_spec.ErrorSettings),
-    "output": partial(keys, job_spec.OutputSettings),
-    "s3": partial(keys, job_spec.S3Settings),
-    "notify": partial(keys, NotifySettings),
+    "batching": partial(keys, sections.BatchingSettings),
+    "workers": partial(keys, sections.WorkerShape),
+    "errors": partial(keys, sections.ErrorSettings),
+    "output": partial(keys, sections.OutputSettings),
+    "s3": partial(keys, sections.S3Settings),
+    "notify": partial(keys, sections.NotifySettings),
     "decoder.speculative.drafter": partial(kinds, DECODERS["speculative"].model_fields["drafter"].annotation),
     "decoder.s2d2.router": partial(kinds, DECODERS["s2d2"].model_fields["router"].annotation),
     "decoder.s2d2.estimator": partial(kinds, DECODERS["s2d2"].model_fields["estimator"].annotation),

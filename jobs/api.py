@@ -29,7 +29,8 @@ from draftmill.decoders.settings import decoders_for, decoders_of
 from draftmill.jobs.compare.runs import FinishedRun
 from draftmill.jobs.compare.runs import open_run as find_run
 from draftmill.jobs.config.errors import spec_error
-from draftmill.jobs.config.spec import JobSpec, S3Settings, check_changed
+from draftmill.jobs.config.sections import S3Settings
+from draftmill.jobs.config.spec import JobSpec, check_changed
 from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag

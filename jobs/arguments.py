@@ -1,19 +1,23 @@
 """The commands and their options. What a command calls is imported when it runs: `--help` is quick.
 
-The options that several commands share come first, then each command: its options, and the function that does its work.
+The options that several commands share come first, then each command: its options, and the function that does its work. That
+function's parameters are named after the options; `made` has those that are made of several options.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import fields
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 from draftmill.jobs.eval.options import HINT, SEEDS, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
@@ -21,6 +25,9 @@ from draftmill.storage.stores.interface import Place, S3Options
 
 if TYPE_CHECKING:
     from draftmill.jobs.config.spec import JobSpec
+    from draftmill.jobs.remote.manifest import Options
+    from draftmill.jobs.remote.request import SubmitOptions
+    from draftmill.jobs.run.pruning import KeepRule
     from draftmill.jobs.run.session import RunOptions
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
@@ -32,7 +39,9 @@ GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 Option: TypeAlias = Callable[[argparse._ActionsContainer], object]
 """Adds an option, or several, to a parser or to a group of one."""
 
-Action: TypeAlias = Callable[[argparse.Namespace], int]
+Maker: TypeAlias = Callable[[argparse.Namespace], Any]
+"""Makes a parameter of a command's function."""
+
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 COMMANDS: list[Callable[[Subparsers, argparse.ArgumentParser], None]] = []
@@ -42,39 +51,43 @@ COMMANDS: list[Callable[[Subparsers, argparse.ArgumentParser], None]] = []
 def command(
     name: str,
     help: str,
+    work: str | Callable[[argparse.Namespace], str],
     *options: Option,
     resumes: bool = False,
     follows: bool = False,
     writes: bool = False,
     hint: str = "",
-    **settings: Any,
-) -> Callable[[Action], Action]:
-    """Make a function the work of a command with these options; `settings` are those of its parser.
+    settings: Mapping[str, Any] = {},
+    **made: Maker,
+) -> None:
+    """Add a command whose work is the function `work` (`module:name`) of a room of jobs/; `settings` are those of its parser.
 
     `resumes`: the same command continues the work after an interruption. `follows`: it shows such work elsewhere. `writes`: a
     signal interrupts it in order, as it does commands that resume. `hint`: printed after unknown options.
     """
 
-    def register(run: Action) -> Action:
-        def interruptibly(arguments: argparse.Namespace) -> int:
-            from draftmill.jobs.drive.driver import forced_end, interruptible
+    def run(arguments: argparse.Namespace) -> int:
+        with ExitStack() as block:
+            if resumes or writes:
+                from draftmill.jobs.drive.driver import forced_end, interruptible
 
-            force = forced_end(float(arguments.grace_seconds)) if arguments.is_program else nullcontext()
-            with force, interruptible():  # also the command's own imports, which take a while
-                return run(arguments)
+                if arguments.is_program:
+                    block.enter_context(forced_end(float(arguments.grace_seconds)))
+                block.enter_context(interruptible())  # also the command's own imports, which take a while
+            module, function_name = (work if isinstance(work, str) else work(arguments)).split(":")
+            function = getattr(import_module(f"draftmill.jobs.{module}"), function_name)
+            makers = {**MADE, **made}
+            keys = inspect.signature(function).parameters
+            return int(function(**{key: makers.get(key, attrgetter(key))(arguments) for key in keys}))
 
-        def add(commands: Subparsers, common: argparse.ArgumentParser) -> None:
-            parser = commands.add_parser(name, parents=[common], help=help, **settings)
-            for option in options:
-                option(parser)
-            grace = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
-            work = interruptibly if resumes or writes else run
-            parser.set_defaults(command=work, resumes=resumes, follows=follows, hint=hint, grace_seconds=grace)
+    def add(commands: Subparsers, common: argparse.ArgumentParser) -> None:
+        parser = commands.add_parser(name, parents=[common], help=help, **settings)
+        for option in options:
+            option(parser)
+        grace = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
+        parser.set_defaults(command=run, resumes=resumes, follows=follows, hint=hint, grace_seconds=grace)
 
-        COMMANDS.append(add)
-        return run
-
-    return register
+    COMMANDS.append(add)
 
 
 def option(name: str, metavar: str | None = None, help: str | None = None, **more: Any) -> Option:
@@ -82,14 +95,14 @@ def option(name: str, metavar: str | None = None, help: str | None = None, **mor
     return lambda parser: parser.add_argument(name, metavar=metavar, help=help, **more)
 
 
-def repeatable(name: str, metavar: str, help: str) -> Option:
+def repeatable(name: str, metavar: str, help: str, **more: Any) -> Option:
     """An option that may be given several times."""
-    return option(name, metavar, help, action="append", default=[])
+    return option(name, metavar, help, action="append", default=[], **more)
 
 
-def flag(name: str, help: str, **more: Any) -> Option:
+def flag(name: str, help: str, *, action: str = "store_true", **more: Any) -> Option:
     """An option without a value."""
-    return lambda parser: parser.add_argument(name, action="store_true", help=help, **more)
+    return lambda parser: parser.add_argument(name, action=action, help=help, **more)
 
 
 def choice(name: str, choices: list[str], help: str | None = None) -> Option:
@@ -153,50 +166,42 @@ def _runs_or_age(text: str) -> int | timedelta:
     return timedelta(days=count * {"d": 1, "w": 7}[match[2]]) if match[2] else count
 
 
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
 # ---- options of several commands
 
 
-SET = repeatable("--set", "KEY=VALUE", "override a key: a.b=VALUE")
-SPEC = (option("spec", "SPEC.yaml"), SET)
+SET = repeatable("--set", "KEY=VALUE", "override a key: a.b=VALUE", dest="overrides")
+SPEC = (option("path", "SPEC.yaml"), SET)
 LOGICAL_DATE = option(
-    "--logical-date", "D", "the date for {date:...} in output.path, in UTC (2026-11-22, or with a time); default: now"
+    "--logical-date", "D", "the date for {date:...} in output.path, in UTC (2026-11-22); default: now"
 )
 DRIVER = (
     option("--ray-address", "ADDR", "a running Ray cluster; default: start Ray on this machine"),
     flag("--local", "one worker in this process, without Ray: for small jobs"),
     flag("--quiet", "no progress"),
-    choice(
-        "--log",
-        ["text", "json"],
-        "json: everything that is printed is one JSON object a line, with time, level and event",
-    ),
-    option(
-        "--grace-seconds",
-        "S",
-        "time from SIGTERM to the end; running units may continue until 5 s before it",
-        type=_seconds,
-    ),
+    choice("--log", ["text", "json"], "json: each thing that is printed is one JSON object a line"),
+    option("--grace-seconds", "S", "from SIGTERM to the end; units may run until 5 s before it", type=_seconds),
 )
 """Options of every command that starts workers."""
 
 S3_ENDPOINT = option("--s3-endpoint", "URL", "endpoint of an S3 service other than Amazon's")
 """For commands without a spec; region and credentials are those of boto3's environment."""
 
-RUN_DIR = (option("run_dir", "RUN_DIR", "a folder or s3://bucket/prefix"), S3_ENDPOINT)
+RUN_DIR = (option("place", "RUN_DIR", "a folder or s3://bucket/prefix"), S3_ENDPOINT)
 BASELINE = option(
     "--baseline",
     "CASE",
-    "the run or case with which all others are compared; default: the first run, and in a sweep for each case the first "
-    "one that differs in a single setting",
+    "what all others are compared with; default: the first run; in a sweep the first case that differs in one setting",
 )
 
 
-def _if_running(help: str) -> Option:
-    return option("--if-running", help=help, choices=["skip", "wait", "fail"], default="fail")
-
-
-IF_RUNNING = _if_running(
-    "if another driver works on this job: end with exit code 0, wait until it has ended, or end with 4 (fail)"
+IF_RUNNING = choice(
+    "--if-running",
+    ["fail", "skip", "wait"],
+    "if another driver works on this job: end with 4 (fail), end with exit code 0, or wait until it has ended",
 )
 
 
@@ -204,11 +209,11 @@ def _address(default: str) -> Option:
     return option("--address", "URL", f"the cluster's dashboard, http://HOST:8265; default: {default}")
 
 
-def _dated_spec(arguments: argparse.Namespace) -> JobSpec:
+def _spec(arguments: argparse.Namespace) -> JobSpec:
     """The spec, with the logical date of the command line if there is one; UserError if either is unusable."""
     from draftmill.jobs.config.spec import load_spec, with_logical_date
 
-    spec = load_spec(arguments.spec, arguments.set)
+    spec = load_spec(arguments.path, arguments.overrides)
     return spec if arguments.logical_date is None else with_logical_date(spec, arguments.logical_date)
 
 
@@ -216,20 +221,25 @@ def _run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options in DRIVER; UserError if two of them exclude each other."""
     from draftmill.jobs.run.session import RunOptions
 
-    options = RunOptions(arguments.ray_address, arguments.local, arguments.grace_seconds)
-    return replace(options, if_running=getattr(arguments, "if_running", options.if_running))
+    waits = {"if_running": arguments.if_running} if "if_running" in arguments else {}
+    return RunOptions(arguments.ray_address, arguments.local, arguments.grace_seconds, **waits)
 
 
-def _place(arguments: argparse.Namespace, url: str) -> Place:
-    return Place(url, S3Options(arguments.s3_endpoint))
+def _place(arguments: argparse.Namespace, url: str | None = None) -> Place:
+    return Place(url or arguments.place, S3Options(arguments.s3_endpoint))
+
+
+MADE: Final[Mapping[str, Maker]] = {"place": _place, "options": _run_options}
+"""Parameters of several commands' functions."""
 
 
 # ---- a job
 
 
-@command(
+command(
     "run",
     "run a job, or resume it; idempotent",
+    lambda arguments: "run.job:run_job" if arguments.first is None else "run.catch_up:catch_up",
     *SPEC,
     *DRIVER,
     group(
@@ -238,7 +248,8 @@ def _place(arguments: argparse.Namespace, url: str) -> Place:
         option(
             "--catch-up",
             "D",
-            "run each whole day or hour from D on (default: the earliest run's) that lacks a finished run, oldest first",
+            "run each whole day or hour from D on (default: the earliest run's) that lacks a finished run",
+            dest="first",
             nargs="?",
             const=True,
             type=_date,
@@ -246,42 +257,15 @@ def _place(arguments: argparse.Namespace, url: str) -> Place:
     ),
     IF_RUNNING,
     resumes=True,
+    spec=_spec,
+    first=lambda arguments: None if arguments.first is True else arguments.first,
 )
-def _run(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.run.catch_up import catch_up
-    from draftmill.jobs.run.job import run_job
-
-    options = _run_options(arguments)
-    if arguments.catch_up is None:
-        return run_job(_dated_spec(arguments), options)
-    return catch_up(_dated_spec(arguments), options, None if arguments.catch_up is True else arguments.catch_up)
 
 
-@command(
-    "submit",
-    "run a job on a cluster through Ray's job API, and follow it; idempotent",
-    *SPEC,
-    _address("$RAY_API_SERVER_ADDRESS"),
-    LOGICAL_DATE,
-    _if_running("as for `run`: another driver has the run"),
-    flag("--no-wait", "print the job's name and return"),
-    option("--code", help="ship draftmill's code, or use the cluster's (ship)", choices=["ship", "installed"]),
-    option("--working-dir", "FOLDER", "a folder that the job needs: rows, models, metrics"),
-    repeatable("--shared", "FOLDER", "a folder that all nodes have under this name"),
-    option("--runtime-env", "FILE", "YAML or JSON for Ray's job API: image_uri, pip, env_vars, ..."),
-    option(
-        "--grace-seconds",
-        "S",
-        "time from a stop to the driver's end by itself; after 15 s more it is killed",
-        type=_seconds,
-    ),
-    follows=True,
-)
-def _submit(arguments: argparse.Namespace) -> int:
+def _submit_options(arguments: argparse.Namespace) -> SubmitOptions:
     from draftmill.jobs.remote.request import SubmitOptions
-    from draftmill.jobs.remote.submit import submit
 
-    options = SubmitOptions(
+    return SubmitOptions(
         code=arguments.code,
         working_dir=arguments.working_dir,
         runtime_env=arguments.runtime_env,
@@ -289,123 +273,98 @@ def _submit(arguments: argparse.Namespace) -> int:
         grace_s=arguments.grace_seconds,
         run=("--if-running", arguments.if_running),
     )
-    date, wait = arguments.logical_date, not arguments.no_wait
-    return submit(arguments.spec, arguments.set, arguments.address, options, logical_date=date, wait=wait)
 
 
-@command(
+command(
+    "submit",
+    "run a job on a cluster through Ray's job API, and follow it; idempotent",
+    "remote.submit:submit",
+    *SPEC,
+    _address("$RAY_API_SERVER_ADDRESS"),
+    LOGICAL_DATE,
+    IF_RUNNING,
+    flag("--no-wait", "print the job's name and return", action="store_false", dest="wait"),
+    option("--code", help="ship draftmill's code, or use the cluster's (ship)", choices=["ship", "installed"]),
+    option("--working-dir", "FOLDER", "a folder that the job needs: rows, models, metrics"),
+    repeatable("--shared", "FOLDER", "a folder that all nodes have under this name"),
+    option("--runtime-env", "FILE", "YAML or JSON for Ray's job API: image_uri, pip, env_vars, ..."),
+    option("--grace-seconds", "S", "from a stop to the driver's own end; 15 s later it is killed", type=_seconds),
+    follows=True,
+    options=_submit_options,
+)
+command(
     "stop",
     "end a submitted job, or this machine's driver of a run; both can be resumed",
-    option("target", "TARGET", "the name of a submitted job, RUN_DIR or SPEC.yaml"),
+    "remote.submit:stop",
+    option("place", "TARGET", "the name of a submitted job, RUN_DIR or SPEC.yaml"),
     SET,
     LOGICAL_DATE,
     _address("none: a driver of this machine"),
-    option("--wait-seconds", "S", "how long to wait for the end (60); 0 returns at once", type=_seconds, default=60.0),
+    option("--wait-seconds", "S", "time to wait for the end (60)", dest="wait_s", type=_seconds, default=60.0),
     S3_ENDPOINT,
 )
-def _stop(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.remote.submit import stop
-
-    return stop(
-        _place(arguments, arguments.target),
-        arguments.address,
-        overrides=arguments.set,
-        logical_date=arguments.logical_date,
-        wait_s=arguments.wait_seconds,
-    )
-
-
-@command("validate", "dry run: check the spec, show the first canvas", *SPEC, LOGICAL_DATE)
-def _validate(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.run.validate import validate
-
-    return validate(_dated_spec(arguments))
+command(
+    "validate",
+    "dry run: check the spec, show the first canvas",
+    "run.validate:validate",
+    *SPEC,
+    LOGICAL_DATE,
+    spec=_spec,
+)
 
 
 # ---- a run directory
 
 
-@command("status", "show the progress of a run", *RUN_DIR)
-def _status(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.results.status import status
-
-    return status(_place(arguments, arguments.run_dir))
-
-
-@command(
+command("status", "show the progress of a run", "results.status:status", *RUN_DIR)
+command(
     "logs",
     "print what drivers and workers of a run noted",
+    "results.status:logs",
     *RUN_DIR,
-    flag("--json", "one JSON object a line"),
+    flag("--json", "one JSON object a line", dest="as_json"),
     flag("--follow", "go on printing while a driver works on the run"),
 )
-def _logs(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.results.status import logs
-
-    return logs(_place(arguments, arguments.run_dir), as_json=arguments.json, follow=arguments.follow)
-
-
-@command(
+command(
     "verify",
     "check a run's promises from its files alone",
+    "results.verify:verify",
     *RUN_DIR,
     option("--invariance", "N", "decode N samples again, alone", type=_whole(0), default=0),
 )
-def _verify(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.results.verify import verify
-
-    return verify(_place(arguments, arguments.run_dir), invariance=arguments.invariance)
-
-
-@command(
+command(
     "rerun",
     "decode the failed samples again, as a new pass",
+    "run.job:rerun",
     *RUN_DIR,
     flag("--failed", "samples whose status is failed", required=True),
     SET,
     *DRIVER,
     resumes=True,
 )
-def _rerun(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.run.job import rerun
-
-    return rerun(_place(arguments, arguments.run_dir), _run_options(arguments), overrides=arguments.set)
-
-
-@command(
+command(
     "export",
     "write a finished run's results to files",
+    "results.export:export",
     *RUN_DIR,
-    option("--format", required=True, choices=["openai", "jsonl", "csv", "parquet"]),
+    option("--format", dest="kind", required=True, choices=["openai", "jsonl", "csv", "parquet"]),
     option("--out", "FILE", "a file, s3://bucket/key, or - (standard output)", required=True),
     option("--file-mb", "N", "Parquet files of at most N MiB; --out is their folder", type=_whole(1, 4096)),
     option("--errors", "FILE", "separate file for samples that are not ok"),
-    option("--columns", "A,B,...", "columns of the result table (default: all)", default=""),
+    option("--columns", "A,B,...", "columns of the result table (default: all)", type=_names, default=()),
     choice("--order", ["plan", "input"], "order of the rows: as planned, or as in the inputs (plan)"),
     flag("--overwrite", "replace existing files"),
 )
-def _export(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.results.export import export
-
-    return export(
-        _place(arguments, arguments.run_dir),
-        arguments.format,
-        arguments.out,
-        errors=arguments.errors,
-        columns=[name for name in arguments.columns.split(",") if name],
-        overwrite=arguments.overwrite,
-        order=arguments.order,
-        file_mb=arguments.file_mb,
-    )
 
 
 # ---- several runs
 
 
-@command(
+command(
     "compare",
     "compare finished runs of the same samples, paired",
-    option("run_dirs", "RUN_DIR", "run directories, the first is the baseline; or a sweep's directory", nargs="+"),
+    "compare.compare:compare",
+    option("places", "RUN_DIR", "run directories, the first is the baseline; or a sweep's directory", nargs="+"),
     BASELINE,
     group(
         None,
@@ -413,75 +372,48 @@ def _export(arguments: argparse.Namespace) -> int:
         option("--markdown", help="Markdown tables", dest="form", action="store_const", const="markdown"),
     ),
     S3_ENDPOINT,
+    places=lambda arguments: [_place(arguments, url) for url in arguments.places],
 )
-def _compare(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.compare.compare import compare
-
-    places = [_place(arguments, run_dir) for run_dir in arguments.run_dirs]
-    return compare(places, form=arguments.form, baseline=arguments.baseline)
-
-
-@command(
+command(
     "report",
     "write an HTML file with tables and plots of a run",
+    "compare.report:report",
     *RUN_DIR,
     option("--out", "FILE.html", "the file to write", required=True),
     BASELINE,
     flag("--overwrite", "replace a file that is not a report"),
 )
-def _report(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.compare.report import report
-
-    baseline, overwrite = arguments.baseline, arguments.overwrite
-    return report(_place(arguments, arguments.run_dir), arguments.out, baseline=baseline, overwrite=overwrite)
-
-
-@command(
+command(
     "show",
     "print rows as a person reads them, or write a page of them: what the model wrote, by which forward, and what failed",
+    "compare.show:show",
     *RUN_DIR,
-    repeatable("--id", "ID", "only this row, with all of its columns"),
+    repeatable("--id", "ID", "only this row, with all of its columns", dest="ids"),
     flag("--failed", "only samples that failed"),
     option("--limit", "N", "rows that are shown (10; with --html 1000)", type=_whole(1)),
     option("--html", "FILE", "write a page with a box that filters rows"),
     flag("--overwrite", "replace a file that is not a page of draftmill"),
 )
-def _show(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.compare.show import show
-
-    return show(
-        _place(arguments, arguments.run_dir),
-        ids=arguments.id,
-        failed=arguments.failed,
-        limit=arguments.limit,
-        html=arguments.html,
-        overwrite=arguments.overwrite,
-    )
-
-
-@command(
+command(
     "sweep",
     "run several variants of a job on the same workers, or resume them; idempotent",
-    option("sweep", "SWEEP.yaml"),
+    "sweep.sweep:sweep",
+    option("path", "SWEEP.yaml"),
     flag("--dry-run", "show the cases in order and what a worker loads for each; write nothing"),
     SET,
     *DRIVER,
     resumes=True,
 )
-def _sweep(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.sweep.sweep import sweep
-
-    return sweep(arguments.sweep, arguments.set, _run_options(arguments), dry_run=arguments.dry_run)
-
-
-@command(
+command(
     "measure",
     "measure metrics on a finished run's results",
+    "run.job:measure",
     *RUN_DIR,
     option(
         "--metric",
         "NAME",
         "a metric (exact_match, rouge, pass@1, ...), a Python file of your own, or '{kind: ..., ...}'",
+        dest="words",
         nargs="+",
         action="extend",
         required=True,
@@ -491,49 +423,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
     *DRIVER,
     resumes=True,
 )
-def _measure(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.run.job import measure
-
-    return measure(
-        _place(arguments, arguments.run_dir),
-        arguments.metric,
-        _run_options(arguments),
-        allow_code_execution=arguments.allow_code_execution,
-        reference=arguments.reference,
-    )
 
 
 # ---- eval
-
-
-@command(
-    "eval",
-    "run lm-evaluation-harness's tasks with a spec's model and decoder, or resume that",
-    *SPEC,
-    *DRIVER,
-    option("--tasks", "T", "names, patterns, files or folders", nargs="+", required=True),
-    option("--include_path", "FOLDER", "tasks of your own"),
-    option("--num_fewshot", "N", type=int),
-    option("--limit", "N", "documents of each task, or a share below 1; for trials", type=float),
-    option("--samples", "JSON", 'documents of each task: {"task": [0, 5]}, or a file'),
-    option("--gen_kwargs", "KEY=VALUE", "override generation_kwargs", nargs="+", default=[]),
-    option("--apply_chat_template", "true|false", nargs="?", const="true", default="false"),
-    option("--fewshot_as_multiturn", "true|false", nargs="?", const="true"),
-    option("--system_instruction", "TEXT"),
-    option("--seed", "N", "of Python, numpy, torch, few-shot: one or four numbers"),
-    flag("--confirm_run_unsafe_code", "allow tasks that run generated code"),
-    flag("--predict_only", "answers without scores"),
-    flag("--log_samples", "has no effect: samples are always written"),
-    flag("--write_out", "print the first prompts"),
-    option("--metadata", "KEY=VALUE", "for tasks that need some", nargs="+", default=[]),
-    resumes=True,
-    hint=HINT,
-    allow_abbrev=False,
-)
-def _eval(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.eval.evaluate import evaluate
-
-    return evaluate(arguments.spec, arguments.set, _eval_options(arguments), _run_options(arguments))
 
 
 def _eval_options(arguments: argparse.Namespace) -> EvalOptions:
@@ -557,26 +449,60 @@ def _truth(text: str, name: str, why: str = "") -> bool:
     return text.lower() == "true"
 
 
+command(
+    "eval",
+    "run lm-evaluation-harness's tasks with a spec's model and decoder, or resume that",
+    "eval.evaluate:evaluate",
+    *SPEC,
+    *DRIVER,
+    option("--tasks", "T", "names, patterns, files or folders", nargs="+", required=True),
+    option("--include_path", "FOLDER", "tasks of your own"),
+    option("--num_fewshot", "N", type=int),
+    option("--limit", "N", "documents of each task, or a share below 1; for trials", type=float),
+    option("--samples", "JSON", 'documents of each task: {"task": [0, 5]}, or a file'),
+    option("--gen_kwargs", "KEY=VALUE", "override generation_kwargs", nargs="+", default=[]),
+    option("--apply_chat_template", "true|false", nargs="?", const="true", default="false"),
+    option("--fewshot_as_multiturn", "true|false", nargs="?", const="true"),
+    option("--system_instruction", "TEXT"),
+    option("--seed", "N", "of Python, numpy, torch, few-shot: one or four numbers"),
+    flag("--confirm_run_unsafe_code", "allow tasks that run generated code"),
+    flag("--predict_only", "answers without scores"),
+    flag("--log_samples", "has no effect: samples are always written"),
+    flag("--write_out", "print the first prompts"),
+    option("--metadata", "KEY=VALUE", "for tasks that need some", nargs="+", default=[]),
+    resumes=True,
+    hint=HINT,
+    settings={"allow_abbrev": False},
+    options=_eval_options,
+    run_options=_run_options,
+)
+
+
 # ---- recurring jobs
 
 
-@command(
+def _keep(arguments: argparse.Namespace) -> KeepRule:
+    from draftmill.jobs.run.pruning import KeepRule
+
+    counts = [value for value in arguments.keep if isinstance(value, int)]
+    ages = [value for value in arguments.keep if isinstance(value, timedelta)]
+    return KeepRule(max(counts, default=None), max(ages, default=None))
+
+
+command(
     "list",
     "list the runs below a folder, with their state",
-    option("folder", "DIR", "a folder or s3://bucket/prefix"),
+    "results.status:list_runs",
+    option("place", "DIR", "a folder or s3://bucket/prefix"),
     flag("--json", "all facts as JSON", dest="as_json"),
     S3_ENDPOINT,
+    folder=_place,
 )
-def _list(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.results.status import list_runs
-
-    return list_runs(_place(arguments, arguments.folder), as_json=arguments.as_json)
-
-
-@command(
+command(
     "prune",
     "delete the results of old runs of a recurring job",
-    option("base", "BASE", "the folder before the date in output.path, or s3://bucket/prefix"),
+    "run.pruning:prune",
+    option("place", "BASE", "the folder before the date in output.path, or s3://bucket/prefix"),
     option(
         "--keep",
         "N|Nd|Nw",
@@ -589,22 +515,26 @@ def _list(arguments: argparse.Namespace) -> int:
     flag("--yes", "delete; without it nothing is deleted"),
     S3_ENDPOINT,
     writes=True,
+    base=_place,
+    keep=_keep,
 )
-def _prune(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.run.pruning import KeepRule, prune
-
-    counts = [value for value in arguments.keep if isinstance(value, int)]
-    ages = [value for value in arguments.keep if isinstance(value, timedelta)]
-    keep = KeepRule(max(counts, default=None), max(ages, default=None))
-    return prune(_place(arguments, arguments.base), keep, yes=arguments.yes)
 
 
 # ---- other places to run
 
 
-@command(
+def _manifest_options(arguments: argparse.Namespace) -> Options:
+    from draftmill.jobs.remote.manifest import Options
+
+    given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return Options(**given)
+
+
+command(
     "manifest",
     "print a file that runs the job on Kubernetes, Slurm or cron",
+    "remote.manifest:manifest",
     *SPEC,
     option(
         "--for",
@@ -624,39 +554,43 @@ def _prune(arguments: argparse.Namespace) -> int:
         repeatable("--volume", "CLAIM:FOLDER", "mount a persistent volume claim everywhere; not cronjob"),
         option("--ray-cluster", "NAME", "cronjob: the RayCluster that runs the job; default: draftmill"),
     ),
-    description="Prints a file that runs the job elsewhere or on a schedule. What has no option is a line of the file.",
+    settings={"description": "Prints a file that runs the job elsewhere. What has no option is a line of the file."},
+    spec=attrgetter("path"),
+    options=_manifest_options,
 )
-def _manifest(arguments: argparse.Namespace) -> int:
-    from draftmill.jobs.remote.manifest import Options, manifest
-
-    given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return manifest(arguments.spec, arguments.set, Options(**given))
 
 
-@command(
+# ---- what is known here
+
+
+command(
     "schema",
     "print the JSON Schema of a spec, or of a sweep file, from which an editor completes keys",
+    "arguments:schema",
     option("file", help="job (the default) or sweep", nargs="?", choices=["job", "sweep"], default="job"),
 )
-def _schema(arguments: argparse.Namespace) -> int:
+command("models", "list the model families and decoders", "arguments:models")
+
+
+def schema(file: str) -> int:
+    """The command `schema`."""
     import json
 
     from draftmill.jobs.config.spec import json_schema
     from draftmill.jobs.config.sweep_spec import sweep_schema
 
-    print(json.dumps(sweep_schema() if arguments.file == "sweep" else json_schema(), indent=2, ensure_ascii=False))
+    print(json.dumps(sweep_schema() if file == "sweep" else json_schema(), indent=2, ensure_ascii=False))
     return 0
 
 
-@command("models", "list the model families and decoders")
-def _models(_: argparse.Namespace) -> int:
+def models() -> int:
+    """The command `models`."""
     from draftmill.actors.checkpoints.models import builtin_models
     from draftmill.decoders.backbones.families import any_causal
     from draftmill.decoders.backbones.families.table import FAMILIES
     from draftmill.decoders.backbones.quantized import METHODS
     from draftmill.decoders.settings import DECODERS, decoders_of
-    from draftmill.jobs.config.spec import ModelSettings
+    from draftmill.jobs.config.sections import ModelSettings
 
     print("families (model.family; read from config.json with auto)")
     for name, family in sorted(FAMILIES.items()):

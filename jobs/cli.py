@@ -48,11 +48,6 @@ def main(argv: Sequence[str] | None = None, *, is_program: bool = False) -> int:
         return _run(arguments)
 
 
-def _works(arguments: argparse.Namespace) -> bool:
-    """Whether the command does work, or follows it: then what it prints is for people. Else it is what the command is for."""
-    return bool(arguments.resumes or arguments.follows)
-
-
 def _run(arguments: argparse.Namespace) -> int:
     try:
         code = int(arguments.command(arguments))
@@ -69,8 +64,8 @@ def _run(arguments: argparse.Namespace) -> int:
         _log.warning(f"interrupted{resume}")
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the user gets one line for any error
-        if isinstance(error, BrokenPipeError) and not _works(arguments):
-            return UNEXPECTED  # the reader of our output has exited, as `| head` does
+        if isinstance(error, BrokenPipeError) and not (arguments.resumes or arguments.follows):
+            return UNEXPECTED  # the reader of what the command is for has exited, as `| head` does
         return _complain(arguments, error, UNEXPECTED)
 
 

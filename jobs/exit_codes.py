@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, Error, StoreFull
 
 if TYPE_CHECKING:
-    from draftmill.jobs.config.spec import ErrorSettings
+    from draftmill.jobs.config.sections import ErrorSettings
 
 OK = 0
 UNEXPECTED = 1

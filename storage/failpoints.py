@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 
 VARIABLE = "DRAFTMILL_FAILPOINTS"
@@ -26,24 +25,22 @@ class FailpointError(RuntimeError):
     """Raised by a failpoint whose action is `raise`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    action: str
-    hit: int = 1
-    seconds: float = 0.0
-
-
 def failpoint(name: str) -> None:
     """Run the action if the environment names this point and this hit; else return at once."""
     text = os.environ.get(VARIABLE)
-    if not text:
+    if not text or name not in _parse(text):
         return
-    point = _parse(text).get(name)
-    if point is None:
-        return
+    action, hit, seconds = _parse(text)[name]
     _hits[name] += 1
-    if _hits[name] == point.hit:
-        _act(name, point)
+    if _hits[name] != hit:
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "abort":
+        os.abort()
+    elif action == "raise":
+        raise FailpointError(f"failpoint {name}")
+    time.sleep(seconds)
 
 
 def reset_failpoints() -> None:
@@ -51,27 +48,15 @@ def reset_failpoints() -> None:
     _hits.clear()
 
 
-def _act(name: str, point: _Point) -> None:
-    if point.action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif point.action == "abort":
-        os.abort()
-    elif point.action == "raise":
-        raise FailpointError(f"failpoint {name}")
-    else:
-        time.sleep(point.seconds)
-
-
 @lru_cache(maxsize=8)
-def _parse(text: str) -> dict[str, _Point]:
-    return dict(_parse_one(item.strip()) for item in text.split(",") if item.strip())
-
-
-def _parse_one(item: str) -> tuple[str, _Point]:
-    name, _, point = item.partition("=")
-    action, *numbers = point.split(":")
-    if action not in ACTIONS or len(numbers) > 2:
-        allowed = ", ".join(ACTIONS)
-        raise ValueError(f"{VARIABLE}: {item!r} is not name=action[:hit[:seconds]], action one of {allowed}")
-    hit = int(numbers[0]) if numbers else 1
-    return name.strip(), _Point(action, hit, float(numbers[1]) if len(numbers) > 1 else 0.0)
+def _parse(text: str) -> dict[str, tuple[str, int, float]]:
+    points = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, _, point = item.partition("=")
+        action, *numbers = point.split(":")
+        if action not in ACTIONS or len(numbers) > 2:
+            allowed = ", ".join(ACTIONS)
+            raise ValueError(f"{VARIABLE}: {item!r} is not name=action[:hit[:seconds]], action one of {allowed}")
+        hit, seconds = [*numbers, *("1", "0")[len(numbers) :]]
+        points[name.strip()] = action, int(hit), float(seconds)
+    return points

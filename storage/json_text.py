@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +19,16 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
         return json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("it nests too deeply") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty if the file is missing; ValueError if it holds anything else."""
+    if not path.is_file():
+        return {}
+    content = parse_json(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
+    return content
 
 
 def parse_as(kind: type[T], text: str | bytes) -> T:

@@ -29,8 +29,9 @@ _SIGNED = re.compile(
 
 def redacted(text: str) -> str:
     """The text without values of secret environment variables, passwords in URLs, and URL signatures."""
-    for secret in _secrets():
-        text = text.replace(secret, HIDDEN)
+    values = {os.environ.get(name, "") for name in os.environ if is_secret_variable(name)}
+    for secret in sorted(values, key=len, reverse=True):  # one may be part of another
+        text = text.replace(secret, HIDDEN) if len(secret) >= MIN_CHARS else text
     text = _USER_INFO.sub(f"{HIDDEN}@", text)
     return _SIGNED.sub(rf"\1{HIDDEN}", text)
 
@@ -38,12 +39,6 @@ def redacted(text: str) -> str:
 def presentable(text: str) -> str:
     """The text in a form safe to show or store: without secrets and terminal sequences."""
     return printable(redacted(text))
-
-
-def _secrets() -> list[str]:
-    """Secret values of the environment, longest first, since one may be part of another."""
-    values = {os.environ.get(name, "") for name in os.environ if is_secret_variable(name)}
-    return sorted((value for value in values if len(value) >= MIN_CHARS), key=len, reverse=True)
 
 
 @lru_cache(maxsize=4096)  # called for every log line with the same names

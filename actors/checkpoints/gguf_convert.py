@@ -220,19 +220,14 @@ def write_tokenizer(gguf: GGUF, folder: Path) -> str | None:
         return f"the file's pre-tokenizer rule {rule!r} (tokenizer.ggml.pre) is not known"
     AutoTokenizer.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name).save_pretrained(folder)
     if kind == "gpt2":
-        _mend_rules(folder / "tokenizer.json", rule)
+        path = folder / "tokenizer.json"
+        held = json.loads(path.read_text(encoding="utf-8"))
+        held["pre_tokenizer"] = _RULES.get(rule, held["pre_tokenizer"])
+        held["model"]["ignore_merges"] = rule in _WHOLE_WORDS or held["model"].get("ignore_merges", False)
+        path.write_text(json.dumps(held, ensure_ascii=False), encoding="utf-8")
     begins = gguf.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule in _WHOLE_WORDS)
     _begin_with(folder / "tokenizer.json", int(gguf.get("tokenizer.ggml.bos_token_id")) if begins else None)
     return None
-
-
-def _mend_rules(path: Path, rule: str) -> None:
-    held = json.loads(path.read_text(encoding="utf-8"))
-    if rule in _RULES:
-        held["pre_tokenizer"] = _RULES[rule]
-    if rule in _WHOLE_WORDS:
-        held["model"]["ignore_merges"] = True
-    path.write_text(json.dumps(held, ensure_ascii=False), encoding="utf-8")
 
 
 def _begin_with(path: Path, token_id: int | None) -> None:

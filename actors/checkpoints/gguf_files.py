@@ -56,7 +56,12 @@ def gguf_folder(file: Path, field: str) -> Path:
             f"{file.name} is one part of several; join them first: llama-gguf-split --merge {file.name} joined.gguf",
             field=field,
         )
-    check_package(file, field)
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(
+            f"{file.name} is a GGUF file; reading it needs a package that is not installed: pip install gguf "
+            f"(the extra `gguf` of this project); or convert it where that package is installed:\n{by_hand(file)}",
+            field=field,
+        )
     try:
         check_gguf(file)
     except DamagedGGUF as error:
@@ -71,16 +76,6 @@ def gguf_folder(file: Path, field: str) -> Path:
         run_maker(module, [str(file), str(folder), content], field=field, what=what)
 
     return make_once(cache_folder() / "models" / f"{file.stem[:80]}-{name}", make)
-
-
-def check_package(file: Path, field: str) -> None:
-    """Raise UserError, with the lines that convert the file elsewhere, if the package `gguf` is missing."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            f"{file.name} is a GGUF file; reading it needs a package that is not installed: pip install gguf "
-            f"(the extra `gguf` of this project); or convert it where that package is installed:\n{by_hand(file)}",
-            field=field,
-        )
 
 
 def by_hand(file: Path) -> str:

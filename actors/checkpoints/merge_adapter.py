@@ -67,7 +67,8 @@ def _plain_model(family: Family, base: Path) -> Any:
 def modules_of(weights: dict[str, torch.Tensor]) -> nn.Module:
     """Modules that hold these tensors under their names: matrices called `weight` as linear layers or embeddings."""
     root = nn.Module()
-    matrices = {name.removesuffix(".weight"): tensor for name, tensor in weights.items() if _is_matrix(name, tensor)}
+    names = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.ndim == 2]
+    matrices = {name.removesuffix(".weight"): weights[name] for name in names}
     for name, tensor in weights.items():
         path, _, kind = name.rpartition(".")
         parent = root
@@ -80,12 +81,7 @@ def modules_of(weights: dict[str, torch.Tensor]) -> nn.Module:
     return root
 
 
-def _is_matrix(name: str, tensor: torch.Tensor) -> bool:
-    return name.endswith(".weight") and tensor.ndim == 2
-
-
 def _module(name: str, weight: torch.Tensor | None) -> nn.Module:
-    """An empty module of the kind that PEFT adapts."""
     if weight is None:
         return nn.Module()
     if name in _TABLES:

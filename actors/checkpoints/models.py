@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from draftmill.actors.checkpoints.gguf_files import gguf_folder, is_gguf
 from draftmill.actors.checkpoints.made_folders import (
@@ -27,7 +26,7 @@ from draftmill.actors.checkpoints.made_folders import (
     run_maker,
 )
 from draftmill.storage.errors import UserError
-from draftmill.storage.json_text import parse_json
+from draftmill.storage.json_text import read_object
 from draftmill.storage.stores.interface import Place, Stat, Store, about, is_local
 from draftmill.storage.stores.store import open_store
 
@@ -219,7 +218,8 @@ def _from_s3(place: Place, field: str, *, only: str | None = None) -> Path:
     with about(field):
         store = open_store(place.at(f"s3://{bucket}"))
         names = (only,) if only is not None else PATTERNS
-        stats = [stat for stat in store.list(prefix) if _matches(stat.name.removeprefix(prefix), names)]
+        found = ((stat, stat.name.removeprefix(prefix)) for stat in store.list(prefix))
+        stats = [stat for stat, name in found if "/" not in name and any(fnmatchcase(name, known) for known in names)]
         if not stats:
             raise UserError(f"{place.url!r} has no model files ({', '.join(names)})", field=field)
         version = hashlib.sha256(repr([(stat.name, stat.etag, stat.size) for stat in stats]).encode()).hexdigest()[:16]
@@ -227,10 +227,6 @@ def _from_s3(place: Place, field: str, *, only: str | None = None) -> Path:
         if not target.is_dir():
             make_whole(target, partial(_download, store, prefix, stats))
         return target
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _download(store: Store, prefix: str, stats: list[Stat], folder: Path) -> None:
@@ -279,24 +275,17 @@ def _check_adapter(adapter: Path, named: str, model: str) -> None:
 
     if problem := pointer_problem(adapter / ADAPTER_WEIGHTS) or pointer_problem(adapter / ADAPTER_CONFIG):
         raise UserError(problem, field=ADAPTER_FIELD)
-    base = str(read_adapter(adapter, named).get("base_model_name_or_path") or "")
+    try:
+        config = read_object(adapter / ADAPTER_CONFIG)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{named!r}: {ADAPTER_CONFIG} can't be read: {error}", field=ADAPTER_FIELD) from None
+    base = str(config.get("base_model_name_or_path") or "")
     if _is_hub_id(base) and _is_hub_id(model) and base.lower() != model.lower():
         raise UserError(
             f"{named!r} was trained on {base!r}, not on {model!r}; allowed: an adapter of that model (to merge it anyway, "
             "set model.path to a local folder)",
             field=ADAPTER_FIELD,
         )
-
-
-def read_adapter(adapter: Path, named: str) -> dict[str, Any]:
-    """The adapter's config; UserError if it is not a JSON object."""
-    try:
-        config = parse_json((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{named!r}: {ADAPTER_CONFIG} can't be read: {error}", field=ADAPTER_FIELD) from None
-    if not isinstance(config, dict):
-        raise UserError(f"{named!r}: {ADAPTER_CONFIG} is not a JSON object", field=ADAPTER_FIELD)
-    return config
 
 
 def _is_hub_id(name: str) -> bool:

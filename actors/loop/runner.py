@@ -154,7 +154,6 @@ class UnitRunner:
 
     @property
     def _ready(self) -> bool:
-        """Whether a sample waits for a slot."""
         return bool(self._suspects) or any(unit.waiting or unit.again for unit in self._open.values())
 
     def _collect(self, *, block: bool) -> None:
@@ -286,7 +285,6 @@ class UnitRunner:
         self._active.clear()
 
     def _free_slot(self, unit: OpenUnit) -> None:
-        """Note that a sample of the unit has left its slot."""
         unit.active -= 1
         if not unit.active:
             del self._active[unit.unit.lease]

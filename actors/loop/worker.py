@@ -40,9 +40,9 @@ from draftmill.actors.messages import (
     WorkUnit,
 )
 from draftmill.actors.rows.stop_text import stops_of
-from draftmill.actors.rows.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
-from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Request
+from draftmill.decoders.base import Decoder
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 
@@ -79,6 +79,20 @@ class Turns:
         self._runner = runner
         self._node = node
 
+    def begin(self, name: str, job: Any, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
+        """Load what the job needs; returns the same as `where`."""
+        self._node = socket.gethostname()
+        self._runner = self._build(job, name=name, node=self._node, threads=threads, gpus=gpus)
+        return self.where()
+
+    def _build(self, job: Any, *, name: str, node: str, threads: int, gpus: float) -> Runner:
+        raise NotImplementedError
+
+    def rest(self) -> None:
+        """Forget the job but keep the models. Returns after the last write: the worker then does nothing until it begins."""
+        self._runner.close()
+        del self._runner
+
     def where(self) -> tuple[str, int, dict[str, Any]]:
         """Node, process id, and facts found and chosen at the start, for the log; answers when the model is loaded."""
         return self._node, os.getpid(), self._runner.facts
@@ -109,17 +123,11 @@ class DecodeWorker(Turns):
         self._model_cache = ModelCache()
         self.begin(name, job, threads, gpus)
 
-    def begin(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
-        """Load what the job needs; returns the same as `where`."""
-        node = socket.gethostname()
-        runner = build_runner(job, name=name, node=node, threads=threads, gpus=gpus, model_cache=self._model_cache)
-        super().__init__(runner, node)
-        return self.where()
+    def _build(self, job: Any, **facts: Any) -> Runner:
+        return build_runner(job, **facts, model_cache=self._model_cache)
 
     def rest(self) -> None:
-        """Forget the job but keep the networks. Returns after the last write: the worker then does nothing until it begins."""
-        self._runner.close()
-        del self._runner
+        super().rest()
         self._model_cache.rest()
 
 
@@ -166,38 +174,6 @@ def build_runner(
     facts["device"] = device_facts(decoder)
     facts["load_s"] = round(time.perf_counter() - began_s, 3)
     return UnitRunner(decoder, unit_io, worker=name, facts=facts)
-
-
-class NoDecoder:
-    """Stands in for a decoder where no row of a job can be decoded."""
-
-    active = 0
-
-    def __init__(self) -> None:
-        self.stats = EngineStats()
-
-    def room(self, length: int) -> int:
-        return 0
-
-    def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
-        """The plan promised that this does not happen; the sample then fails with this reason."""
-        raise RuntimeError(
-            "when the job was planned, none of its rows could be read; this one can: its input has changed"
-        )
-
-    def step(self) -> list[Outcome]:
-        return []
-
-    def clear(self) -> list[int]:
-        return []
-
-
-def reading_runner(
-    job: Job, *, name: str, node: str, threads: int, info: ModelInfo, tokenizer: Tokenizer | None
-) -> UnitRunner:
-    """A runner without a model, for a job of which no row can be decoded: it reads the rows and writes why they failed."""
-    unit_io = RowUnitIO(job, tokenizer=tokenizer, info=info, worker=name, node=node)
-    return UnitRunner(NoDecoder(), unit_io, worker=name, facts={"loaded": []})
 
 
 def build_parts(

@@ -8,7 +8,6 @@ loses that metric alone.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -210,7 +209,6 @@ class MeasureRunner:
         return dict(zip(decoded, answers, strict=True))
 
     def _limit_rows(self, measuring: Measuring) -> Measuring:
-        """The same measurement, with the limit of time on each row."""
         while True:
             try:
                 with time_limit(self.job.row_s):
@@ -228,16 +226,8 @@ class MeasureWorker(Turns):
         self._meters = Meters()
         self.begin(name, job, threads, gpus)
 
-    def begin(self, name: str, job: MeasureJob, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
-        """Load what the job needs; returns the same as `where`."""
-        node = socket.gethostname()
-        super().__init__(measure_runner(job, name=name, node=node, threads=threads, meters=self._meters), node)
-        return self.where()
-
-    def rest(self) -> None:
-        """Forget the job but keep the judges."""
-        self._runner.close()
-        del self._runner
+    def _build(self, job: Any, *, name: str, node: str, threads: int, gpus: float) -> MeasureRunner:
+        return measure_runner(job, name=name, node=node, threads=threads, meters=self._meters)
 
 
 def measure_runner(job: MeasureJob, *, name: str, node: str, threads: int, meters: Meters) -> MeasureRunner:
@@ -250,7 +240,10 @@ def measure_runner(job: MeasureJob, *, name: str, node: str, threads: int, meter
 
 def rows_of(table: pa.Table, reference: str | None, joiner: str | None) -> list[MeasuredRow | None]:
     """The rows of a unit's results; None for a row that was not decoded."""
-    kept = _kept_values(table)
+    kept: Sequence[Mapping[str, Any] | None] = [None] * table.num_rows
+    if KEEP in table.column_names:
+        schema = pa.schema(list(table.schema.field(KEEP).type))
+        kept = [to_json(values, schema) for values in table[KEEP].to_pylist()]
     names, samples = _keys(table)
     rows: list[MeasuredRow | None] = []
     for index, result in enumerate(table.to_pylist()):
@@ -292,13 +285,6 @@ def _text(value: Any) -> str:
 def _keys(table: pa.Table) -> tuple[list[str], list[int | None]]:
     samples = table["sample"].to_pylist() if "sample" in table.column_names else [None] * table.num_rows
     return table["id"].to_pylist(), samples
-
-
-def _kept_values(table: pa.Table) -> list[Mapping[str, Any] | None]:
-    if KEEP not in table.column_names:
-        return [None] * table.num_rows
-    schema = pa.schema(list(table.schema.field(KEEP).type))
-    return [to_json(values, schema) for values in table[KEEP].to_pylist()]
 
 
 # ---- columns out

@@ -11,28 +11,30 @@ import math
 import re
 import tempfile
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.faults import lost_device
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
+from draftmill.actors.loop.runner import UnitRunner
+from draftmill.actors.messages import Failure, Receipt, Tally, WorkUnit
 from draftmill.actors.metrics.base import Answer, MeasuredRow, Measuring, Meter, RowByRow, Values, try_metric
 from draftmill.actors.metrics.settings import PLACE, Judge, Metric, OwnMetric, PassAtK
 from draftmill.actors.metrics.texts import METERS
 from draftmill.actors.recipe import RowRecipe
-from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.rows.samples import Sample
 from draftmill.actors.rows.text import load_tokenizer
+from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.sandbox.sandbox import LOOK_S, Limits, Sandbox, find_sandbox
 from draftmill.actors.task import Columns, Score
-from draftmill.decoders.base import Decoder, Outcome, Request
+from draftmill.decoders.base import Decoder
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.storage.errors import RowError, UserError
@@ -59,7 +61,7 @@ def build_meter(metric: ReadyMetric, *, threads: int) -> Meter:
     settings = metric.settings
     if isinstance(settings, Judge):
         assert metric.place is not None
-        return load_judge(metric.place, prompt=settings.prompt, max_rows=settings.max_rows, threads=threads)
+        return load_judge(metric.place, prompt=settings.prompt, threads=threads)
     if isinstance(settings, PassAtK):
         sandbox = find_sandbox(field=metric.field)  # this machine may be another than the driver's
         return Programs(settings, sandbox, threads, metric.samples)
@@ -99,7 +101,7 @@ class Programs:
         if row.text is None:
             return None
         settings = self.settings
-        limits = Limits(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, processes=settings.processes)
+        limits = Limits(timeout_s=settings.timeout_s, processes=settings.processes)
         ran = self.sandbox.run(program_of(settings, row.text, row.values), limits, stopping=stopping)
         return (float(ran.passed),)
 
@@ -205,94 +207,61 @@ def _number(value: Any) -> float | None:
     return number
 
 
-@dataclass(slots=True)
-class JudgeMeter:
-    """A judge that is loaded: `prompt` is the kept column that stands before the text, if any."""
+MOST_TEXTS: Final = 32
+"""Texts in a forward of a judge."""
 
-    decoder: Decoder
-    maker: Maker
-    prompt: str | None
+
+class JudgeMeter:
+    """A judge that is loaded: `prompt` is the kept column that stands before the text, if any. Its units are lists of rows."""
+
+    def __init__(self, decoder: Decoder, maker: Maker, prompt: str | None) -> None:
+        self._maker, self._prompt = maker, prompt
+        self._runner = UnitRunner(decoder, self, worker="judge")
+        self._rows: Sequence[MeasuredRow] = ()
+        self._samples: list[Sample] = []
 
     def measure(self, rows: Sequence[MeasuredRow]) -> Measuring:
-        answers: list[Answer] = [None] * len(rows)
-        waiting: list[Request] = []
-        for index, row in enumerate(rows):
-            if row.text is None:
-                continue
-            try:
-                canvas = self._canvas(row)
-            except Exception as error:  # noqa: BLE001 - tokenizers raise bare exceptions; the error is this row's alone
-                answers[index] = error
-                continue
-            waiting.append(Request(index, 0, canvas.tokens, score_from=canvas.score_from))
-        waiting.sort(key=lambda request: (-len(request.canvas), request.index))
-        for index, answer in (yield from self._answers(deque(waiting))).items():
-            answers[index] = answer
-        return answers
-
-    def _canvas(self, row: MeasuredRow) -> Canvas:
-        values: dict[str, object] = {"completion": row.text}
-        if self.prompt is not None:
-            values["prompt"] = row.values.get(self.prompt)
-        return self.maker.make(values, 0)
-
-    def _answers(self, waiting: deque[Request]) -> Generator[None, None, dict[int, Values | Exception]]:
-        """Score all requests, longest first; the decoder is empty before and after.
-
-        Where the decoder raises, its texts are scored again one by one: the one that fails alone has the error.
-        """
-        answers: dict[int, Values | Exception] = {}
-        active: dict[int, Request] = {}
-        suspects: deque[Request] = deque()
-        while waiting or active or suspects:
-            try:
-                self._admit(suspects, waiting, active)
-                outcomes = self.decoder.step()
-            except Exception as error:
-                self.decoder.clear()
-                if lost_device(error) or not active:
-                    raise
-                if len(active) == 1:
-                    answers |= dict.fromkeys(active, error)
-                else:
-                    suspects.extend(active.values())
-                active.clear()
-                continue
-            for outcome in outcomes:
-                active.pop(outcome.index)
-                answers[outcome.index] = _values(outcome)
-            try:
+        self._rows = rows
+        unit = WorkUnit(0, 0, len(rows), 0, attempt=1, pass_=1, start=0, stop=len(rows))
+        self._runner.add(unit)
+        try:
+            while self._runner.held:
+                for answer in self._runner.step():
+                    if isinstance(answer, Failure):
+                        raise RuntimeError(answer.error)
                 yield
-            except GeneratorExit:
-                self.decoder.clear()
-                raise
-        return answers
+        finally:
+            self._runner.drop(unit.lease)
+            self._runner.take_effort()
+        return [None if row.text is None else _values(self._samples[n]) for n, row in enumerate(rows)]
 
-    def _admit(self, suspects: deque[Request], waiting: deque[Request], active: dict[int, Request]) -> None:
-        """Fill the decoder; a suspect gets it alone."""
-        if suspects:
-            if not active:
-                self._give([suspects.popleft()], active)
-            return
-        while waiting and (room := self._room(len(waiting[0].canvas))):
-            self._give([waiting.popleft() for _ in range(min(room, len(waiting)))], active)
+    def open_unit(self, unit: WorkUnit) -> list[Sample]:
+        """See UnitIO."""
+        return [self._sample(number, row) for number, row in enumerate(self._rows)]
 
-    def _give(self, requests: list[Request], active: dict[int, Request]) -> None:
-        active |= {request.index: request for request in requests}
-        self.decoder.admit(requests)
+    def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
+        """See UnitIO."""
+        self._samples = samples
+        return Receipt(unit.lease, unit.unit, "judge", "", None, Tally())
 
-    def _room(self, length: int) -> int:
-        return max(self.decoder.room(length), 0 if self.decoder.active else 1)
-
-
-def _values(outcome: Outcome) -> Values | Exception:
-    if outcome.error_kind is not None or outcome.logprob is None:
-        return RowError(outcome.error_kind or "decode_error", "decode", outcome.error or "the judge gave no score")
-    count = len(outcome.tokens)
-    return outcome.logprob, math.exp(min(-outcome.logprob / count, 700.0)), float(count)
+    def _sample(self, number: int, row: MeasuredRow) -> Sample:
+        values = {"completion": row.text} | ({} if self._prompt is None else {"prompt": row.values.get(self._prompt)})
+        if row.text is None:
+            return Sample(number)
+        canvas = try_row(lambda: self._maker.make(values, 0), "tokenize", "tokenize_error")
+        if isinstance(canvas, RowError):
+            return Sample(number, error=canvas)
+        return Sample(number, canvas=canvas.tokens, score_from=canvas.score_from)
 
 
-def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads: int) -> JudgeMeter:
+def _values(sample: Sample) -> Values | Exception:
+    outcome = sample.outcome
+    if sample.error is not None or outcome is None or outcome.logprob is None:
+        return sample.error or RowError("decode_error", "decode", "the judge gave no score")
+    return outcome.logprob, math.exp(min(-outcome.logprob / len(outcome.tokens), 700.0)), float(len(outcome.tokens))
+
+
+def load_judge(place: ModelPlace, *, prompt: str | None, threads: int) -> JudgeMeter:
     """Load a judge. Raises UserError or ValueError if the model can't be loaded or is not causal."""
     import torch
 
@@ -302,8 +271,8 @@ def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads:
     folder = fetch_model(place.checkpoint, place.revision)
     info, task, decoder = inspect_model(folder), Score(kind="score"), AutoregressiveSettings(kind="autoregressive")
     networks = load_networks(folder, place, decoder)
-    max_tokens = max_rows * (512 if networks.backbone.device.type == "cpu" else 2048)
-    scorer = build(networks, info, task, decoder, Sampling(), stops=None, max_rows=max_rows, max_tokens=max_tokens)
+    max_tokens = MOST_TEXTS * (512 if networks.backbone.device.type == "cpu" else 2048)
+    scorer = build(networks, info, task, decoder, Sampling(), stops=None, max_rows=MOST_TEXTS, max_tokens=max_tokens)
     fit(scorer, threads=threads)
     tokenizer = load_tokenizer(folder, place.tokenizer)
     columns = Columns(completion="completion", prompt=None if prompt is None else "prompt")

@@ -97,11 +97,10 @@ RougeTypes = Annotated[tuple[RougeType, ...], BeforeValidator(as_tuple), AfterVa
 
 
 class Rouge(ReferenceMetric):
-    """ROUGE of the text against the reference, by the package rouge-score; of several references the best F counts."""
+    """The F of ROUGE of the text against the reference, by the package rouge-score; of several references the best counts."""
 
     kind: Literal["rouge"]
     types: RougeTypes = Field(default=("rouge1", "rouge2", "rougeL"), description="each is a column")
-    score: Literal["f", "precision", "recall"] = Field(default="f", description="which value of ROUGE")
     stemmer: bool = Field(default=False, description="compare words by their stems")
     words: Literal["ascii", "unicode"] = Field(default="ascii", description="ascii drops all letters but a to z")
 
@@ -116,7 +115,6 @@ class Bleu(ReferenceMetric):
     """BLEU of the text as one sentence, 0 to 100, by sacrebleu (effective order, exponential smoothing)."""
 
     kind: Literal["bleu"]
-    lowercase: bool = Field(default=False, description="ignore case")
     tokenize: Literal["13a", "intl", "char", "none"] = Field(default="13a", description="sacrebleu's tokenizer")
 
 
@@ -125,7 +123,6 @@ class Chrf(ReferenceMetric):
 
     kind: Literal["chrf"]
     word_order: Annotated[int, Field(ge=0, le=4)] = Field(default=0, description="2 is chrF++")
-    lowercase: bool = Field(default=False, description="ignore case")
 
 
 class EditSimilarity(ReferenceMetric):
@@ -173,16 +170,12 @@ class Judge(MetricBase):
     The text is tokenized and scored as `task: score` does.
     """
 
-    changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision", "device", "max_rows"})
+    changes_nothing: ClassVar[frozenset[str]] = frozenset({"name", "model", "revision"})
     kind: Literal["judge"]
     model: Annotated[str, Field(min_length=1), MODEL] = Field(description="the judge, found as model.path is")
     revision: str | None = Field(default=None, description="of a hub model")
     prompt: Column | None = Field(default=None, description="a kept column with the text before the sample's")
     dtype: Dtype = Field(default="auto", description="as in model.dtype")
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = Field(
-        default="auto", description="as in model.device"
-    )
-    max_rows: Annotated[int, Field(ge=1, le=1024)] = Field(default=32, description="texts in a forward")
 
     def own_columns(self) -> tuple[str, ...]:
         return ("judge_logprob", "judge_perplexity", "judge_tokens")
@@ -220,7 +213,6 @@ class PassAtK(MetricBase):
     program: Annotated[str, Field(min_length=1)] = Field(default=HUMANEVAL, description="Python with {text} and {NAME}")
     code: Literal["as_is", "fenced"] = Field(default="as_is", description="fenced: only the first ``` block")
     timeout_s: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(default=10.0, description="seconds")
-    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = Field(default=1024, description="address space of a process")
     processes: Annotated[int, Field(ge=0, le=256)] = Field(default=0, description="how many processes it may start")
     allow_code_execution: bool = Field(default=False, description="required: true")
 

@@ -38,12 +38,12 @@ _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 
 def exact_match(settings: ExactMatch) -> RowByRow:
     """Whether the text equals one of the references."""
-    same = {"exact_match": eq, "normalised_match": _equal_words, "number_match": _equal_number}[settings.kind]
+    same = {
+        "exact_match": eq,
+        "normalised_match": lambda text, other: normalise(text) == normalise(other),
+        "number_match": _equal_number,
+    }[settings.kind]
     return reference_meter(lambda text, references: (float(any(same(text, reference) for reference in references)),))
-
-
-def _equal_words(text: str, reference: str) -> bool:
-    return normalise(text) == normalise(reference)
 
 
 def _equal_number(text: str, reference: str) -> bool:
@@ -161,11 +161,10 @@ def rouge(settings: Rouge) -> RowByRow:
 
     tokenizer = UnicodeWords() if settings.words == "unicode" else None
     scorer = RougeScorer(list(settings.types), use_stemmer=settings.stemmer, tokenizer=tokenizer)
-    field = {"f": "fmeasure", "precision": "precision", "recall": "recall"}[settings.score]
 
     def score(text: str, references: Sequence[str]) -> Values:
         scores = scorer.score_multi(list(references), text)
-        return tuple(float(getattr(scores[kind], field)) for kind in settings.types)
+        return tuple(float(scores[kind].fmeasure) for kind in settings.types)
 
     return reference_meter(score)
 
@@ -174,16 +173,14 @@ def bleu(settings: Bleu) -> RowByRow:
     """Sentence BLEU."""
     from sacrebleu.metrics.bleu import BLEU
 
-    return _sentences(
-        BLEU(lowercase=settings.lowercase, tokenize=settings.tokenize, effective_order=True).sentence_score
-    )
+    return _sentences(BLEU(tokenize=settings.tokenize, effective_order=True).sentence_score)
 
 
 def chrf(settings: Chrf) -> RowByRow:
     """Sentence chrF."""
     from sacrebleu.metrics.chrf import CHRF
 
-    return _sentences(CHRF(word_order=settings.word_order, lowercase=settings.lowercase).sentence_score)
+    return _sentences(CHRF(word_order=settings.word_order).sentence_score)
 
 
 def _sentences(score: Callable[[str, list[str]], Any]) -> RowByRow:

@@ -15,16 +15,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from draftmill.actors.checkpoints.models import TOKENIZER_FILES
 from draftmill.actors.planning.surveying import HASH, SURVEYED, FilePart, survey_pieces
@@ -51,7 +51,7 @@ class SurveyJob:
     recipe: RowRecipe
     kept: tuple[str, ...]
     info: ModelInfo
-    tokenizer: TokenizerParcel | None
+    tokenizer: TokenizerParcel
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,6 @@ class SurveyedRows:
     table: pa.Table
     new_types: NewTypes | None
     pid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenChunk:
-    """The rest of the chunk could not be surveyed; `reason` is one line."""
-
-    reason: str
 
 
 def items(
@@ -95,48 +88,27 @@ def _item(tables: list[pa.Table], kept: KeptTypes | None) -> SurveyedRows:
 
 _MODEL_FILES = ("config.json", "generation_config.json")
 
-
-@dataclass(frozen=True, slots=True)
-class TokenizerParcel:
-    """A tokenizer as plain bytes, for a process on another machine, where the model's folder may be missing.
-
-    These are the files that `load_tokenizer` reads: of the model's folder, and of the tokenizer's own if it has another. A
-    tokenizer that is read from the same files is the same to the bit.
-    """
-
-    model: dict[str, bytes]
-    own: dict[str, bytes] | None
+TokenizerParcel = tuple[dict[str, bytes], ...]
+"""A tokenizer for a process on another machine, where the model's folder may be missing: the files that `load_tokenizer` reads,
+of the model's folder, and of the tokenizer's own if it has another."""
 
 
-def pack_tokenizer(folder: Path, setting: str) -> TokenizerParcel | None:
-    """Pack the tokenizer of a model folder; `setting` is model.tokenizer. None if rows need no tokenizer."""
-    if setting == "none":
-        return None
-    names = (*TOKENIZER_FILES, *_MODEL_FILES)
-    own = None if setting == "auto" else _files(Path(setting).expanduser(), names)
-    return TokenizerParcel(_files(folder, names), own)
+def pack_tokenizer(folder: Path, setting: str) -> TokenizerParcel:
+    """Pack the tokenizer of a model folder; `setting` is model.tokenizer. Empty if rows need no tokenizer."""
+    folders = {"none": [], "auto": [folder]}.get(setting, [folder, Path(setting).expanduser()])
+    paths = [[place / name for name in (*TOKENIZER_FILES, *_MODEL_FILES)] for place in folders]
+    return tuple({path.name: path.read_bytes() for path in of_one if path.is_file()} for of_one in paths)
 
 
-def unpack_tokenizer(parcel: TokenizerParcel | None) -> Tokenizer | None:
+def unpack_tokenizer(parcel: TokenizerParcel) -> Tokenizer | None:
     """Load the tokenizer from its files."""
-    if parcel is None:
-        return None
     with tempfile.TemporaryDirectory(prefix="draftmill-tokenizer-") as place:
-        model, own = Path(place, "model"), Path(place, "own")
-        _write(model, parcel.model)
-        if parcel.own is not None:
-            _write(own, parcel.own)
-        return load_tokenizer(model, "auto" if parcel.own is None else str(own))
-
-
-def _files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-
-
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
+        folders = [Path(place, str(number)) for number in range(len(parcel))]
+        for folder, files in zip(folders, parcel, strict=True):
+            folder.mkdir()
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
+        return load_tokenizer(folders[0], "auto" if len(folders) == 1 else str(folders[1])) if folders else None
 
 
 CHUNK_BYTES = 8 * 2**20
@@ -226,30 +198,21 @@ def _ask_ahead(inputs: Sequence[InputFile], chunk_chars: int | None, ask: Ask, a
     """Yield each file, with a question for each part of a large one; questions are asked `ahead` of the caller."""
     waiting: deque[Asked] = deque()
     for number, file in enumerate(inputs):
-        for start, stop in _ranges(file, chunk_chars):
-            question = CutQuestion(file, start, stop, CHUNK_BYTES)
-            waiting.append((FilePart(number, file), question, ask(question)))
-            if len(waiting) > ahead:
-                yield waiting.popleft()
-        if not _is_cut(file, chunk_chars):
-            waiting.append((FilePart(number, file), None, list))
+        questions: list[CutQuestion | None] = [*_questions(file, chunk_chars)]
+        for question in questions or [None]:
+            waiting.append((FilePart(number, file), question, list if question is None else ask(question)))
             if len(waiting) > ahead:
                 yield waiting.popleft()
     yield from waiting
 
 
-def _is_cut(file: InputFile, chunk_chars: int | None) -> bool:
-    is_large = file.size is not None and file.size > 2 * CHUNK_BYTES
-    return is_large and (file.format == "parquet" or has_lines(file, chunk_chars))
-
-
-def _ranges(file: InputFile, chunk_chars: int | None) -> Iterator[tuple[int, int]]:
-    if not _is_cut(file, chunk_chars):
-        return
-    assert file.size is not None
-    step = file.size if file.format == "parquet" else CHUNK_BYTES
-    for start in range(0, file.size, step):
-        yield start, min(start + step, file.size)
+def _questions(file: InputFile, chunk_chars: int | None) -> list[CutQuestion]:
+    """What must be known to cut a large file; nothing of a small one, or of one that can't be cut."""
+    size, is_parquet = file.size or 0, file.format == "parquet"
+    if size <= 2 * CHUNK_BYTES or not (is_parquet or has_lines(file, chunk_chars)):
+        return []
+    starts = range(0, size, size if is_parquet else CHUNK_BYTES)
+    return [CutQuestion(file, start, min(start + starts.step, size), CHUNK_BYTES) for start in starts]
 
 
 ATTEMPTS = 3
@@ -270,17 +233,14 @@ MOST_ODD = 3
 _makers: dict[str, Maker] = {}
 
 
-def survey_chunk(key: str, job: list[Any], chunk: SurveyChunk, skip: int) -> Iterator[SurveyedRows | BrokenChunk]:
+def survey_chunk(key: str, job: list[Any], chunk: SurveyChunk, skip: int) -> Iterator[SurveyedRows]:
     """The task: yield the items of a chunk from number `skip` on; `job` holds the reference of a SurveyJob, named `key`."""
-    try:
-        the_job: SurveyJob = ray.get(job[0])
-        if key not in _makers:
-            _makers.clear()
-            _makers[key] = maker_for(the_job.recipe, unpack_tokenizer(the_job.tokenizer), the_job.info)
-        for item in islice(items(the_job, _makers[key], chunk.pieces), skip, None):
-            yield SurveyedRows(item.table, item.new_types, os.getpid())
-    except Exception as error:  # noqa: BLE001 - the planner finds out what it is
-        yield BrokenChunk(" ".join(str(error).split())[:500] or type(error).__name__)
+    the_job: SurveyJob = ray.get(job[0])
+    if key not in _makers:
+        _makers.clear()
+        _makers[key] = maker_for(the_job.recipe, unpack_tokenizer(the_job.tokenizer), the_job.info)
+    for item in islice(items(the_job, _makers[key], chunk.pieces), skip, None):
+        yield replace(item, pid=os.getpid())
 
 
 @dataclass(slots=True)
@@ -364,15 +324,8 @@ class SurveyPool:
         """The items of a chunk: from its task, the rest from here, at most `limit` rows in total, if the task can't."""
         if stream.chunk.error is not None:
             raise stream.chunk.error
-        while stream.task is not None and not self._alone:
-            item = self._next(stream)
-            if item is None:
-                return
-            if isinstance(item, BrokenChunk):
-                break
-            stream.taken += 1
-            self.arrived(item)
-            yield item
+        if (yield from self._from_task(stream)):
+            return
         is_odd = stream.task is not None and not self._alone
         for item in islice(items(self.job, maker, stream.chunk.pieces, limit=limit), stream.taken, None):
             stream.taken += 1
@@ -382,25 +335,31 @@ class SurveyPool:
             if self._odd == MOST_ODD:
                 self._give_up("planning on the cluster fails: planning here")
 
-    def _next(self, stream: ChunkStream) -> SurveyedRows | BrokenChunk | None:
-        """The next item of a task, None at its end; what is lost is asked for again."""
-        while True:
+    def _from_task(self, stream: ChunkStream) -> Generator[SurveyedRows, None, bool]:
+        """The items of a chunk's task; returns whether these are all. What is lost is asked for again."""
+        while stream.task is not None and not self._alone:
             try:
                 ready, _ = ray.wait([stream.task], timeout=self._wait_s, fetch_local=False)
                 if not ready:
                     if self._wait_s == FIRST_S:
                         self._give_up(f"the cluster has had no room for planning for {FIRST_S:.0f} s: planning here")
-                    return BrokenChunk("no answer")
-                found: SurveyedRows | BrokenChunk = ray.get(next(stream.task))
-                self._wait_s = NEXT_S
-                return found
+                    return False
+                item: SurveyedRows = ray.get(next(stream.task))
             except StopIteration:
-                return None
-            except RayError as error:
+                return True
+            except RayTaskError:  # the planner finds out what it is
+                return False
+            except RayError:
                 stream.lost += 1
                 if stream.lost == ATTEMPTS:
-                    return BrokenChunk(str(error))
+                    return False
                 self._start(stream)
+                continue
+            self._wait_s = NEXT_S
+            stream.taken += 1
+            self.arrived(item)
+            yield item
+        return False
 
     def _ask(self, question: CutQuestion) -> Callable[[], Answer]:
         if self._alone:

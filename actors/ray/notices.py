@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -52,23 +53,15 @@ class Notices:
 
 def draining() -> dict[str, float | None]:
     """Ids of the nodes that will be removed, with their remaining seconds, None if unknown."""
-    get_draining_nodes = inside(DRAINING)
-    if get_draining_nodes is None:
-        return {}
-    try:
-        ends: dict[str, int] = get_draining_nodes()
-    except _NO_NOTICES:
-        return {}
+    ends: dict[str, int] = {}
+    with suppress(*_NO_NOTICES):
+        ends = (inside(DRAINING) or dict)()
     now_s = time.time()
     return {node: max(0.0, end_ms / 1000 - now_s) if end_ms else None for node, end_ms in ends.items()}
 
 
 def node_of(actor: Any) -> str | None:
     """Id of the node on which an actor runs; None if Ray does not know it."""
-    actors = inside(ACTORS)
-    if actors is None:
-        return None
-    try:
-        return actors(actor._actor_id.hex())["Address"]["NodeID"]
-    except _NO_NOTICES:
-        return None
+    with suppress(*_NO_NOTICES):  # a TypeError where this version has no such name
+        return str(inside(ACTORS)(actor._actor_id.hex())["Address"]["NodeID"])  # type: ignore[misc]
+    return None

@@ -279,7 +279,6 @@ class CanvasMaker(RowMaker):
         return self._canvas(np.concatenate(parts), hidden)
 
     def _tokens_of(self, piece: Piece) -> NDArray[np.int32]:
-        """A piece's tokens on the canvas."""
         if isinstance(piece, str):
             return self._encode(piece)
         return np.full(piece if isinstance(piece, int) else len(piece), HOLE, dtype=np.int32)
@@ -337,7 +336,6 @@ class CanvasMaker(RowMaker):
         return [check_text(text, column) for text in texts]
 
     def _missing_ids(self, values: Values, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The ids of the nulls in the row's tokens."""
         column, count = self.columns.reference or "reference", int((tokens == HOLE).sum())
         ids = given_ids(values, column, self.info, nulls=False)
         if len(ids) != count:

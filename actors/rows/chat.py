@@ -179,7 +179,6 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self._read(value)
 
     def _check(self, value: Any) -> Any:
-        """Return what a call made."""
         if isinstance(value, str | bytes | list | tuple):
             self._make(len(value))
         return value
@@ -271,12 +270,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return weight
 
     def _percent(self, form: str, values: Any) -> int:
-        """The characters of `form % values`."""
         found = [width for pair in _PERCENT.findall(form) for width in pair if width]
         return len(form) + self._widths(found) + form.count("%") * self._weigh(values)
 
     def _braces(self, form: str, given: list[Any]) -> int:
-        """The characters of `form.format(...)`."""
         fields = [spec for _, field, spec, _ in Formatter().parse(form) if field is not None]
         if any("{" in (spec or "") for spec in fields):
             raise SecurityError(f"a template formats with {form[:50]!r}; allowed: widths that are numbers")

@@ -99,10 +99,6 @@ def problems_of(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoi
         elif key not in neutral:
             yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: null, or leave it out"
         elif not any(isinstance(value, bool) == isinstance(other, bool) and value == other for other in neutral[key]):
-            allowed = ", ".join(map(_format_value, neutral[key]))
+            allowed = ", ".join(json.dumps(one) if one in (None, True, False) else repr(one) for one in neutral[key])
             instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
             yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: {allowed}{instead}"
-
-
-def _format_value(value: Any) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)

@@ -131,7 +131,6 @@ def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat:
 
 
 def _asks_nothing(body: Any) -> RowError:
-    """The error of an OpenAI request that has no prompt and no messages."""
     allowed = "an object with prompt or messages"
     if isinstance(body, dict):
         return RowError(

@@ -18,7 +18,7 @@ Null (in a column, also an empty text) means the job's own value; a column overr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -27,7 +27,6 @@ from typing import Any, Final, NoReturn
 
 from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, read_constraint
-from draftmill.actors.rows.penalties import penalties_of
 from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, problems_of
 from draftmill.actors.rows.row import Values, decode_bytes, missing
 from draftmill.actors.rows.stop_text import StopStrings
@@ -373,7 +372,6 @@ def _count(name: str, value: Any, *, least: int = 1) -> int | None:
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
-    """Biases by ids, which a request gives as texts."""
     if not isinstance(value, dict) or not all(str(key).isascii() and str(key).isdigit() for key in value):
         _bad(name, value, "an object of token ids with numbers from -100 to 100")
     return {int(key): _number(f"{name}.{key}", bias, least=-100.0, most=100.0) or 0.0 for key, bias in value.items()}
@@ -412,3 +410,67 @@ def _bad(name: str, value: Any, allowed: str) -> NoReturn:
 
 def _refuse(message: str) -> NoReturn:
     raise RowError("unsupported", "read", message[:1000])
+
+
+# ---- penalties in tokens: texts of `logit_bias`, `bad_words` and `suppress_tokens` become ids, by the model's tokenizer
+
+
+def penalties_of(
+    sampling: Sampling, tokenizer: Tokenizer | None, *, vocab_size: int | None = None, ends: Sequence[int] = ()
+) -> Penalties | None:
+    """What changes the logits by these settings; None if nothing does. `ends` end a text. ValueError, which begins with the key,
+    for a text that is not one token where it must be, and for ids that the model has not."""
+    size = tokenizer.size if vocab_size is None and tokenizer is not None else vocab_size
+    biases = {_one_token("logit_bias", given, tokenizer, size): bias for given, bias in sampling.logit_bias.items()}
+    banned = dict[tuple[int, ...], None]()
+    for given in sampling.suppress_tokens:
+        banned[(_one_token("suppress_tokens", given, tokenizer, size),)] = None
+    for word in sampling.bad_words:
+        # As transformers does, an end may stand alone: else no text could end.
+        banned |= {run: None for run in _runs_of(word, tokenizer, size) if len(run) > 1 or run[0] not in ends}
+    made = Penalties(
+        repetition=sampling.repetition_penalty,
+        presence=sampling.presence_penalty,
+        frequency=sampling.frequency_penalty,
+        ngram=sampling.no_repeat_ngram_size,
+        biases=tuple((token, bias) for token, bias in biases.items() if bias),
+        banned=tuple(banned),
+        min_new=sampling.min_new_tokens,
+        ends=tuple(ends) if sampling.min_new_tokens else (),
+    )
+    return None if made == Penalties() else made
+
+
+def _one_token(key: str, given: int | str, tokenizer: Tokenizer | None, size: int | None) -> int:
+    """The id of a token that is given by its id or text: behind other text, at the beginning of one, or as a special token."""
+    if isinstance(given, int):
+        return _known(key, given, size)
+    core = _needed(key, tokenizer)
+    spellings = [encode(given) for encode in (core.encode_behind, core.encode, core.parse)]
+    one = next((ids[0] for ids in spellings if len(ids) == 1), None)
+    if one is None:
+        raise ValueError(f"{key}: {brief(given)} is {len(spellings[0])} tokens; allowed: ids, and texts of one token")
+    return one
+
+
+def _runs_of(given: tuple[int, ...] | str, tokenizer: Tokenizer | None, size: int | None) -> Iterator[tuple[int, ...]]:
+    """The runs of tokens that spell a text inside of another one, with a space before it or not."""
+    if isinstance(given, tuple):
+        yield tuple(_known("bad_words", token, size) for token in given)
+        return
+    core = _needed("bad_words", tokenizer)
+    for text in (given, f" {given.lstrip()}"):
+        if run := tuple(core.encode_behind(text)):
+            yield run
+
+
+def _known(key: str, token: int, size: int | None) -> int:
+    if size is not None and token >= size:
+        raise ValueError(f"{key}: {token} is not an id of the model; allowed: 0 to {size - 1}")
+    return token
+
+
+def _needed(key: str, tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise ValueError(f"{key}: texts need a tokenizer, and model.tokenizer is 'none'; allowed: ids")
+    return tokenizer

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Core
 
 from draftmill.actors.checkpoints.made_folders import read_source
 from draftmill.storage.errors import UserError
-from draftmill.storage.json_text import parse_json
+from draftmill.storage.json_text import read_object
 
 if TYPE_CHECKING:
     from draftmill.actors.rows.chat import ChatTemplate
@@ -222,7 +222,6 @@ def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int |
 
 
 def _load(place: Path, trust_remote_code: bool) -> Any:
-    """Load a tokenizer with transformers."""
     import transformers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -281,37 +280,14 @@ def read_files(place: Path) -> TokenizerFiles:
     return TokenizerFiles(core, {name: str(token) for name, token in named.items()}, _template(place, config))
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty if the file is missing; ValueError if it holds anything else."""
-    if not path.is_file():
-        return {}
-    content = parse_json(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
-    return content
-
-
-def _added_tokens(place: Path, config: dict[str, Any], core: Core) -> list[AddedToken]:
-    """The tokens that tokenizer_config.json or older files add, by id; names in older files are written to `config`."""
-    listed = config.get("added_tokens_decoder")
-    if listed is not None:
+def _added_tokens(place: Path, config: Mapping[str, Any], core: Core) -> list[AddedToken]:
+    """The tokens that tokenizer_config.json adds, or tokenizer.json itself, by id."""
+    if (listed := config.get("added_tokens_decoder")) is not None:
         return [AddedToken(**listed[key]) for key in sorted(listed, key=int)]
-    for key, value in read_object(place / "special_tokens_map.json").items():
-        config[key] = [*_unnamed_values(config), *map(_as_special, value)] if key == _EXTRA else _as_special(value)
-    special = {str(config[name]) for name in _NAMED if config.get(name)} | set(map(str, _unnamed_values(config)))
-    older = read_object(place / "added_tokens.json")
-    tokens = {
-        number: AddedToken(text, normalized=text not in special, special=text in special)
-        for text, number in older.items()
-    }
-    tokens |= core.get_added_tokens_decoder()
+    if any((place / name).is_file() for name in ("special_tokens_map.json", "added_tokens.json")):
+        raise NotPlain("older files")
+    tokens = core.get_added_tokens_decoder()
     return [tokens[number] for number in sorted(tokens)]
-
-
-def _as_special(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return AddedToken(**{key: flag for key, flag in value.items() if key not in {"special", "__type"}}, special=True)
 
 
 def _special_tokens(config: Mapping[str, Any], core: Core, added: Mapping[str, AddedToken]) -> dict[str, Token]:
@@ -338,17 +314,11 @@ def _token(value: Any) -> Token | None:
 
 
 def _extra(config: Mapping[str, Any]) -> list[Token]:
-    """The special tokens without a name."""
     listed = config[_EXTRA] if _EXTRA in config else config.get(_OLD_EXTRA)
     tokens = [] if isinstance(listed, dict) else [_token(value) for value in listed or ()]
     if None in tokens:
         raise NotPlain(f"{_EXTRA} has an item that is not a token")
     return [token for token in tokens if token is not None]
-
-
-def _unnamed_values(config: Mapping[str, Any]) -> list[Any]:
-    listed = config.get(_EXTRA) or []
-    return [] if isinstance(listed, dict) else list(listed)
 
 
 def _add(core: Core, added: Iterable[AddedToken], named: Sequence[Token], extra: Iterable[Token]) -> None:

@@ -173,12 +173,6 @@ _COUNTS = (
 )
 
 
-def _error_columns(error: RowError) -> dict[str, Any]:
-    """The columns of a failed row: no text, and nothing generated."""
-    message = redacted(error.message[: 10 * MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
-    return {"error_kind": error.kind, "error_stage": error.stage, "error": message, "new_tokens": 0}
-
-
 T = TypeVar("T")
 
 
@@ -362,7 +356,13 @@ class RowUnitIO:
             else:
                 columns = decoded
         if sample.error is not None:
-            columns = _error_columns(sample.error)
+            message = redacted(sample.error.message[: 10 * MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
+            columns = {
+                "error_kind": sample.error.kind,
+                "error_stage": sample.error.stage,
+                "error": message,
+                "new_tokens": 0,
+            }
         row = {
             "id": sample.note.planned.id,
             "sample": sample.note.planned.sample,

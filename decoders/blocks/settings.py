@@ -32,7 +32,6 @@ from draftmill.decoders.common_settings import (
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
-_Bins = Annotated[int, Field(ge=1, le=64)]
 
 
 # ---- routers ---------------------------------------------------------------------------------------------------------
@@ -67,13 +66,10 @@ class Hysteresis(Settings):
 
 
 class Bandit(Settings):
-    """Learn within each sample what pays (UCB), by span, progress and entropy (of the span, or of all masks of the block)."""
+    """Learn within each sample what pays (UCB), by span, progress and entropy (of the span, or of the block's masks)."""
 
     kind: Literal["bandit"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
-    span_bins: _Bins = Field(default=2, description="bins of span lengths")
-    progress_bins: _Bins = Field(default=2, description="bins of progress")
-    entropy_bins: _Bins = Field(default=2, description="bins of entropies")
     entropy_of: Literal["span", "masks"] = Field(default="span", description="the mean over a span or a block's masks")
 
 

@@ -29,6 +29,7 @@ _TYPES = {
     "string_type": "a string",
     "bool_type": "true or false",
     "tuple_type": "a list",
+    "list_type": "a list",
     "dict_type": "a mapping",
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
@@ -89,7 +90,6 @@ def kind_changed(
 
 
 def _at(data: Any, section: str) -> Any:
-    """The value at a dotted key of a mapping; None if there is none."""
     for key in section.split("."):
         data = data.get(key) if isinstance(data, Mapping) else None
     return data

@@ -37,29 +37,25 @@ _OWN_SETTINGS = ("temperature", "top_p", "top_k", "max_new_tokens", "constraint"
 _SCORE_COLUMNS = ("prompt", "text", "completion", "messages")
 _INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
 _CHAT_COLUMNS = ("system", "template_kwargs")
+_NO_TOKENIZER = "model.tokenizer: 'none' needs rows that give their tokens; name their column in input.columns.tokens"
 
 
 def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
     """Why this decoder can't do this task on rows with these columns; None if it can."""
-    problem = _stray_column(task, columns.mapping())
-    if problem is None and not has_tokenizer and columns.tokens is None:
-        problem = "model.tokenizer: 'none' needs rows that give their tokens; name their column in input.columns.tokens"
     mask = None if isinstance(task, Complete) else task.mask
-    if problem is None and mask is not None:
-        problem = mask_problem(mask, columns)
-    elif problem is None and not isinstance(task, Infill):
-        problem = prompt_problem(task, columns, has_tokenizer=has_tokenizer)
-    problem = (
-        problem
+    return (
+        _stray_column(task, columns.mapping())
+        or (None if has_tokenizer or columns.tokens else _NO_TOKENIZER)
+        or (None if mask is None else mask_problem(mask, columns))
+        or (None if mask or isinstance(task, Infill) else prompt_problem(task, columns, has_tokenizer=has_tokenizer))
         or decoder_problem(task, decoder)
         or ends_problem(task, decoder)
         or _own_settings_problem(task, columns, decoder)
+        or (score_problem(task, columns, decoder) if isinstance(task, Score) else None)
+        or (fim_problem(task, decoder, has_tokenizer=has_tokenizer) if isinstance(task, Infill) else None)
+        or (length_problem(task, decoder) if isinstance(task, Infill) else None)
+        or constraint_problem(task, columns, decoder, has_tokenizer=has_tokenizer)
     )
-    if problem is None and isinstance(task, Score):
-        problem = score_problem(task, columns, decoder)
-    if problem is None and isinstance(task, Infill):
-        problem = fim_problem(task, decoder, has_tokenizer=has_tokenizer) or length_problem(task, decoder)
-    return problem or constraint_problem(task, columns, decoder, has_tokenizer=has_tokenizer)
 
 
 def constraint_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
@@ -316,7 +312,6 @@ def score_problem(task: Score, columns: Columns, decoder: DecoderSettings) -> st
 
 
 def _scoring(has: Callable[[type[DecoderChoice]], bool]) -> str:
-    """The decoders that score texts and have a property."""
     return ", ".join(kind for kind, choice in DECODERS.items() if "score" in choice.tasks and has(choice))
 
 

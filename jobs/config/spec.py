@@ -5,26 +5,24 @@ Specs are frozen, and unknown keys are errors at every level. docs/specs.md expl
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
-from datetime import date, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.metrics.settings import Metrics
 from draftmill.actors.recipe import RowRecipe
-from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task, as_tuple
+from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Prompt, Task
 from draftmill.decoders.causal.settings import HeadDrafterSettings
-from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, PathMark, Sampling, Settings
+from draftmill.decoders.common_settings import Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.config.dates import format_date, has_date, read_date, with_date
-from draftmill.jobs.config.errors import kind_changed, spec_error
-from draftmill.jobs.config.notify_settings import Receivers
+from draftmill.jobs.config.errors import kind_changed, on_command_line, spec_error
 from draftmill.jobs.config.paths import place_problem, with_absolute
 from draftmill.jobs.config.rules import (
     kept_names,
@@ -35,173 +33,21 @@ from draftmill.jobs.config.rules import (
     template_problem,
     truncate_problem,
 )
-from draftmill.jobs.config.worker_shape import Shapes, WorkerShape
-from draftmill.jobs.config.yaml_file import apply_change, apply_override, read_mapping
+from draftmill.jobs.config.sections import (
+    BatchingSettings,
+    ErrorSettings,
+    InputSettings,
+    ModelSettings,
+    Name,
+    OutputSettings,
+    Receivers,
+    S3Settings,
+    Shapes,
+    WorkerShape,
+)
+from draftmill.jobs.config.yaml_file import apply_change, read_mapping, split_override
 from draftmill.storage.errors import UserError
-from draftmill.storage.inputs.where import parse_where
 from draftmill.storage.stores.interface import Place, S3Options
-
-Auto = Literal["auto"]
-Positive = Annotated[int, Field(ge=1)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-def _delimiter(character: str) -> str:
-    character = {"\\t": "\t", "tab": "\t"}.get(character, character)
-    if len(character) != 1 or character in '"\r\n\0' or not (character.isprintable() or character == "\t"):
-        raise ValueError(f"{character!r} is not allowed; allowed: one character, for example ; or | or tab")
-    return character
-
-
-def _once(names: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(names)) < len(names):
-        raise ValueError("a column is named twice")
-    return names
-
-
-def _where(text: str) -> str:
-    parse_where(text)
-    return text
-
-
-class InputSettings(Settings):
-    """Where the rows are: one path or several, each of which must exist, or a finished run."""
-
-    path: Annotated[
-        Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None,
-        PathMark(("s3", "hf")),
-    ] = Field(default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib")
-    run: Annotated[Text | None, PathMark(("s3",))] = Field(default=None, description="a finished run, in place of path")
-    where: Annotated[Text, AfterValidator(_where)] | None = Field(
-        default=None, description="rows of the run, such as `exact_match >= 1`; null: all that are ok"
-    )
-    columns: Columns = Field(default=Columns(), description="which column holds what")
-    limit: Positive | None = Field(default=None, description="the first N rows over all files")
-    chunk_chars: Positive | None = Field(default=None, description="cut text files into rows of N characters")
-    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = Field(
-        default=None, description="of csv: a character, or tab; null: a comma, in .tsv a tab"
-    )
-    truncate: Side | None = Field(default=None, description="side of a long prompt that is cut; null: its row fails")
-    keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = Field(
-        default=(), description="columns that are copied into the results"
-    )
-    since: Literal["last_success"] | None = Field(default=None, description="skip files that a finished run has read")
-    dedupe: Literal["ids"] | None = Field(default=None, description="skip rows that a finished run already has as ok")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> InputSettings:
-        if self.path is None and self.run is None:
-            raise ValueError("input.path: missing; or name a finished run in input.run")
-        if self.run is None and self.where is not None:
-            raise ValueError("input.where: filters the rows of a run; name it in input.run")
-        if self.run is not None and self.since is not None:
-            raise ValueError(
-                "input.since: compares files of input.path, and here the rows are those of a run; allowed: null"
-            )
-        return self
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths of the files; none if the input is a run."""
-        return (self.path,) if isinstance(self.path, str) else self.path or ()
-
-    @property
-    def shown(self) -> str:
-        """The path or paths, or the run, as a message shows them."""
-        return ", ".join(self.paths) or f"run {self.run}"
-
-
-def _device(name: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ValueError(f"{name!r} is not allowed; allowed: auto, cpu, cuda, cuda:N")
-    return name
-
-
-class ModelSettings(Settings):
-    """Which checkpoint, and how it is loaded."""
-
-    path: Annotated[Text, MODEL] = Field(
-        description="builtin:NAME, a folder, s3://bucket/prefix, a hub id, or a .gguf file there"
-    )
-    adapter: Annotated[Text | None, MODEL] = Field(
-        default=None, description="a PEFT LoRA adapter: a folder, s3://..., or a hub id"
-    )
-    family: Text = Field(default="auto", description="`draftmill models` lists all")
-    revision: str | None = Field(default=None, description="of a hub model")
-    mask_id: Annotated[int, Field(ge=0)] | None = Field(default=None, description="null: the family's own, if any")
-    tokenizer: Annotated[Text, FOLDER] = Field(
-        default="auto", description="auto (the model's), a folder, or none (rows give tokens)"
-    )
-    dtype: Dtype = Field(default="auto", description="auto: float32, which is exact, on CPU; bfloat16 on GPU")
-    weights: Literal["auto", "int8", "int4", "fp8"] = Field(
-        default="auto", description="the layers' matrices; auto: in dtype"
-    )
-    device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto prefers GPU; cpu; cuda:N")
-    trust_remote_code: bool = Field(default=False, description="for tokenizers' loaders, never for models")
-    exact: bool = Field(default=False, description="refuse the job unless texts have the same bits in any batch")
-
-
-class BatchingSettings(Settings):
-    """How much a worker decodes at once, and how many rows are sorted together."""
-
-    max_tokens: Auto | Positive = Field(default="auto", description="most cache columns of all slots")
-    max_rows: Auto | Positive = Field(default="auto", description="most slots of a worker")
-    window: Positive = Field(default=65536, description="rows that are sorted together")
-
-
-class ErrorSettings(Settings):
-    """How many samples may fail, and how often a unit is tried."""
-
-    max_rate: Annotated[float, Field(ge=0.0, le=1.0)] = Field(default=0.01, description="largest share of failed rows")
-    max_count: Annotated[int, Field(ge=0)] | None = Field(default=None, description="most failed samples")
-    attempts: Positive = Field(default=3, description="failures of a unit before its rows are examined")
-
-
-def _date(value: Any) -> Any:
-    if isinstance(value, date):  # YAML has dates of its own
-        value = value.isoformat()
-    return format_date(read_date(value)) if isinstance(value, str) else value
-
-
-class OutputSettings(Settings):
-    """Where the results go. A path with a date, as in `base/{date:%Y-%m-%d}`, is that of a recurring job."""
-
-    path: Annotated[Text, PathMark(("s3", "memory"))] = Field(description="a folder or s3://bucket/prefix")
-    logical_date: Annotated[str, BeforeValidator(_date)] | None = Field(
-        default=None, description="date for {date:...}; null: the start's"
-    )
-    trace: Literal["none", "steps"] = Field(default="none", description="steps: one row per decoder iteration")
-    unit_rows: Auto | Positive = Field(default="auto", description="rows of a unit, at most 2^19 tokens")
-
-
-def _endpoint(url: str) -> str:
-    # The spec is copied into the run directory.
-    if "@" in url or "?" in url:
-        raise ValueError("no credentials in the spec; they come from the environment, as boto3 finds them")
-    return url
-
-
-class S3Settings(Settings):
-    """How to reach S3, for inputs, models and results alike. Credentials come from the environment."""
-
-    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(default=None, description="URL, no credentials")
-    region: str | None = Field(default=None, description="as for boto3")
-    addressing: Literal["auto", "path", "virtual"] = Field(default="auto", description="auto: path with an endpoint")
-    checksums: Literal["auto", "when_required", "when_supported"] = Field(
-        default="auto", description="auto: SHA-256; when_required: none; when_supported: boto3's"
-    )
-
-    def options(self) -> S3Options:
-        """The same settings as storage's S3Options."""
-        return S3Options(self.endpoint, self.region, self.addressing, self.checksums)
-
-
-def _printable(name: str) -> str:
-    # The name is the heading of tables on a terminal.
-    if not name.isprintable():
-        raise ValueError("has control characters")
-    return name
-
 
 RESULT_SECTIONS = frozenset({"seed", "task", "decoder", "sampling", "prompt", "chat"})
 RESULT_INPUT_KEYS = ("columns", "limit", "chunk_chars", "delimiter", "truncate", "keep", "dedupe", "where")
@@ -211,9 +57,7 @@ RESULT_INPUT_KEYS = ("columns", "limit", "chunk_chars", "delimiter", "truncate",
 class JobSpec(Settings):
     """A whole job."""
 
-    name: Annotated[Text, AfterValidator(_printable)] = Field(
-        default="job", description="in tables; else the file's name"
-    )
+    name: Name = Field(default="job", description="in tables; else the file's name")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = Field(
         default=0, description="with a sample's id, decides all its randomness"
     )
@@ -257,19 +101,9 @@ class JobSpec(Settings):
         """The model section, with absolute local paths; `device: auto` of a job whose workers get no GPU is the CPU."""
         model = with_absolute(self.model)
         without_gpus = all(shape.gpus == 0 for shape in self.shapes)
-        return ModelPlace(
-            checkpoint=self.place(model.path),
-            revision=model.revision,
-            family=model.family,
-            mask_id=model.mask_id,
-            tokenizer=model.tokenizer,
-            dtype=model.dtype,
-            device="cpu" if model.device == "auto" and without_gpus else model.device,
-            trust_remote_code=model.trust_remote_code,
-            adapter=model.adapter,
-            exact=model.exact,
-            weights=model.weights,
-        )
+        device = "cpu" if model.device == "auto" and without_gpus else model.device
+        keys = model.model_dump(exclude={"path"}) | {"device": device}
+        return ModelPlace(checkpoint=self.place(model.path), **keys)
 
     def place(self, url: str) -> Place:
         """A place that this job reads or writes."""
@@ -297,124 +131,11 @@ class JobSpec(Settings):
         return kept_names(self.input.keep, self.input.columns, self.task, self.metrics, self.prompt)
 
     @model_validator(mode="after")
-    def _places_can_be(self) -> JobSpec:
-        problem = place_problem(self)
-        if problem is None and None not in (self.input.path, self.input.run):
-            problem = "input.run: the rows are those of a run or of input.path; use only one of them"
-        if problem:
-            raise ValueError(problem)
-        return self
-
-    @model_validator(mode="after")
-    def _increments_can_be(self) -> JobSpec:
-        for key in ("since", "dedupe"):
-            value = getattr(self.input, key)
-            if value is None:
-                continue
-            if not has_date(self.output.path) and self.output.logical_date is None:
-                raise ValueError(
-                    f"input.{key}: {value!r} needs a run directory for each date: write {{date:%Y-%m-%d}} in output.path "
-                    "(not in sweeps); allowed: null"
-                )
-            if any(map(has_date, self.input.paths)):
-                if key == "since":
-                    raise ValueError(
-                        "input.since: input.path has a date, so each run reads the files of its own date; allowed: null"
-                    )
-                if self.input.columns.id is None:
-                    raise ValueError(
-                        "input.dedupe: input.path has a date, and rows without a column of ids have the same ids on each date; "
-                        "name the column in input.columns.id"
-                    )
-            if self.input.limit is not None:
-                raise ValueError(
-                    f"input.limit: {self.input.limit}, but input.{key} takes all that is new: rows beyond the limit would count "
-                    "as done; allowed: null"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _task_fits(self) -> JobSpec:
-        has_tokenizer = self.model.tokenizer != "none"
-        problem = template_problem(self.prompt, self.chat, self.task, self.input.columns)
-        problem = problem or task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
-        if problem is None and self.input.truncate is not None:
-            problem = truncate_problem(self.task, self.input.columns, has_template=self.prompt.template is not None)
-        if problem is None:
-            problem = sampling_problem(self.task, self.sampling, self.input.columns, has_tokenizer=has_tokenizer)
-        if problem:
-            raise ValueError(problem)
-        return self
-
-    @model_validator(mode="after")
-    def _metrics_fit(self) -> JobSpec:
-        problem = metric_problem(
-            self.metrics,
-            [f"metrics.{index}" for index in range(len(self.metrics))],
-            kept=self.kept,
-            has_reference=reference_of(self.input.columns, self.task, self.kept, self.prompt)[0] is not None,
-            has_tokenizer=self.model.tokenizer != "none",
-            samples=getattr(self.sampling, "n", None),
-        )
-        if problem:
-            raise ValueError(": ".join(problem))
-        return self
-
-    @model_validator(mode="after")
-    def _acceptance_fits_the_decoder(self) -> JobSpec:
+    def _fits_together(self) -> JobSpec:
+        for rule in _RULES:
+            if problem := rule(self):
+                raise ValueError(problem)
         self.decoder.check_sampling(self.sampling)
-        if self.task.kind == "score" and self.sampling.n > 1:
-            raise ValueError(
-                f"sampling.n: {self.sampling.n}, but the task 'score' draws nothing: a text has one score; allowed: 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _all_workers_split_the_model_alike(self) -> JobSpec:
-        counts = [shape.gpus_per_model for shape in self.shapes]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"workers: gpus_per_model is {', '.join(map(str, counts))}; allowed: the same for all kinds of workers, "
-                "since it changes how sums are rounded"
-            )
-        if counts[0] > 1 and isinstance(getattr(self.decoder, "drafter", None), HeadDrafterSettings):
-            raise ValueError(
-                f"workers.gpus_per_model: {counts[0]}, but decoder.drafter.kind 'head' reads states of a model in one process; "
-                "allowed: 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _exact_can_be(self) -> JobSpec:
-        model, is_half = self.model, self.model.dtype in {"bfloat16", "float16"}
-        if not model.exact:
-            return self
-        if model.device == "cpu":
-            if is_half:
-                raise ValueError(
-                    f"model.exact: true, but model.dtype is {model.dtype}; allowed on a CPU: auto, float32"
-                )
-        elif model.dtype == "float64" and model.device != "auto":
-            raise ValueError(
-                "model.exact: true, but model.dtype is float64; allowed on a GPU: auto, bfloat16, float16, float32"
-            )
-        elif any(shape.gpus_per_model > 1 and shape.gpus != 0 for shape in self.shapes):
-            raise ValueError(
-                "model.exact: true, but workers.gpus_per_model is above 1: the sums of several GPUs are not fixed; allowed: 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _small_weights_can_be(self) -> JobSpec:
-        model, given = self.model, f"model.weights: {self.model.weights}"
-        if model.weights == "auto":
-            return self
-        if model.dtype == "float64":
-            raise ValueError(f"{given}, but model.dtype is float64; allowed: auto")
-        if any(shape.gpus_per_model > 1 for shape in self.shapes):
-            raise ValueError(f"{given}, but workers.gpus_per_model is above 1; allowed: auto")
-        if model.exact and model.device.startswith("cuda"):
-            raise ValueError(f"{given}, but model.exact has other products on a GPU; allowed: auto")
         return self
 
     def results_key(self) -> dict[str, Any]:
@@ -434,6 +155,118 @@ class JobSpec(Settings):
         if self.shapes[0].gpus_per_model > 1:
             model["gpus_per_model"] = self.shapes[0].gpus_per_model
         return key | {"input": given, "model": model}
+
+
+# ---- what must fit together: rules that join several keys. Each returns what is wrong, led by the key's path.
+
+
+def _of_places(spec: JobSpec) -> str | None:
+    if (problem := place_problem(spec)) or None in (spec.input.path, spec.input.run):
+        return problem
+    return "input.run: the rows are those of a run or of input.path; use only one of them"
+
+
+def _of_increments(spec: JobSpec) -> str | None:
+    for key in ("since", "dedupe"):
+        value = getattr(spec.input, key)
+        if value is None:
+            continue
+        if not has_date(spec.output.path) and spec.output.logical_date is None:
+            return (
+                f"input.{key}: {value!r} needs a run directory for each date: write {{date:%Y-%m-%d}} in output.path "
+                "(not in sweeps); allowed: null"
+            )
+        if any(map(has_date, spec.input.paths)):
+            if key == "since":
+                return "input.since: input.path has a date, so each run reads the files of its own date; allowed: null"
+            if spec.input.columns.id is None:
+                return (
+                    "input.dedupe: input.path has a date, and rows without a column of ids have the same ids on each date; "
+                    "name the column in input.columns.id"
+                )
+        if spec.input.limit is not None:
+            return (
+                f"input.limit: {spec.input.limit}, but input.{key} takes all that is new: rows beyond the limit would count "
+                "as done; allowed: null"
+            )
+    return None
+
+
+def _of_task(spec: JobSpec) -> str | None:
+    task, columns, has_tokenizer = spec.task, spec.input.columns, spec.model.tokenizer != "none"
+    has_template = spec.prompt.template is not None
+    return (
+        template_problem(spec.prompt, spec.chat, task, columns)
+        or task_problem(task, columns, spec.decoder, has_tokenizer=has_tokenizer)
+        or (spec.input.truncate and truncate_problem(task, columns, has_template=has_template))
+        or sampling_problem(task, spec.sampling, columns, has_tokenizer=has_tokenizer)
+    )
+
+
+def _of_metrics(spec: JobSpec) -> str | None:
+    problem = metric_problem(
+        spec.metrics,
+        [f"metrics.{index}" for index in range(len(spec.metrics))],
+        kept=spec.kept,
+        has_reference=reference_of(spec.input.columns, spec.task, spec.kept, spec.prompt)[0] is not None,
+        has_tokenizer=spec.model.tokenizer != "none",
+        samples=spec.sampling.n,
+    )
+    return ": ".join(problem) if problem else None
+
+
+def _of_samples(spec: JobSpec) -> str | None:
+    if spec.task.kind != "score" or spec.sampling.n == 1:
+        return None
+    return f"sampling.n: {spec.sampling.n}, but the task 'score' draws nothing: a text has one score; allowed: 1"
+
+
+def _of_workers(spec: JobSpec) -> str | None:
+    counts = [shape.gpus_per_model for shape in spec.shapes]
+    if len(set(counts)) > 1:
+        return (
+            f"workers: gpus_per_model is {', '.join(map(str, counts))}; allowed: the same for all kinds of workers, "
+            "since it changes how sums are rounded"
+        )
+    if counts[0] > 1 and isinstance(getattr(spec.decoder, "drafter", None), HeadDrafterSettings):
+        return (
+            f"workers.gpus_per_model: {counts[0]}, but decoder.drafter.kind 'head' reads states of a model in one process; "
+            "allowed: 1"
+        )
+    return None
+
+
+def _of_exactness(spec: JobSpec) -> str | None:
+    model, is_half = spec.model, spec.model.dtype in {"bfloat16", "float16"}
+    if not model.exact:
+        return None
+    if model.device == "cpu":
+        return (
+            f"model.exact: true, but model.dtype is {model.dtype}; allowed on a CPU: auto, float32" if is_half else None
+        )
+    if model.dtype == "float64" and model.device != "auto":
+        return "model.exact: true, but model.dtype is float64; allowed on a GPU: auto, bfloat16, float16, float32"
+    if any(shape.gpus_per_model > 1 and shape.gpus != 0 for shape in spec.shapes):
+        return "model.exact: true, but workers.gpus_per_model is above 1: the sums of several GPUs are not fixed; allowed: 1"
+    return None
+
+
+def _of_weights(spec: JobSpec) -> str | None:
+    model = spec.model
+    reasons = {
+        "model.dtype is float64": model.dtype == "float64",
+        "workers.gpus_per_model is above 1": any(shape.gpus_per_model > 1 for shape in spec.shapes),
+        "model.exact has other products on a GPU": model.exact and model.device.startswith("cuda"),
+    }
+    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
+    return (
+        None
+        if model.weights == "auto" or not reason
+        else f"model.weights: {model.weights}, but {reason}; allowed: auto"
+    )
+
+
+_RULES = (*(_of_places, _of_increments, _of_task, _of_metrics, _of_samples, _of_workers, _of_exactness, _of_weights),)
 
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
@@ -491,27 +324,25 @@ def at_date(spec: JobSpec, now: datetime) -> JobSpec:
 
 def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
     """Return the spec for a mapping with `a.b=VALUE` overrides; changes `data`. Raises UserError as `load_spec` does."""
-    before = deepcopy(data)
-    for override in overrides:
-        apply_override(data, override)
-    try:
-        return check_spec(data)
-    except UserError as error:
-        keys = [override.partition("=")[0].strip() for override in overrides]
-        raise kind_changed(before, data, keys, error) or error from None
+    return _check_with(data, [split_override(override) for override in overrides], on_command_line, "--set ")
 
 
 def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
     """Return the spec for a mapping with other values for dotted keys. Raises UserError as `load_spec` does."""
-    after = deepcopy(data)
-    for key, value in changes.items():
-        apply_change(after, key, deepcopy(value))
+    copied = deepcopy((data, list(changes.items())))
+    return _check_with(*copied, lambda section, fresh: f'"{section}: {fresh}"')
+
+
+def _check_with(
+    data: dict[str, Any], changes: Sequence[tuple[str, Any]], how: Callable[[str, str], str], what: str = ""
+) -> JobSpec:
+    before = deepcopy(data)
+    for key, value in changes:
+        apply_change(data, key, value, f"{what}{key}: " if what else "")
     try:
-        return check_spec(after)
+        return check_spec(data)
     except UserError as error:
-        raise (
-            kind_changed(data, after, changes, error, how=lambda section, fresh: f'"{section}: {fresh}"') or error
-        ) from None
+        raise kind_changed(before, data, [key for key, _ in changes], error, how=how) or error from None
 
 
 def check_spec(data: dict[str, Any]) -> JobSpec:

@@ -11,24 +11,30 @@ docs/sweeps.md explains each key.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from textwrap import shorten
+from typing import Annotated, Any, Final
 
+import yaml
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from draftmill.actors.metrics.settings import Metrics
+from draftmill.decoders.common_settings import Settings
 from draftmill.jobs.config.dates import has_date
+from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.paths import path_problem
-from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, check_changed, json_schema
+from draftmill.jobs.config.sections import Name
+from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, check_changed
 from draftmill.jobs.config.yaml_file import apply_change, read_mapping, split_override
 from draftmill.storage.errors import UserError
 
-KEYS: Final = ("name", "base", "cases", "grid", "metrics", "output")
 MOST_CASES: Final = 1000
 LONGEST_NAME: Final = 100
 CASES: Final = "cases"
@@ -36,8 +42,87 @@ CASES: Final = "cases"
 RECORD: Final = "sweep.json"
 """The list of the cases in a sweep's directory."""
 
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_SAFE_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._+-]{{,{LONGEST_NAME - 1}}}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
+
+
+def _dotted(key: str) -> str:
+    if not all(key.split(".")):
+        raise ValueError(f"{key!r} is not a dotted key of the job, such as decoder.k")
+    if key in {"output", "output.path"}:
+        raise ValueError(
+            f"every case's results are in its own folder, {CASES}/NAME of the sweep's output.path; leave it out"
+        )
+    return key
+
+
+def _safe_names(cases: Mapping[str, Any]) -> Mapping[str, Any]:
+    seen: dict[str, str] = {}
+    for name in cases:
+        if not _SAFE_NAME.fullmatch(name):
+            raise ValueError(
+                f"the name {name!r} is not safe as a folder's name; allowed: up to {LONGEST_NAME} of the characters "
+                "A-Z a-z 0-9 . _ + -, of which the first is a letter or a digit"
+            )
+        if (other := seen.setdefault(name.casefold(), name)) != name:
+            raise ValueError(f"the names {other!r} and {name!r} are the same folder where case does not matter")
+    return cases
+
+
+def _different(values: list[Any]) -> list[Any]:
+    for number, value in enumerate(values):
+        if any(_same(value, other) for other in values[:number]):
+            raise ValueError(f"{value!r} occurs twice")
+    return values
+
+
+def _place(path: str) -> str:
+    problem = path_problem(path, ("s3", "memory"))
+    if problem is None and has_date(path):
+        problem = f"{path!r} has a date, which only `draftmill run` fills in"
+    if problem:
+        raise ValueError(problem)
+    return path
+
+
+Key = Annotated[str, AfterValidator(_dotted)]
+
+
+class SweepOutput(Settings):
+    """Where the results go."""
+
+    path: Annotated[str, Field(min_length=1), AfterValidator(_place)] = Field(
+        description="a folder or s3://bucket/prefix; each case is below it, in cases/NAME"
+    )
+
+
+class SweepFile(Settings):
+    """Jobs that differ in a few settings."""
+
+    name: Name | None = Field(default=None, description="in tables; else the file's name")
+    base: str | dict[str, Any] = Field(description="a spec, or the path of one")
+    cases: Annotated[dict[str, dict[Key, Any] | None], Field(min_length=1), AfterValidator(_safe_names)] | None = Field(
+        default=None, description="the changes of each case: dotted keys of the job with other values, decoder.k: 4"
+    )
+    grid: (
+        Annotated[dict[Key, Annotated[list[Any], Field(min_length=1), AfterValidator(_different)]], Field(min_length=1)]
+        | None
+    ) = Field(default=None, description="dotted keys with lists of values; every combination is a case")
+    metrics: Metrics | None = Field(default=None, description="what is measured after the last case")
+    output: SweepOutput
+
+    @model_validator(mode="after")
+    def _some_cases(self) -> SweepFile:
+        if (self.cases is None) == (self.grid is None):
+            problem = "both are missing" if self.cases is None else "both are there"
+            raise ValueError(f"cases: {problem}; allowed: one of cases and grid")
+        for key, count in {
+            "cases": len(self.cases or ()),
+            "grid": math.prod(map(len, (self.grid or {}).values())),
+        }.items():
+            if count > MOST_CASES:
+                raise ValueError(f"{key}: {count:,} cases are too many; allowed: at most {MOST_CASES:,}")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,192 +151,57 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     the file as a whole. A problem of one case is that case's `error`.
     """
     data = read_mapping(Path(path))
-    _check_keys(data)
-    name = _text(data.get("name", Path(path).stem), "name")
-    base = _base(data, Path(path))
-    output = _output(data["output"])
-    settings = [split_override(override) for override in overrides]
-    for key, value in settings:
-        if key == "output.path":
-            output["path"] = value
-        elif key == "name":
-            name = _text(value, "name")
-        else:
+    changed = [split_override(override) for override in overrides]
+    for key, value in changed:
+        if key in {"name", "output.path"}:
+            apply_change(data, key, value, f"--set {key}: ")
+    for key in data.keys() - SweepFile.model_fields.keys() & JobSpec.model_fields.keys():
+        raise UserError(f"unknown key; did you mean base.{key}? keys of the job are under base", field=key)
+    try:
+        sweep = SweepFile.model_validate(data, strict=True)
+    except ValidationError as error:
+        raise spec_error(SweepFile, data, error) from None
+    base = _base(sweep.base, Path(path)) | ({} if sweep.metrics is None else {"metrics": data["metrics"]})
+    changes = _grid(sweep.grid) if sweep.cases is None else {name: case or {} for name, case in sweep.cases.items()}
+    for key, value in changed:
+        if key not in {"name", "output.path"}:
             apply_change(base, key.removeprefix("base."), value, f"--set {key}: ")
-    if "metrics" in data and not any(key.partition(".")[0] == "metrics" for key, _ in settings):
-        base["metrics"] = data["metrics"]
-    place = _place(output)
-    changes = _cases(data["cases"]) if "cases" in data else _grid(data["grid"])
-    for key, _ in settings:
-        _check_not_varied(key, changes)
-    cases = [
-        _case(case, changes[case], base, f"{name}/{case}", f"{place.rstrip('/')}/{CASES}/{case}") for case in changes
-    ]
-    return Sweep(name, place, tuple(cases))
+            _check_not_varied(key, changes)
+    name, place = sweep.name or Path(path).stem, sweep.output.path.rstrip("/")
+    cases = [_case(case, changes[case], base, f"{name}/{case}", f"{place}/{CASES}/{case}") for case in changes]
+    return Sweep(name, sweep.output.path, tuple(cases))
 
 
 def sweep_schema() -> dict[str, Any]:
     """The JSON Schema of a sweep file. The base may lack any key but a `kind`, since the cases may have it."""
-    job = json_schema()
-    parts = {name: _without_required(part) for name, part in job.pop("$defs").items()}
-    path = {"type": "string", "description": "a folder or s3://bucket/prefix; each case is below it, in cases/NAME"}
-    changes = {"type": ["object", "null"], "description": "dotted keys of the job with other values: decoder.k: 4"}
-    properties = {
-        "name": {"type": "string", "description": "in tables; else the file's name"},
-        "base": {"anyOf": [{"type": "string"}, _without_required(job)], "description": "a spec, or the path of one"},
-        "cases": {"type": "object", "additionalProperties": changes, "description": "the changes of each case"},
-        "grid": {
-            "type": "object",
-            "additionalProperties": {"type": "array"},
-            "description": "dotted keys with lists of values; every combination is a case",
-        },
-        "metrics": job["properties"]["metrics"],
-        "output": {"type": "object", "properties": {"path": path}, "required": ["path"], "additionalProperties": False},
-    }
-    return {
-        "$schema": SCHEMA_URL,
-        "title": "Sweep",
-        "description": "Jobs that differ in a few settings.",
-        "type": "object",
-        "properties": {name: properties[name] for name in KEYS},
-        "required": ["base", "output"],
-        "oneOf": [{"required": ["cases"]}, {"required": ["grid"]}],
-        "additionalProperties": False,
-        "$defs": parts,
-    }
+    schema, job = SweepFile.model_json_schema(), JobSpec.model_json_schema()
+    schema["$defs"] |= {name: _without_required(part) for name, part in job.pop("$defs").items()}
+    schema["properties"]["base"]["anyOf"] = [{"type": "string"}, _without_required(job)]
+    kinds = [{"required": ["cases"]}, {"required": ["grid"]}]
+    return {"$schema": SCHEMA_URL, **schema, "oneOf": kinds}
 
 
 def _without_required(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a mapping that may lack its keys, but for the `kind` that tells it from others."""
     kept = [key for key in schema.get("required", ()) if key == "kind"]
-    rest = {key: value for key, value in schema.items() if key not in {"required", "$schema"}}
+    rest = {key: value for key, value in schema.items() if key != "required"}
     return rest | ({"required": kept} if kept else {})
 
 
-# ---- the file
-
-
-def _check_keys(data: Mapping[str, Any]) -> None:
-    for key in data:
-        if key not in KEYS:
-            is_near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
-            if key in JobSpec.model_fields and not is_near:
-                hint = f"did you mean base.{key}? keys of the job are under base;"
-            else:
-                hint = f"did you mean {difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]}?"
-            raise UserError(f"unknown key; {hint} known keys: {', '.join(KEYS)}", field=key)
-    for key in ("base", "output"):
-        if key not in data:
-            raise UserError("missing", field=key)
-    if ("cases" in data) == ("grid" in data):
-        problem = "both are there" if "cases" in data else "both are missing"
-        raise UserError(f"{problem}; allowed: one of cases and grid", field="cases")
-
-
-def _base(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _base(base: str | dict[str, Any], file: Path) -> dict[str, Any]:
     """The base job as a mapping; a path is relative to the working directory, or else to the sweep file's folder."""
-    base = data["base"]
-    if isinstance(base, str):
-        path = Path(base).expanduser()
-        near = file.parent / path
-        return read_mapping(near if near.is_file() and not path.is_file() else path)
-    if not isinstance(base, dict):
-        raise UserError(f"{base!r} is not allowed; allowed: a job spec, or the path of one", field="base")
-    for key in base:
-        if not isinstance(key, str):
-            raise UserError(f"the key {key!r} is not a text", field="base")
-    return base
-
-
-def _output(output: Any) -> dict[str, Any]:
-    if not isinstance(output, dict):
-        raise UserError(f"{output!r} is not allowed; allowed: a mapping", field="output")
-    for key in output:
-        if key != "path":
-            hint = f"did you mean base.output.{key}?"
-            raise UserError(f"unknown key; {hint} known under output: path", field=f"output.{key}")
-    return dict(output)
-
-
-def _place(output: Mapping[str, Any]) -> str:
-    if "path" not in output:
-        raise UserError("missing", field="output.path")
-    path = _text(output["path"], "output.path")
-    problem = path_problem(path, ("s3", "memory"))
-    if problem is None and has_date(path):
-        problem = f"{path!r} has a date, which only `draftmill run` fills in"
-    if problem:
-        raise UserError(problem, field="output.path")
-    return path
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str) or not value or not value.isprintable():
-        raise UserError(f"{value!r} is not allowed; allowed: a text", field=field)
-    return value
+    if not isinstance(base, str):
+        return base
+    path = Path(base).expanduser()
+    near = file.parent / path
+    return read_mapping(near if near.is_file() and not path.is_file() else path)
 
 
 # ---- the cases
 
 
-def _check_count(count: int, field: str) -> None:
-    if count > MOST_CASES:
-        raise UserError(f"{count:,} cases are too many; allowed: at most {MOST_CASES:,}", field=field)
-
-
-def _cases(cases: Any) -> dict[str, dict[str, Any]]:
-    """The changes of every case, by its name in the file."""
-    if not isinstance(cases, dict) or not cases:
-        raise UserError(
-            f"{cases!r} is not allowed; allowed: names with their changes, such as a: {{decoder.k: 4}}", field="cases"
-        )
-    seen: dict[str, str] = {}
-    for name, changes in cases.items():
-        if not isinstance(name, str):
-            raise UserError(f"the name {name!r} is not a text; write it in quotes", field="cases")
-        if len(name) > LONGEST_NAME or not _SAFE_NAME.fullmatch(name):
-            raise UserError(
-                f"the name {name[:LONGEST_NAME]!r} is not safe as a folder's name; allowed: up to {LONGEST_NAME} of "
-                "the characters A-Z a-z 0-9 . _ + -, of which the first is a letter or a digit",
-                field="cases",
-            )
-        if seen.setdefault(name.casefold(), name) != name:
-            raise UserError(
-                f"the names {seen[name.casefold()]!r} and {name!r} are the same folder where case does not matter",
-                field="cases",
-            )
-        if not isinstance(changes, dict | None):
-            raise UserError(
-                f"{changes!r} is not allowed; allowed: dotted keys with their values", field=f"cases.{name}"
-            )
-        for key in changes or ():
-            _check_dotted(key, f"cases.{name}")
-    _check_count(len(cases), "cases")
-    return {name: dict(changes or {}) for name, changes in cases.items()}
-
-
-def _check_dotted(key: Any, field: str) -> None:
-    if not isinstance(key, str) or not all(key.split(".")):
-        raise UserError(f"{key!r} is not a dotted key of the job, such as decoder.k", field=field)
-    if key in {"output", "output.path"}:
-        raise UserError(
-            f"every case's results are in its own folder, {CASES}/NAME of the sweep's output.path; leave it out",
-            field=f"{field}.{key}",
-        )
-
-
 def _grid(grid: Any) -> dict[str, dict[str, Any]]:
     """One case for every combination of the values; the first key varies slowest."""
-    if not isinstance(grid, dict) or not grid:
-        raise UserError(f"{grid!r} is not allowed; allowed: dotted keys with lists of values", field="grid")
-    for key, values in grid.items():
-        _check_dotted(key, "grid")
-        if not isinstance(values, list) or not values:
-            raise UserError(f"{values!r} is not allowed; allowed: a list of values", field=f"grid.{key}")
-        for number, value in enumerate(values):
-            if any(_same(value, other) for other in values[:number]):
-                raise UserError(f"{value!r} occurs twice", field=f"grid.{key}")
-    _check_count(math.prod(map(len, grid.values())), "grid")
     labels = _labels(list(grid))
     texts = {key: _unique([f"{labels[key]}-{_short(value)}" for value in values]) for key, values in grid.items()}
     picks = [
@@ -366,7 +316,6 @@ def _check_not_varied(key: str, changes: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def _case(name: str, changes: Mapping[str, Any], base: Mapping[str, Any], title: str, place: str) -> CaseSpec:
-    """The case with its spec, or with what is wrong with it."""
     output = base.get("output", {})
     data = dict(base) | {"name": title}
     data["output"] = output | {"path": place} if isinstance(output, dict) else output
@@ -378,13 +327,5 @@ def _case(name: str, changes: Mapping[str, Any], base: Mapping[str, Any], title:
 
 def changes_text(changes: Mapping[str, Any]) -> str:
     """What differs from the base, in one line."""
-    return ", ".join(f"{key}: {_format(value)}" for key, value in changes.items()) or "the base"
-
-
-def _format(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_format(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return "[" + ", ".join(map(_format, value)) + "]"
-    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    text = yaml.safe_dump(dict(changes), default_flow_style=True, sort_keys=False, width=math.inf)
+    return shorten(text.strip()[1:-1] or "the base", 400, placeholder="...")

@@ -21,7 +21,7 @@ from typing import Any
 
 from draftmill.actors.job import Allocation, WorkerResources
 from draftmill.actors.ray.ray_inside import CLUSTER_CONFIG, CLUSTER_STATUS, IS_AUTOSCALER_V2, KV_GET, inside
-from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.config.sections import WorkerShape
 from draftmill.jobs.formatting import counted
 from draftmill.storage.errors import UserError
 

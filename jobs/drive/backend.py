@@ -35,19 +35,13 @@ if TYPE_CHECKING:
     from draftmill.actors.loop.loading import ModelCache
     from draftmill.actors.measuring.measure import MeasureJob, Meters
     from draftmill.actors.ray.pool import Spare
-    from draftmill.actors.rows.text import Tokenizer
-    from draftmill.decoders.base import ModelInfo
 
 
 class LocalBackend:
-    """One worker in this process. With `keep`, the networks of a job stay in memory for the next one.
+    """One worker in this process. With `keep`, the networks of a job stay in memory for the next one."""
 
-    With `reads`, the model's facts and the tokenizer of a job of which no row can be decoded, the worker loads no model and
-    writes the reasons.
-    """
-
-    def __init__(self, *, keep: bool = False, reads: tuple[ModelInfo, Tokenizer | None] | None = None) -> None:
-        self._keep, self._reads = keep, reads
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
         self._model_cache: ModelCache | None = None
         self._meters: Meters | None = None
 
@@ -101,7 +95,7 @@ class LocalBackend:
     def pool(self, job: Job | MeasureJob, allocation: Allocation) -> WorkerPool:
         """A pool that has no workers yet; the backend must be open."""
         from draftmill.actors.loop.loading import ModelCache
-        from draftmill.actors.loop.worker import LocalPool, reading_runner
+        from draftmill.actors.loop.worker import LocalPool
 
         (resources,) = allocation.kinds
         if not isinstance(job, Job):
@@ -110,9 +104,6 @@ class LocalBackend:
             if self._meters is None or not self._keep:
                 self._meters = Meters()
             return LocalPool(job, resources, build=partial(measure_runner, meters=self._meters))
-        if self._reads is not None:
-            info, tokenizer = self._reads
-            return LocalPool(job, resources, build=partial(reading_runner, info=info, tokenizer=tokenizer))
         if self._keep and self._model_cache is None:
             self._model_cache = ModelCache()
         return LocalPool(job, resources, model_cache=self._model_cache)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from draftmill.jobs.config.notify_settings import NotifySettings
+from draftmill.jobs.config.sections import NotifySettings
 from draftmill.storage.errors import UserError
 from draftmill.storage.secrets import presentable
 

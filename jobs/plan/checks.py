@@ -6,8 +6,7 @@ import time
 
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.constraints import ConstraintMaker
-from draftmill.actors.rows.penalties import penalties_of
-from draftmill.actors.rows.row_settings import RowRules
+from draftmill.actors.rows.row_settings import RowRules, penalties_of
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import ModelInfo

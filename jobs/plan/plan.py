@@ -83,10 +83,6 @@ class Plan:
     def schema(self) -> pa.Schema:
         return schema_of(self.keep)
 
-    @property
-    def is_readable(self) -> bool:
-        return sum(self.totals.errors.values()) < self.rows
-
     def sizes(self) -> Iterator[UnitSize]:
         """Rows, tokens and window of every unit, in order."""
         window = 0

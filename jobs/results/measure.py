@@ -184,7 +184,7 @@ def _judge(metric: Judge, field: str, spec: JobSpec) -> tuple[dict[str, Any], di
     if not has_tokenizer(folder):
         raise UserError(f"{metric.model} has no tokenizer, which texts need", field=place)
     checkpoint = spec.place(with_absolute(metric).model)
-    model = ModelPlace(checkpoint, metric.revision, "auto", None, "auto", metric.dtype, metric.device, False)
+    model = ModelPlace(checkpoint, metric.revision, "auto", None, "auto", metric.dtype, spec.model.device, False)
     hashes = {"model_sha256": model_hash(folder), "tokenizer_sha256": tokenizer_hash(folder)}
     return hashes, {"place": model}
 

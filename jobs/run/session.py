@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from draftmill.actors.job import Allocation
 from draftmill.jobs.drive.allocation import fitting_threads
-from draftmill.jobs.drive.backend import Backend, LocalBackend
+from draftmill.jobs.drive.backend import Backend
 from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, WorkerPool
 from draftmill.jobs.drive.leases import IfRunning
 from draftmill.jobs.drive.metrics import MetricsWatcher
@@ -106,9 +106,6 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
         rows_before=plan.rows - left.rows,
         counts_open=getattr(getattr(resolved.recipe.task, "mask", None), "kind", None) != "marker",
     )
-    if not plan.is_readable:
-        display.note("no row can be decoded: the model is not loaded, and the results say why")
-        backend, loads = LocalBackend(reads=(resolved.info, resolved.tokenizer)), False
     with backend.opened(display), run.stop.on_signals():
         allocation = allocate_workers(backend, resolved, len(left))
         for note in backend.lacking(spec, allocation):

@@ -223,7 +223,6 @@ def _is_kept_as_it_is(kind: pa.DataType, depth: int = 0) -> bool:
 
 
 def _comes_back(kind: pa.DataType) -> bool:
-    """Whether the type survives a round trip through a Parquet file."""
     schema = pa.schema([pa.field("x", kind)])
     return bool(read_parquet(write_parquet(schema.empty_table(), {})).schema.remove_metadata().equals(schema))
 

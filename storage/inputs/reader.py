@@ -149,7 +149,6 @@ def _projection(columns: Mapping[str, str] | None) -> Columns:
 
 
 def _refuse_json_array(file: InputFile, stream: BufferedReader) -> None:
-    """Raise UserError if a .json file holds one array, since each of its lines would fail."""
     if ".json" in PurePosixPath(file.name.lower()).suffixes and stream.peek(1).lstrip(lines.BOM).lstrip()[:1] == b"[":
         raise UserError(f"{file.uri} holds a JSON array; give one object a line (jq -c '.[]')", field=FIELD)
 

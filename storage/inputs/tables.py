@@ -321,7 +321,6 @@ def _arrow_source(file: InputFile) -> Any:
 def _pick(
     table: Hashable, first: int, rows: Sequence[int], columns: Columns, open_: Callable[[], Batches]
 ) -> Iterator[Row]:
-    """The wanted rows of a table whose first row is `first`."""
     for batch, inside in _BATCHES.pick(table, [row - first for row in rows], lambda: map(sound, open_())):
         yield from _rows_of(batch, [first + row for row in inside], columns)
 
@@ -371,26 +370,21 @@ def _portion_rows(batch: pa.RecordBatch, numbers: Sequence[int]) -> Iterator[Row
     """The rows of a batch, one by one if the whole batch has no Python form."""
     try:
         values = batch.to_pylist()
-    except _NO_PYTHON_FORM:
-        yield from (_single_row(batch.slice(index, 1), number) for index, number in enumerate(numbers))
+    except _NO_PYTHON_FORM as error:
+        if batch.num_rows > 1:
+            for index, number in enumerate(numbers):
+                yield from _portion_rows(batch.slice(index, 1), [number])
+        elif isinstance(error, UnicodeError):
+            yield failed_row(numbers[0], None, "bad_encoding", f"not valid UTF-8: {error}")
+        else:
+            yield failed_row(numbers[0], None, "bad_row", f"a value has no Python form: {error}")
         return
     talks = _conversations(batch.schema)
     for number, value in zip(numbers, values, strict=True):
         yield Row(number, None, value | {name: _without_nulls(value[name]) for name in talks})
 
 
-def _single_row(batch: pa.RecordBatch, number: int) -> Row:
-    try:
-        value = batch.to_pylist()[0]
-        return Row(number, None, value | {name: _without_nulls(value[name]) for name in _conversations(batch.schema)})
-    except UnicodeError as error:
-        return failed_row(number, None, "bad_encoding", f"not valid UTF-8: {error}")
-    except _NO_PYTHON_FORM as error:
-        return failed_row(number, None, "bad_row", f"a value has no Python form: {error}")
-
-
 def _conversations(schema: pa.Schema) -> list[str]:
-    """The columns of lists of messages."""
     kinds = {field.name: field.type for field in schema if hasattr(field.type, "value_type")}
     return [
         name

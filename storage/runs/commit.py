@@ -174,10 +174,6 @@ def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> Com
     return CommittedUnit(unit, stat.name, stat.etag, rows, ok, failed, skipped, stat.size, sha256, exact, sums)
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, sort_keys=True) + "\n").encode()
-
-
 # ---- the manifest
 
 
@@ -312,7 +308,8 @@ def write_manifest(
     with _manifest_body(manifest) as body:
         _write_latest(store, MANIFEST, body, lease)
     failpoint("commit.before_success")
-    _write_latest(store, SUCCESS, _json({"fingerprint": fingerprint, "units": units, "rows": rows}), lease)
+    success = json.dumps({"fingerprint": fingerprint, "units": units, "rows": rows}, sort_keys=True)
+    _write_latest(store, SUCCESS, f"{success}\n".encode(), lease)
     return manifest
 
 

@@ -3,8 +3,8 @@
 Each verb's first sentence is its guarantee. Names are relative, with `/` between parts (`data/unit-00000017.parquet`).
 Knows no particular store (local.py, s3.py, store.py) and nothing of what the bytes mean.
 
-A new store needs a branch in `open_store`, its scheme in the PathMark of output.path (jobs/config/spec.py), and a parameter of
-the fixture `store` (tests/storage/conftest.py), which holds it to every guarantee.
+A new store needs a branch in `open_store`, its scheme in the PathMark of output.path (jobs/config/sections.py), and a parameter
+of the fixture `store` (tests/storage/conftest.py), which holds it to every guarantee.
 """
 
 from __future__ import annotations

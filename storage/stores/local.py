@@ -186,7 +186,6 @@ class LocalStore:
                 temporary.unlink()
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder and its parents durably."""
         if folder.is_dir():
             return
         self._make_folder(folder.parent)
@@ -230,9 +229,7 @@ def _write_synced(path: Path, data: Body) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; where folders can't be opened (Windows), leave it to the system."""
-    if os.name == "nt":
-        return
+    """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,6 @@
 """A decoder without a model, and a UnitIO without files, for tests of the loop around them."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -140,17 +139,12 @@ class FakeWorker(Turns):
     def __init__(self, name: str, job: object, threads: int) -> None:
         self.begin(name, job, threads)
 
-    def begin(self, name: str, job: object, threads: int) -> tuple[str, int, dict[str, Any]]:
+    def _build(self, job: object, *, name: str, **facts: Any) -> UnitRunner:
         if name == "w9":
             raise ValueError("the model is not there")
         unit_io = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6], LOSES_DEVICE: [LOSES_DEVICE]})
         unit_io.on_open = lambda unit: os._exit(7) if unit.unit == 99 else None
-        decoder = FakeDecoder(trouble=lose_device)
-        super().__init__(UnitRunner(decoder, unit_io, worker=name), node=socket.gethostname())
-        return self.where()
-
-    def rest(self) -> None:
-        self._runner.close()
+        return UnitRunner(FakeDecoder(trouble=lose_device), unit_io, worker=name)
 
 
 def lose_device(requests: list[Request]) -> None:

@@ -47,7 +47,7 @@ def judged(world: World, tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = write_run(spec_for(folder, ROWS, input=inputs), lambda name: [{"text": TEXTS[name]}])
     model = world.folder / "model"
     words = [
-        f"{{kind: judge, model: {model}, device: cpu}}",
+        f"{{kind: judge, model: {model}}}",
         f"{{kind: judge, model: {model}, prompt: prompt, name: after}}",
     ]
     assert main(["measure", store.url, "--local", "--quiet", "--metric", *words]) == 0
@@ -150,7 +150,7 @@ def judged_sweep(folder: Path) -> Path:
     """Three cases with the same judge; the second has another metric before it."""
     base = yaml.safe_load(job(folder).read_text())
     del base["output"]["path"], base["metrics"]
-    judge = {"kind": "judge", "model": "builtin:ar-micro", "device": "cpu"}
+    judge = {"kind": "judge", "model": "builtin:ar-micro"}
     cases: dict[str, Any] = {
         "one": {"metrics": [judge]},
         "two": {"metrics": ["length", judge]},

@@ -447,7 +447,7 @@ def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(tmp_
     path = write_sweep(tmp_path, {"a": {}, "b": {"decoder.k": 2}}, **texts(tmp_path))
     path.write_text(path.read_text() + "metrics: [rouged]\n")
     assert sweep(path) == 2
-    assert "a, b: metrics.0" in capsys.readouterr().err
+    assert "draftmill: metrics.0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -27,8 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from draftmill.actors.messages import HomeLeaving, NodeLeaving, PoolEvent, WorkerLoaded, WorkerLost, WorkerReported
-from draftmill.jobs.config.spec import ErrorSettings
-from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.config.sections import ErrorSettings, WorkerShape
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import give_back, keep_once
 from draftmill.jobs.drive.progress import Display
@@ -230,7 +229,6 @@ class World:
             fingerprint=FINGERPRINT,
             sizes=self.job.sizes,
             pass_=1,
-            is_readable=True,
             files=(),
         )
         options = SimpleNamespace(ray_address=None, grace_s=5.0, local=True)

@@ -25,7 +25,7 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.engine import cuda_graphs
-from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.config.sections import WorkerShape
 from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.progress import Display

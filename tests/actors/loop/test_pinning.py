@@ -15,7 +15,7 @@ import pytest
 from draftmill.actors.job import Allocation
 from draftmill.actors.messages import NodeLeaving, PoolEvent, WorkerLoaded
 from draftmill.actors.ray.pool import RayPool
-from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.config.sections import WorkerShape
 from draftmill.jobs.drive.allocation import allocate
 from draftmill.jobs.drive.ray_session import cluster_nodes
 from draftmill.storage.errors import UserError

@@ -1,7 +1,6 @@
 """Judges: texts are scored together, longest first, and one that the decoder can't score fails alone."""
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,42 +9,25 @@ import pytest
 from draftmill.actors.metrics.base import MeasuredRow
 from draftmill.actors.metrics.registry import JudgeMeter
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.decoders.base import Request
-from tests.actors.fakes import answers_of
+from draftmill.decoders.base import Outcome, Request
+from tests.actors.fakes import FakeDecoder, answers_of
 
 
-class Scorer:
+class Scorer(FakeDecoder):
     """Gives each text -1 for each of its tokens; raises for a batch with the text of `bad` tokens. Three slots."""
 
     def __init__(self, bad: int = 0) -> None:
-        self.bad, self.held, self.batches = bad, list[Request](), list[list[int]]()
+        super().__init__(3, trouble=self._note)
+        self.bad, self.batches = bad, list[list[int]]()
 
-    @property
-    def active(self) -> int:
-        return len(self.held)
-
-    def room(self, length: int) -> int:
-        return 3 - len(self.held)
-
-    def admit(self, requests: Sequence[Request], **_: Any) -> None:
-        self.held += requests
-
-    def step(self) -> list[Any]:
-        lengths = [len(request.canvas) for request in self.held]
-        self.batches.append(lengths)
-        if self.bad in lengths:
+    def _note(self, requests: list[Request]) -> None:
+        self.batches.append([len(request.canvas) for request in requests])
+        if self.bad in self.batches[-1]:
             raise RuntimeError("no such kernel")
-        done, self.held = self.held, []
-        return [
-            SimpleNamespace(
-                index=one.index, error_kind=None, error=None, logprob=1.0 - len(one.canvas), tokens=one.canvas[1:]
-            )
-            for one in done
-        ]
 
-    def clear(self) -> list[int]:
-        dropped, self.held = self.held, []
-        return [request.index for request in dropped]
+    def step(self) -> list[Outcome]:
+        texts = {index: request.canvas[1:] for index, (request, _, _) in self.inside.items()}
+        return [replace(one, tokens=texts[one.index], logprob=-1.0 * len(texts[one.index])) for one in super().step()]
 
 
 class Maker:
@@ -71,7 +53,7 @@ def test_a_text_that_the_decoder_can_not_score_fails_alone():
         -1.0,
         -4.0,
         -2.0,
-        "no such kernel",
+        "decode_error (decode): RuntimeError: no such kernel",
         -5.0,
     ]
 
@@ -87,7 +69,7 @@ def test_a_judge_that_is_given_up_between_steps_leaves_its_decoder_empty():
     scorer = Scorer()
     scorer.step = list  # type: ignore[method-assign]
     measuring = JudgeMeter(scorer, Maker(), None).measure([MeasuredRow("a", 0, "xxx", [], (), {}, {})])  # type: ignore[arg-type]
-    next(measuring)
-    assert scorer.active
+    while not scorer.active:
+        next(measuring)
     measuring.close()
     assert not scorer.active

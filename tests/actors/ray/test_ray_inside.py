@@ -12,7 +12,7 @@ import pytest
 from draftmill.actors.ray import ray_inside
 from draftmill.actors.ray.notices import draining, node_of
 from draftmill.actors.ray.ray_inside import RayName, inside, require, silence_workers
-from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.config.sections import WorkerShape
 from draftmill.jobs.drive import ray_session
 from draftmill.jobs.drive.allocation import possible_nodes
 from draftmill.jobs.drive.ray_session import check_head, local_nodes

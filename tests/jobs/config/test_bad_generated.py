@@ -47,10 +47,6 @@ def times(count: int) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def test_there_are_as_many_cases_as_promised() -> None:
-    assert SPECS + RUNS + ROW_FILES * ROWS_EACH + 2 * FILES >= 2000
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with rows, in which the process stands for the time of the tests: relative paths lead nowhere else."""

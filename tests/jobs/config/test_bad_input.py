@@ -82,8 +82,6 @@ def completing(spec: dict[str, Any], folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "unknown key": (setting("decoder.kk", 3), "decoder.kk: unknown key; did you mean decoder.k?"),
-    "wrong type": (setting("decoder.k", "three"), "decoder.k: 'three' is not allowed; allowed: a whole number"),
     "missing file": (setting("input.path", "no/such/file.jsonl"), "input.path: "),
     "missing column": (setting("input.columns", {"text": "body"}), "input.columns.text: no row has a value in a column 'body'"),
     "empty input": (rows(""), "input.path: "),
@@ -91,8 +89,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "unwritable output": (unwritable, "Not a directory"),
     "corrupt weights": (damaged_weights, "model.path: "),
     "missing model": (setting("model.path", "builtin:none"), "model.path: 'builtin:none' does not exist"),
-    "unknown decoder": (setting("decoder.kind", "fast"), "decoder.kind: 'fast' is not known; allowed: any_subset"),
-    "decoder for another task": (setting("task", {"kind": "complete"}), "decoder.kind: 'assd' does not run the task 'complete'"),
     "more CPUs than there are": (setting("workers", {"cpus": 10**6}), "workers.cpus: a worker needs 1e+06 CPUs on one node"),
     "a GPU where there is none": (setting("model.device", "cuda"), "model.device: 'cuda', but workers get no GPU"),
     "model for another task": (completing, "task.kind: models of family 'xlnet' do not support 'complete'; tasks they"),
@@ -200,11 +196,6 @@ def test_a_changed_spec_on_an_old_directory_is_refused_by_its_keys(
     assert main(["run", str(folder / "changed.yaml"), "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "output.path: " in said and "decoder.k was 5, is 3" in said
-
-
-def test_a_missing_spec_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "no-such-spec.yaml"]) == 2
-    assert "no-such-spec.yaml: No such file" in capsys.readouterr().err
 
 
 def test_validate_finds_what_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

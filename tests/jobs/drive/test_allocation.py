@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftmill.actors.job import WorkerResources
-from draftmill.jobs.config.spec import ErrorSettings
-from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.config.sections import ErrorSettings, WorkerShape
 from draftmill.jobs.drive.allocation import NodeRoom, allocate, lacking
 from draftmill.jobs.exit_codes import hopeless, most_failed, too_many_failed
 from draftmill.storage.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.jobs.config.worker_shape import WorkerShape
+from draftmill.jobs.config.sections import WorkerShape
 from draftmill.jobs.drive.allocation import (
     MOST_NODES,
     Bundles,

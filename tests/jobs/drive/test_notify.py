@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draftmill.jobs.config.notify_settings import NotifySettings
+from draftmill.jobs.config.sections import NotifySettings
 from draftmill.jobs.config.spec import check_spec, load_spec
 from draftmill.jobs.config.yaml_file import parse
 from draftmill.jobs.drive.notify import check_receivers, send, text_of

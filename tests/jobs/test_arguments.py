@@ -1,0 +1,122 @@
+"""Every command calls its function with the parameters that it has, made of the command's options."""
+
+import argparse
+from datetime import timedelta
+from functools import wraps
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from draftmill.jobs import arguments
+from draftmill.jobs.cli import main, parser
+from draftmill.jobs.config.spec import check_spec
+from draftmill.jobs.eval.options import EvalOptions
+from draftmill.jobs.remote.manifest import Options
+from draftmill.jobs.remote.request import SubmitOptions
+from draftmill.jobs.run.pruning import KeepRule
+from draftmill.jobs.run.session import RunOptions
+from draftmill.storage.stores.interface import Place, S3Options
+
+RUN = "RUN --s3-endpoint http://s3"
+PLACE = Place("RUN", S3Options("http://s3"))
+SPEC: dict[str, Any] = {
+    "name": "job",
+    "task": {"kind": "complete"},
+    "input": {"path": "in.jsonl"},
+    "model": {"path": "builtin:causal-tiny"},
+    "decoder": {"kind": "autoregressive"},
+    "output": {"path": "runs/{date:%Y-%m-%d}"},
+}
+DATED = check_spec(SPEC | {"output": SPEC["output"] | {"logical_date": "2026-11-22T00:00:00Z"}})
+DRIVER = "--local --grace-seconds 7"
+LOCAL = RunOptions(None, True, 7.0)
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "run job.yaml --local --if-running skip --logical-date 2026-11-22": (
+        "run_job",
+        {"spec": DATED, "options": RunOptions(None, True, 30.0, if_running="skip")},
+    ),
+    f"run job.yaml {DRIVER} --catch-up": ("catch_up", {"spec": check_spec(SPEC), "options": LOCAL, "first": None}),
+    "submit job.yaml --set seed=3 --address A --no-wait --shared /s": (
+        "submit",
+        {
+            "path": "job.yaml",
+            "overrides": ["seed=3"],
+            "address": "A",
+            "options": SubmitOptions(shared=("/s",), grace_s=30.0, run=("--if-running", "fail")),
+            "logical_date": None,
+            "wait": False,
+        },
+    ),
+    f"stop {RUN} --wait-seconds 0": (
+        "stop",
+        {"place": PLACE, "address": None, "overrides": [], "logical_date": None, "wait_s": 0.0},
+    ),
+    "validate job.yaml --logical-date 2026-11-22": ("validate", {"spec": DATED}),
+    f"status {RUN}": ("status", {"place": PLACE}),
+    f"logs {RUN} --json": ("logs", {"place": PLACE, "as_json": True, "follow": False}),
+    f"verify {RUN} --invariance 3": ("verify", {"place": PLACE, "invariance": 3}),
+    f"rerun {RUN} --failed {DRIVER}": ("rerun", {"place": PLACE, "options": LOCAL, "overrides": []}),
+    f"export {RUN} --format csv --out FILE --columns id,text": (
+        "export",
+        {"place": PLACE, "kind": "csv", "out": "FILE", "errors": None, "columns": ["id", "text"], "overwrite": False}
+        | {"order": "plan", "file_mb": None},
+    ),
+    "compare RUN RUN --s3-endpoint http://s3 --json": (
+        "compare",
+        {"places": [PLACE, PLACE], "form": "json", "baseline": None},
+    ),
+    f"report {RUN} --out FILE": ("report", {"place": PLACE, "out": "FILE", "baseline": None, "overwrite": False}),
+    f"show {RUN} --id a --id b": (
+        "show",
+        {"place": PLACE, "ids": ["a", "b"], "failed": False, "limit": None, "html": None, "overwrite": False},
+    ),
+    f"sweep SWEEP {DRIVER}": ("sweep", {"path": "SWEEP", "overrides": [], "options": LOCAL, "dry_run": False}),
+    f"measure {RUN} --metric rouge bleu {DRIVER}": (
+        "measure",
+        {"place": PLACE, "words": ["rouge", "bleu"], "options": LOCAL, "reference": None}
+        | {"allow_code_execution": False},
+    ),
+    f"eval job.yaml --tasks a,b --limit 2 {DRIVER}": (
+        "evaluate",
+        {"path": "job.yaml", "overrides": [], "options": EvalOptions(("a", "b"), limit=2.0), "run_options": LOCAL},
+    ),
+    f"list {RUN}": ("list_runs", {"folder": PLACE, "as_json": False}),
+    f"prune {RUN} --keep 3 2w": ("prune", {"base": PLACE, "keep": KeepRule(3, timedelta(weeks=2)), "yes": False}),
+    "manifest job.yaml --for slurm --shared-path /s": (
+        "manifest",
+        {"spec": "job.yaml", "overrides": [], "options": Options("slurm", shared_path=("/s",))},
+    ),
+    "schema sweep": ("schema", {"file": "sweep"}),
+    "models": ("models", {}),
+}
+
+
+def test_all_commands_are_in_the_table() -> None:
+    (commands,) = (one.choices for one in parser()._actions if isinstance(one, argparse._SubParsersAction))
+    assert {line.split()[0] for line in CALLS} == commands.keys()
+
+
+@pytest.mark.parametrize("line", CALLS)
+def test_a_command_gives_its_function_what_it_takes(line: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def watched(module: str) -> Any:
+        function_name = CALLS[line][0]
+        function = getattr(import_module(module), function_name)
+
+        @wraps(function)
+        def call(**given: Any) -> int:
+            calls.append((function_name, given))
+            return 0
+
+        return SimpleNamespace(**{function_name: call})
+
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(SPEC))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(arguments, "import_module", watched)
+    assert main(line.split()) == 0
+    assert calls == [CALLS[line]]
