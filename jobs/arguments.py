@@ -412,13 +412,14 @@ def _export(arguments: argparse.Namespace) -> int:
         option("--json", help="all figures as JSON", dest="form", action="store_const", const="json", default="text"),
         option("--markdown", help="Markdown tables", dest="form", action="store_const", const="markdown"),
     ),
+    option("--plan", "WIDTH", "the rows and samples that an interval of this width needs, from these runs", type=float),
     S3_ENDPOINT,
 )
 def _compare(arguments: argparse.Namespace) -> int:
     from draftmill.jobs.compare.compare import compare
 
     places = [_place(arguments, run_dir) for run_dir in arguments.run_dirs]
-    return compare(places, form=arguments.form, baseline=arguments.baseline)
+    return compare(places, form=arguments.form, baseline=arguments.baseline, width=arguments.plan)
 
 
 @command(

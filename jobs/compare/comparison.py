@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -10,7 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.metrics.settings import Better
-from draftmill.jobs.compare.rows import By, RunRows, positions, read_rows, row_numbers
+from draftmill.jobs.compare.pairing import (
+    Pairing,
+    Pairs,
+    SharedNoise,
+    Sizes,
+    pair,
+    pairing_of,
+    shared_noise,
+    sizes_for,
+)
+from draftmill.jobs.compare.rows import By, RunRows, read_rows
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, same_tokenizer
 from draftmill.jobs.compare.statistics import (
     ALPHA,
@@ -66,7 +77,7 @@ class MetricFigure:
     """A metric over the `pairs` that have it in both runs: both means, and the mean of run minus baseline.
 
     `better` says which values are better, None if that is not known. `only_baseline` and `only_run` count, for a metric of
-    zeros and ones, the pairs in which it is 1 in one run only.
+    zeros and ones, the pairs in which it is 1 in one run only. `sizes` are those for an interval of a wanted width.
     """
 
     pairs: int
@@ -76,9 +87,11 @@ class MetricFigure:
     test: Test
     p: float
     verdict: Verdict
+    pairing: Pairing
     better: Better | None = None
     only_baseline: int | None = None
     only_run: int | None = None
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +101,7 @@ class Comparison:
     run: str
     baseline: str
     pairs: Pairs
+    noise: SharedNoise
     equal: int | None
     equal_by: By
     ratios: dict[str, RatioFigure]
@@ -109,11 +123,17 @@ class Comparisons:
 
 
 def compare_runs(
-    runs: Sequence[FinishedRun], *, unfinished: Sequence[str] = (), baseline: str | None = None
+    runs: Sequence[FinishedRun],
+    *,
+    unfinished: Sequence[str] = (),
+    baseline: str | None = None,
+    width: float | None = None,
 ) -> Comparisons:
-    """Compare each run with its baseline (see `baselines_of`); two runs in memory at a time.
+    """Compare each run with its baseline (see `baselines_of`); two runs in memory at a time. With a `width`, plan each metric's
+    interval of this width.
 
-    Raises UserError, before any row is read, where a run decoded something else, and where no pair is left.
+    Raises UserError, before any row is read, where a run decoded something else, and where no pair is left or no metric can be
+    planned.
     """
     baselines = baselines_of(runs, baseline)
     if len(runs) < 2:
@@ -133,7 +153,22 @@ def compare_runs(
             figures[number] = figures_of(runs[number], others_rows)
             against[number] = compare_rows(runs[place], rows, runs[number], others_rows, by)
     in_order = tuple(figures[number] for number in sorted(figures))
-    return Comparisons(in_order, tuple(against[number] for number in sorted(against)), tuple(unfinished))
+    compared = [against[number] for number in sorted(against)]
+    if width is not None:
+        compared = [with_sizes(comparison, width) for comparison in compared]
+    return Comparisons(in_order, tuple(compared), tuple(unfinished))
+
+
+def with_sizes(comparison: Comparison, width: float) -> Comparison:
+    """The comparison with the sizes that intervals of a width need; UserError if no metric has any."""
+    if not 0 < width < math.inf:
+        raise UserError(f"{width} is no width of an interval; allowed: a number above 0", field="--plan")
+    metrics = {name: replace(one, sizes=sizes_for(width, one.pairing)) for name, one in comparison.metrics.items()}
+    if not any(one.sizes.rows for one in metrics.values() if one.sizes is not None):
+        of_each = [f"{name}: {one.sizes.lacking}" for name, one in metrics.items() if one.sizes is not None]
+        why = "; ".join(of_each) or "no metric has numbers in both runs; draftmill measure computes them"
+        raise UserError(f"{comparison.run} against {comparison.baseline} can't be a pilot: {why}", field="--plan")
+    return replace(comparison, metrics=metrics)
 
 
 def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]:
@@ -210,7 +245,8 @@ def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: 
     equal = int((baseline.digest_N[pairs.first_P] == rows.digest_N[pairs.second_P]).sum())
     ratios, metrics = _figures(pairs, baseline, rows)
     scored = first.plan.spec.task.kind == "score"
-    return Comparison(run.name, first.name, pairs, None if scored else equal, by, ratios, metrics)
+    noise = shared_noise(first, baseline, run, rows, pairs)
+    return Comparison(run.name, first.name, pairs, noise, None if scored else equal, by, ratios, metrics)
 
 
 def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, RatioFigure], dict[str, MetricFigure]]:
@@ -307,6 +343,7 @@ def _metric_figure(
         test=test,
         p=p,
         verdict="equal" if equal else verdict(interval, 0.0, p),
+        pairing=pairing_of(before, now, pairs.row_P[valid], interval),
         **facts,
     )
 
@@ -318,56 +355,3 @@ def is_binary(values: NDArray[np.float64]) -> bool:
 
 def _share(above: float, below: float) -> float | None:
     return above / below if below else None
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """P pairs of samples that are ok in both runs: their positions in each run, and the number of each pair's row, from 0.
-
-    `both` counts these pairs and the failed ones: `failed_first`, `failed_second` (failed in one run only) and `failed_both`.
-    `only_first` and `only_second` count samples without a partner.
-    """
-
-    first_P: NDArray[np.int64]
-    second_P: NDArray[np.int64]
-    row_P: NDArray[np.int64]
-    both: int
-    only_first: int
-    only_second: int
-    failed_first: int
-    failed_second: int
-    failed_both: int
-
-    @property
-    def num_compared(self) -> int:
-        """Pairs that are ok in both runs."""
-        return len(self.first_P)
-
-    @property
-    def num_rows(self) -> int:
-        """Distinct input rows of these pairs."""
-        return int(self.row_P.max()) + 1 if len(self.row_P) else 0
-
-    @property
-    def clustered(self) -> bool:
-        """Whether a row has several pairs, which are then not independent."""
-        return self.num_rows < self.num_compared
-
-
-def pair(first: RunRows, second: RunRows) -> Pairs:
-    """The pairs of two runs, in the order of the first."""
-    place, other = positions(first.ids, first.sample_N, second.ids, second.sample_N)
-    ok, other_ok = first.ok_N[place], second.ok_N[other]
-    good = ok & other_ok
-    rows = row_numbers(first.ids, first.ids)[place[good]]
-    return Pairs(
-        first_P=place[good],
-        second_P=other[good],
-        row_P=np.unique(rows, return_inverse=True)[1].astype(np.int64),
-        both=len(place),
-        only_first=first.num_rows - len(place),
-        only_second=second.num_rows - len(place),
-        failed_first=int((~ok & other_ok).sum()),
-        failed_second=int((ok & ~other_ok).sum()),
-        failed_both=int((~ok & ~other_ok).sum()),
-    )

@@ -27,7 +27,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from draftmill.actors.metrics.settings import Better
-from draftmill.jobs.compare.compare import comparison_table, equal_text, heading, notes, number, runs_table
+from draftmill.jobs.compare.compare import comparison_tables, heading, notes, number, remarks, runs_table
 from draftmill.jobs.compare.comparison import Comparisons, RunFigures, baselines_of, compare_runs, figures_of
 from draftmill.jobs.compare.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, find_runs
@@ -574,9 +574,10 @@ def _metrics(cases: Sequence[RunStatistics]) -> list[Part]:
 
 def _comparison(comparisons: Comparisons) -> Iterator[Part]:
     for comparison in comparisons.against:
-        yield _table(heading(comparison), comparison_table(comparison), words=[3, 4])
-        if alike := equal_text(comparison):
-            yield _note(alike)
+        figures, *others = comparison_tables(comparison)
+        yield _table(heading(comparison), figures, words=[3, 4])
+        yield from (_table("What the pairs are worth", table, words=[1, 2, 3]) for table in others)
+        yield from map(_note, remarks(comparison))
     yield from map(_note, notes(comparisons))
 
 

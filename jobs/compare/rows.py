@@ -38,6 +38,7 @@ class RunRows:
     ids: pa.ChunkedArray
     sample_N: NDArray[np.int32]
     ok_N: NDArray[np.bool_]
+    key_N: NDArray[np.uint64]
     digest_N: NDArray[np.uint64]
     counts: dict[str, NDArray[np.int32]]
     device_s_N: NDArray[np.float64]
@@ -52,12 +53,12 @@ class RunRows:
 
 
 def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
-    """Read a run, one unit file at a time. Takes about 70 bytes a sample, its id, and 8 bytes for each metric.
+    """Read a run, one unit file at a time. Takes about 80 bytes a sample, its id, and 8 bytes for each metric.
 
     Metrics come from the run's `metrics/`, from the column `metrics`, and for scored texts from SCORES.
     """
     scores = [name for name in SCORES if run.plan.spec.task.kind == "score"]
-    columns = ["id", "status", "sample", by, *COUNTS, "device_s", "metrics", *scores]
+    columns = ["id", "status", "sample", "key", by, *COUNTS, "device_s", "metrics", *scores]
     parts = [_part(table, by, scores) for table in latest_rows(run.passes, columns=columns)]
     ids = pa.chunked_array([part["ids"] for part in parts], type=pa.string())
     sample_N = _column(parts, "sample", np.int32)
@@ -69,6 +70,7 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
         ids,
         sample_N,
         _column(parts, "ok", np.bool_),
+        _column(parts, "key", np.uint64),
         _column(parts, "digest", np.uint64),
         {name: _column(parts, name, np.int32) for name in COUNTS},
         _column(parts, "device_s", np.float64),
@@ -89,6 +91,7 @@ def _part(table: pa.Table, by: By, scores: Sequence[str]) -> dict[str, Any]:
         "ids": _array(table, "id").cast(pa.string()),
         "sample": numbers(table, "sample", np.int32),
         "ok": np.asarray(pc.equal(table["status"], "ok")),
+        "key": numbers(table, "key", np.uint64),
         "digest": np.fromiter(_digests(_array(table, by)), np.uint64, table.num_rows),
         "device_s": numbers(table, "device_s", np.float64),
         "metrics": columns_in(_array(table, "metrics")),

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftmill.jobs.compare.comparison import pair
+from draftmill.jobs.compare.pairing import pair
 from draftmill.jobs.compare.rows import RunRows, columns_in
 
 
@@ -21,6 +21,7 @@ def rows(keys: list[tuple[str, int]], failed: Collection[tuple[str, int]] = ()) 
         ids=pa.chunked_array([ids[:cut], ids[cut:]], type=pa.string()),
         sample_N=np.array([sample for _, sample in keys], np.int32),
         ok_N=np.array([key not in failed for key in keys], bool),
+        key_N=np.arange(len(keys), dtype=np.uint64),
         digest_N=np.array([hash(key) % 2**64 for key in keys], np.uint64),
         counts={},
         device_s_N=np.zeros(len(keys)),
