@@ -208,22 +208,26 @@ class Sizes:
 
 
 def sizes_for(width: float, pilot: Pairing) -> Sizes:
-    """The sizes for a width (high minus low) by the variances of a pilot."""
+    """The sizes for a width (high minus low) by the variances of a pilot; never fewer than MIN_ROWS rows."""
     from scipy.special import ndtri
 
     if pilot.rows < MIN_ROWS:
         return Sizes(width, lacking=f"{counted(pilot.rows, 'row')} with it in both runs; allowed: {MIN_ROWS} or more")
     if not pilot.variance:
         return Sizes(width, lacking="the differences do not vary")
-    variance = (width / (2 * float(ndtri((1 + LEVEL) / 2)))) ** 2  # the variance of the mean that gives the width
+    wanted = (width / (2 * float(ndtri((1 + LEVEL) / 2)))) ** 2  # the variance of the mean that gives the width
+
+    def rows_for(variance_of_row: float) -> int:
+        return max(MIN_ROWS, math.ceil(variance_of_row / wanted))
+
     if pilot.between is None or pilot.within is None:
-        rows = {pilot.samples: math.ceil(pilot.variance * pilot.rows / variance)}
+        rows = {pilot.samples: rows_for(pilot.variance * pilot.rows)}
         return Sizes(width, rows, lacking="needs a pilot with several samples a row, which vary")
     between, within = pilot.between, pilot.within
-    needed = within / left if (left := pilot.rows * variance - between) > 0 else math.inf
+    left = wanted * pilot.rows - between
     return Sizes(
         width,
-        rows={samples: math.ceil((between + within / samples) / variance) for samples in (1, pilot.samples)},
-        samples=math.ceil(needed) if needed <= MOST_SAMPLES else None,
-        narrowest=width * math.sqrt((between + within / MOST_SAMPLES) / (pilot.rows * variance)),
+        rows={samples: rows_for(between + within / samples) for samples in (1, pilot.samples)},
+        samples=math.ceil(within / left) if left * MOST_SAMPLES >= within else None,
+        narrowest=width * math.sqrt((between + within / MOST_SAMPLES) / (wanted * pilot.rows)),
     )
