@@ -162,12 +162,12 @@ def compare_runs(
 def with_sizes(comparison: Comparison, width: float) -> Comparison:
     """The comparison with the sizes that intervals of a width need; UserError if no metric has any."""
     if not 0 < width < math.inf:
-        raise UserError(f"{width} is no width of an interval; allowed: a number above 0", field="--plan")
+        raise UserError(f"{width} is not the width of an interval; allowed: a number above 0", field="--plan")
     metrics = {name: replace(one, sizes=sizes_for(width, one.pairing)) for name, one in comparison.metrics.items()}
     if not any(one.sizes.rows for one in metrics.values() if one.sizes is not None):
         of_each = [f"{name}: {one.sizes.lacking}" for name, one in metrics.items() if one.sizes is not None]
         why = "; ".join(of_each) or "no metric has numbers in both runs; draftmill measure computes them"
-        raise UserError(f"{comparison.run} against {comparison.baseline} can't be a pilot: {why}", field="--plan")
+        raise UserError(f"{comparison.run} against {comparison.baseline} is no pilot: {why}", field="--plan")
     return replace(comparison, metrics=metrics)
 
 
