@@ -136,7 +136,7 @@ def test_the_worth_of_four_pairs_is_that_of_the_formula() -> None:
 
 
 def test_the_variances_of_three_rows_with_two_pairs_are_those_of_the_formula() -> None:
-    """Differences 0 2, 1 1, 3 5: mean squares 4/3 in rows, 6 between rows. In rows the deviations of both runs have the product 2."""
+    """Differences 0 2, 1 1, 3 5: mean squares 4/3 in rows, 6 between rows. Deviations of both runs in rows: the product is 2."""
     before = np.array([1.0, 1.0, 0.0, 2.0, 1.0, 1.0])
     now = np.array([1.0, 3.0, 1.0, 3.0, 4.0, 6.0])
     found = pairing_of(before, now, np.array([4, 4, 7, 7, 9, 9]), Interval(2.0, 1.0, 3.0))
