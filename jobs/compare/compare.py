@@ -120,7 +120,7 @@ def _pairing_table(comparison: Comparison) -> Table:
 
 def _sizes_table(comparison: Comparison) -> Table:
     planned = {name: figure.sizes for name, figure in comparison.metrics.items() if figure.sizes is not None}
-    rows = [[f"width {sizes.width:g}", "rows", "samples a row of these rows"] for sizes in [*planned.values()][:1]]
+    rows = [[f"width {sizes.width:g}", "rows", "or samples a row, same rows"] for sizes in [*planned.values()][:1]]
     for name, sizes in planned.items():
         counts = ", ".join(f"{rows:,} of {counted(samples, 'sample')}" for samples, rows in sizes.rows.items())
         samples = "-" if sizes.samples is None else f"{sizes.samples:,}"
