@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from draftmill.jobs.compare.pairing import Pairing, SharedNoise, Sizes, pair, pairing_of, shared_noise, sizes_for
-from draftmill.jobs.compare.rows import RunRows, columns_in
+from draftmill.jobs.compare.rows import RunRows
 from draftmill.jobs.compare.runs import FinishedRun
 from draftmill.jobs.compare.statistics import Interval
 from draftmill.jobs.results.passes import Pass
@@ -59,13 +59,6 @@ def test_pairs_are_those_of_a_plain_loop(seed: int) -> None:
     names = [name for name, _ in kept]
     assert found.num_rows == len(set(names)) and found.clustered == (len(set(names)) < len(names))
     assert len(set(zip(names, found.row_P, strict=True))) == found.num_rows
-
-
-def test_metrics_of_a_struct_column_become_columns() -> None:
-    column = pa.array([{"a": 1.0}, None, {"a": None}, {"a": -3.0}], pa.struct([("a", pa.float64())]))
-    found = columns_in(column.slice(1))
-    np.testing.assert_array_equal(found.pop("a"), [np.nan, np.nan, -3.0])
-    assert not found
 
 
 STEPWISE = {"model": {"path": "builtin:mdm-tiny"}, "decoder": {"kind": "stepwise"}}
