@@ -25,6 +25,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
 from draftmill.actors.metrics.settings import Better
 from draftmill.jobs.compare.compare import comparison_tables, heading, notes, number, remarks, runs_table
@@ -175,7 +176,7 @@ def read_statistics(run: FinishedRun) -> RunStatistics:
         start = table["started_at"].cast(pa.int64()).fill_null(0).to_numpy() / 1e6
         resident = numbers(table, "prefill_s", np.float64) + numbers(table, "decode_s", np.float64)
         parts.append((start, numbers(table, "wait_s", np.float64), resident))
-    start_N, wait_N, resident_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    start_N, wait_N, resident_N = map(np.concatenate, zip(*parts, strict=True))
     timed = ok & (start_N > 0)
     start, end, tokens_N = start_N[timed], (start_N + resident_N)[timed], rows.counts["new_tokens"]
     times = {"wait for a slot": wait_N, "time in a slot": resident_N, "device time": rows.device_s_N}
@@ -250,9 +251,8 @@ def courses_of(
     `start_N` and `end_N` are each sample's first and last moment in a slot, over which its tokens are spread evenly. Times are
     seconds since the first sample got a slot, without pauses.
     """
-    none = np.zeros(0), np.zeros(0)
     order = np.argsort(start_N, kind="stable")
-    start, end, tokens = start_N[order], end_N[order], tokens_N[order].astype(np.float64)
+    start, end, tokens = start_N[order], end_N[order], tokens_N[order]
     reached = np.maximum.accumulate(end)
     pause = np.maximum(start[1:] - reached[:-1], 0.0)
     cut = np.where(pause > np.maximum(GAP_S, (reached[:-1] - start[:1]) / 20), pause, 0.0)
@@ -260,26 +260,14 @@ def courses_of(
     start, end = start - shift, end - shift
     last = float(end.max(initial=0.0))
     if last <= 0:
-        return none, none
+        return (np.zeros(0), np.zeros(0)), (np.zeros(0), np.zeros(0))
     edges = np.linspace(0.0, last, (12 if len(start) < 200 else TIME_BINS) + 1)
     width, middles = edges[1], (edges[1:] + edges[:-1]) / 2
-    occupied = _time_before(edges, start, np.ones(len(start))) - _time_before(edges, end, np.ones(len(start)))
-    first = np.minimum(start, np.maximum(end - width / 1000, 0.0))  # also for samples that took no time at all
-    until = np.maximum(end, first + width / 1000)
-    rate = tokens / (until - first)
-    generated = _time_before(edges, first, rate) - _time_before(edges, until, rate)
-    return (middles, np.diff(generated) / width), (middles, np.diff(occupied) / width)
-
-
-def _time_before(
-    edges: NDArray[np.float64], moments: NDArray[np.float64], weights: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """For each edge, the weighted sum, over the moments before it, of the time since the moment."""
-    order = np.argsort(moments, kind="stable")
-    sums = np.concatenate([[0.0], np.cumsum((moments * weights)[order])])
-    totals = np.concatenate([[0.0], np.cumsum(weights[order])])
-    count = np.searchsorted(moments[order], edges)
-    return np.asarray(totals[count] * edges - sums[count])
+    stay = np.maximum(end - start, width / 1000)  # also for samples that took no time at all
+    start = np.maximum(end - stay, 0.0)
+    stayed = [np.clip(edge - start, 0.0, stay) for edge in edges]
+    rates = np.diff([float((tokens * time / stay).sum()) for time in stayed]) / width
+    return (middles, rates), (middles, np.diff([float(time.sum()) for time in stayed]) / width)
 
 
 def _moment(seconds: float) -> str:
@@ -616,10 +604,10 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     spec, results, model = plan.spec, plan.results, plan.results["model"]
     yield "name", spec.name
     yield "fingerprint", plan.fingerprint
-    yield "task", _settings(spec.task.model_dump(mode="json"))
+    yield "task", _settings(spec.task)
     yield "model", f"{spec.model.path} ({model['family']}, weights {model['checkpoint'][:12]})"
-    yield "decoder", _settings(spec.decoder.model_dump(mode="json"))
-    yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling.model_dump(mode='json'))}"
+    yield "decoder", _settings(spec.decoder)
+    yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling)}"
     files = ", ".join(f"{file.name} ({file.size or 0:,} bytes)" for file in plan.files[:5])
     more = f" and {len(plan.files) - 5:,} more" if len(plan.files) > 5 else ""
     yield "inputs", f"{files}{more}"
@@ -633,14 +621,10 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     yield "exact", exactness(all_exact(pass_.manifest.exact for pass_ in case.run.passes if pass_.manifest is not None))
 
 
-def _settings(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name}: {_plain(value)}" for name, value in values.items() if value not in (None, [], ()))
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{{{_settings(value)}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _settings(settings: BaseModel) -> str:
+    values = settings.model_dump(mode="json", exclude_none=True)
+    text = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
+    return text.strip()[1:-1]
 
 
 def _foot(cases: Sequence[RunStatistics]) -> str:
