@@ -51,10 +51,10 @@ HOW: Final = (
 
 def as_text(comparisons: Comparisons) -> str:
     """The comparison for a terminal."""
-    parts = [f"runs{_baseline_text(comparisons)}\n{_lines(runs_table(comparisons.runs))}"]
+    parts = ["\n".join([f"runs{_baseline_text(comparisons)}", *table_lines(runs_table(comparisons.runs))])]
     for comparison in comparisons.against:
-        tables = [_lines(table) for table in comparison_tables(comparison)]
-        parts.append("\n".join([heading(comparison), *tables, *(f"  {remark}" for remark in remarks(comparison))]))
+        lines = [line for table in comparison_tables(comparison) for line in table_lines(table)]
+        parts.append("\n".join([heading(comparison), *lines, *(f"  {remark}" for remark in remarks(comparison))]))
     return printable("\n\n".join([*parts, "\n".join(notes(comparisons))])) + "\n"
 
 
@@ -234,10 +234,6 @@ def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]
     if figure.pairs < num_compared:
         change += f", {figure.pairs:,} pairs have it"
     return [name, number(figure.baseline), number(figure.run), change, _verdict_text(figure)]
-
-
-def _lines(table: Table) -> str:
-    return "\n".join(table_lines(table))
 
 
 def _markdown(table: Table) -> str:

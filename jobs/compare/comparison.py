@@ -8,19 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from draftmill.actors.metrics.settings import Better
-from draftmill.jobs.compare.pairing import (
-    Pairing,
-    Pairs,
-    SharedNoise,
-    Sizes,
-    pair,
-    pairing_of,
-    shared_noise,
-    sizes_for,
-)
+from draftmill.jobs.compare.pairing import Pairing, Pairs, SharedNoise, Sizes, pair, pairing_of, shared_noise, sizes_for
 from draftmill.jobs.compare.rows import By, RunRows, read_rows
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, same_tokenizer
 from draftmill.jobs.compare.statistics import (
@@ -212,7 +202,7 @@ def _settings(run: FinishedRun) -> dict[str, Any]:
 
 def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
     """The figures of one run, over its ok samples."""
-    sums = sums_of(rows)
+    sums = {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
     tokens = sums["new_tokens"]
     return RunFigures(
         name=run.name,
@@ -230,11 +220,6 @@ def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
         acceptance=_share(sums["accepted"], sums["proposed"]),
         metrics={name: float(np.nanmean(column)) for name, column in rows.metrics.items()},
     )
-
-
-def sums_of(rows: RunRows) -> dict[str, int]:
-    """The sum of each count over the ok samples."""
-    return {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
 
 
 def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: RunRows, by: By) -> Comparison:
@@ -262,10 +247,7 @@ def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, 
         if np.isfinite(interval.value)
     }
     metrics = {
-        name: replace(
-            _metric_figure(pairs, baseline.metrics[name], rows.metrics[name], interval, sums_GS[:, 8 + 2 * number]),
-            better=rows.better.get(name),
-        )
+        name: _metric_figure(name, pairs, baseline, rows, interval, sums_GS[:, 8 + 2 * number])
         for number, (name, interval) in enumerate(zip(names, intervals[len(_PLACES) :], strict=True))
         if sums_GS[:, 9 + 2 * number].any()
     }
@@ -321,15 +303,15 @@ def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:
 
 
 def _metric_figure(
-    pairs: Pairs, before_N: Floats, now_N: Floats, interval: Interval, difference_G: Floats
+    name: str, pairs: Pairs, baseline: RunRows, rows: RunRows, interval: Interval, difference_G: Floats
 ) -> MetricFigure:
-    before, now = before_N[pairs.first_P], now_N[pairs.second_P]
+    before, now = baseline.metrics[name][pairs.first_P], rows.metrics[name][pairs.second_P]
     valid = np.isfinite(before) & np.isfinite(now)
-    before, now = before[valid], now[valid]
+    before, now, row_P = before[valid], now[valid], pairs.row_P[valid]
     facts: dict[str, Any] = {}
     if is_binary(before) and is_binary(now):
         facts = {"only_baseline": int((before > now).sum()), "only_run": int((now > before).sum())}
-    if facts and len(np.unique(pairs.row_P[valid])) == len(before):
+    if facts and len(np.unique(row_P)) == len(row_P):
         test: Test = "McNemar"
         p = mcnemar_p(facts["only_baseline"], facts["only_run"])
     else:
@@ -343,14 +325,15 @@ def _metric_figure(
         test=test,
         p=p,
         verdict="equal" if equal else verdict(interval, 0.0, p),
-        pairing=pairing_of(before, now, pairs.row_P[valid], interval),
+        pairing=pairing_of(before, now, row_P, interval),
+        better=rows.better.get(name),
         **facts,
     )
 
 
-def is_binary(values: NDArray[np.float64]) -> bool:
+def is_binary(values: Floats) -> bool:
     """Whether a metric has zeros and ones only."""
-    return bool(((values == 0) | (values == 1)).all())
+    return bool(np.isin(values, (0, 1)).all())
 
 
 def _share(above: float, below: float) -> float | None:
