@@ -238,17 +238,22 @@ def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, 
     """All ratios and differences, from one set of resamples; without those that are not defined, such as ratios to 0."""
     names = [name for name in baseline.metrics if name in rows.metrics]
     sums_GS = grouped_sums(_columns(pairs, baseline, rows, names), pairs.row_P)
-    statistics = [_ratio(*places) for places in _PLACES.values()]
-    statistics += [quotient(8 + 2 * number) for number in range(len(names))]
-    intervals = bootstrap(sums_GS, statistics)
+    statistics = [*map(_ratio, _FIGURES.values()), *(quotient(8 + 2 * number) for number in range(len(names)))]
+    intervals, total = bootstrap(sums_GS, statistics), sums_GS.sum(axis=0)
     ratios = {
-        name: _ratio_figure(sums_GS.sum(axis=0), name, interval)
-        for name, interval in zip(_PLACES, intervals, strict=False)
+        name: RatioFigure(
+            baseline=float(figure(total)),
+            run=float(figure(total[4:])),
+            ratio=interval,
+            verdict=verdict(interval, 1.0),
+            better=None if name == "tokens" else "lower",
+        )
+        for (name, figure), interval in zip(_FIGURES.items(), intervals, strict=False)
         if np.isfinite(interval.value)
     }
     metrics = {
         name: _metric_figure(name, pairs, baseline, rows, interval, sums_GS[:, 8 + 2 * number])
-        for number, (name, interval) in enumerate(zip(names, intervals[len(_PLACES) :], strict=True))
+        for number, (name, interval) in enumerate(zip(names, intervals[len(_FIGURES) :], strict=True))
         if sums_GS[:, 9 + 2 * number].any()
     }
     return ratios, metrics
@@ -264,33 +269,22 @@ def _columns(pairs: Pairs, baseline: RunRows, rows: RunRows, names: Sequence[str
         yield from finite_values(rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P])
 
 
-_PLACES: Final[dict[str, tuple[int, int | None]]] = {
-    "nfe": (0, None),
-    "nfe_draft": (1, None),
-    "tokens": (2, None),
-    "nfe_per_token": (0, 2),
-    "device_s_per_token": (3, 2),
+_FIGURES: Final[dict[str, Statistic]] = {
+    "nfe": lambda sums: sums[..., 0],
+    "nfe_draft": lambda sums: sums[..., 1],
+    "tokens": lambda sums: sums[..., 2],
+    "nfe_per_token": lambda sums: sums[..., 0] / _divisor(sums[..., 2]),
+    "device_s_per_token": lambda sums: sums[..., 3] / _divisor(sums[..., 2]),
 }
-"""Numerator and denominator of each ratio's figure among the sums of one run; the second run's sums are 4 places further."""
+"""From the sums of one run; those of the second run are 4 places further."""
 
 
-def _figure(sums: Floats, above: int, below: int | None) -> Floats:
-    """One sum, or a quotient of two; NaN where the divisor is 0."""
-    if below is None:
-        return np.asarray(sums[..., above])
-    divisor = np.asarray(sums[..., below])
-    return np.asarray(sums[..., above] / np.where(divisor == 0, np.nan, divisor))
+def _divisor(sums: Floats) -> Floats:
+    return np.where(sums == 0, np.nan, sums)
 
 
-def _ratio(above: int, below: int | None) -> Statistic:
-    return lambda sums: _figure(sums, above + 4, None if below is None else below + 4) / _figure(sums, above, below)
-
-
-def _ratio_figure(sums: Floats, name: str, ratio: Interval) -> RatioFigure:
-    above, below = _PLACES[name]
-    baseline = float(_figure(sums, above, below))
-    run = float(_figure(sums, above + 4, None if below is None else below + 4))
-    return RatioFigure(baseline, run, ratio, verdict(ratio, 1.0), None if name == "tokens" else "lower")
+def _ratio(figure: Statistic) -> Statistic:
+    return lambda sums: figure(sums[..., 4:]) / figure(sums)
 
 
 def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, Final
 
 import numpy as np
@@ -148,12 +148,9 @@ class SampleReplay:
     def shown(self, tables: Iterable[pa.Table]) -> Iterator[ShownRow]:
         """The rows of tables of results, each with its text in pieces; a few rows are in memory at a time."""
         keep = self.passes[0].plan.keep
-        for table in tables:
-            for start in range(0, table.num_rows, ON_TERMINAL):
-                yield from self._shown(plain_rows(table.slice(start, ON_TERMINAL), keep))
-
-    def _shown(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[ShownRow]:
-        for (number, unit), group in groupby(rows, key=lambda row: (row["pass"], row["unit"])):
+        slices = (table.slice(n, ON_TERMINAL) for table in tables for n in range(0, table.num_rows, ON_TERMINAL))
+        groups = (groupby(plain_rows(rows, keep), key=lambda row: (row["pass"], row["unit"])) for rows in slices)
+        for (number, unit), group in chain.from_iterable(groups):
             of_unit = list(group)
             names = {name_of(row) for row in of_unit}
             canvases = self._canvases(self.passes[number - 1], unit, names)
