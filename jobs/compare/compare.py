@@ -247,10 +247,8 @@ def _escape(text: str) -> str:
 
 def _comparison_data(comparison: Comparison) -> dict[str, Any]:
     pairs = comparison.pairs
-    equal: dict[str, Any] | None = None
-    if (count := comparison.equal) is not None:
-        share = count / pairs.num_compared if pairs.num_compared else None
-        equal = {"count": count, "share": share, "by": comparison.equal_by}
+    share = comparison.equal / pairs.num_compared if comparison.equal is not None and pairs.num_compared else None
+    equal = {"count": comparison.equal, "share": share, "by": comparison.equal_by}
     return {
         "run": comparison.run,
         "baseline": comparison.baseline,
@@ -261,7 +259,7 @@ def _comparison_data(comparison: Comparison) -> dict[str, Any]:
         "only_in_run": pairs.only_second,
         "failed": {"baseline": pairs.failed_first, "run": pairs.failed_second, "both": pairs.failed_both},
         "noise": asdict(comparison.noise),
-        "equal": equal,
+        "equal": None if comparison.equal is None else equal,
         "ratios": {name: _plain(asdict(figure)) for name, figure in comparison.ratios.items()},
         "metrics": {name: _plain(asdict(figure)) for name, figure in comparison.metrics.items()},
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,15 +60,7 @@ def report(place: Place, out: str, *, baseline: str | None = None, overwrite: bo
     `baseline` is the case with which the others are compared. An earlier report is replaced. UserError if there is no finished
     run, or if the file exists and is something else.
     """
-
-    def page() -> str:
-        store = open_store(place)
-        runs, unfinished = find_runs([place])
-        is_sweep = store.exists(RECORD)
-        title = f"Sweep: {place.url.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
-        return report_page(runs, unfinished, title, baseline)
-
-    print(f"{out}: {write_page(out, page, overwrite=overwrite):,} bytes")
+    print(f"{out}: {write_page(out, lambda: report_page(place, baseline), overwrite=overwrite):,} bytes")
     return OK
 
 
@@ -91,13 +84,13 @@ def write_page(out: str, page: Callable[[], str], *, field: str = "--out", overw
     return len(content)
 
 
-def report_page(runs: Sequence[FinishedRun], unfinished: Sequence[str], title: str, baseline: str | None) -> str:
-    """The page of these runs; several are the cases of a sweep, with their short names.
-
-    UserError without a run, or without one named `baseline`.
-    """
+def report_page(place: Place, baseline: str | None) -> str:
+    """The page of a run, or of a sweep's cases with their short names; UserError without a run, or one named `baseline`."""
+    runs, unfinished = find_runs([place])
     if not runs:
         raise UserError(f"no finished run to report on; not finished: {', '.join(unfinished)}")
+    is_sweep = open_store(place).exists(RECORD)
+    title = f"Sweep: {place.url.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
     named = [replace(run, name=run.short or run.name) for run in runs]
     name = None
     if baseline is not None and len(named) > 1:
@@ -221,9 +214,9 @@ def add_histograms(histogram: NDArray[np.int64], column: pa.ChunkedArray) -> NDA
     flat_values = pc.list_flatten(column).to_numpy()
     lengths = pc.list_value_length(column.drop_null()).to_numpy()
     place = np.arange(len(flat_values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    sums = np.bincount(place, weights=flat_values).astype(np.int64)
-    size = max(len(histogram), len(sums))
-    return np.pad(histogram, (0, size - len(histogram))) + np.pad(sums, (0, size - len(sums)))
+    sums = np.bincount(place, weights=flat_values, minlength=len(histogram)).astype(np.int64)
+    sums[: len(histogram)] += histogram
+    return sums
 
 
 def at_least(accept_hist: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -450,24 +443,18 @@ def comparisons_of(runs: Sequence[FinishedRun], baseline: str | None = None) -> 
     """Paired comparisons of the runs that decoded the same, with `baseline` where it is among them."""
     groups: list[list[FinishedRun]] = []
     for run in runs:
-        group = next((group for group in groups if _is_same_work(group[0], run)), None)
-        if group is None:
-            groups.append([run])
+        for group in groups:
+            with suppress(UserError):
+                check_same_work(group[0].name, group[0].plan, run.name, run.plan)
+                group.append(run)
+                break
         else:
-            group.append(run)
+            groups.append([run])
     return [
         compare_runs(group, baseline=baseline if any(run.name == baseline for run in group) else None)
         for group in groups
         if len(group) > 1
     ]
-
-
-def _is_same_work(run: FinishedRun, other: FinishedRun) -> bool:
-    try:
-        check_same_work(run.name, run.plan, other.name, other.plan)
-    except UserError:
-        return False
-    return True
 
 
 CAPTIONS: Final = {
