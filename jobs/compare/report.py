@@ -258,9 +258,9 @@ def courses_of(
     width, middles = edges[1], (edges[1:] + edges[:-1]) / 2
     stay = np.maximum(end - start, width / 1000)  # also for samples that took no time at all
     start = np.maximum(end - stay, 0.0)
-    stayed = [np.clip(edge - start, 0.0, stay) for edge in edges]
-    rates = np.diff([float((tokens * time / stay).sum()) for time in stayed]) / width
-    return (middles, rates), (middles, np.diff([float(time.sum()) for time in stayed]) / width)
+    stayed = (np.clip(edge - start, 0.0, stay) for edge in edges)  # one edge at a time is in memory
+    rates, active = np.diff([((tokens * time / stay).sum(), time.sum()) for time in stayed], axis=0).T / width
+    return (middles, rates), (middles, active)
 
 
 def _moment(seconds: float) -> str:
