@@ -371,6 +371,13 @@ command(
         option("--json", help="all figures as JSON", dest="form", action="store_const", const="json", default="text"),
         option("--markdown", help="Markdown tables", dest="form", action="store_const", const="markdown"),
     ),
+    option(
+        "--plan",
+        "WIDTH",
+        "the rows and samples that an interval of this width needs, from these runs",
+        dest="width",
+        type=float,
+    ),
     S3_ENDPOINT,
     places=lambda arguments: [_place(arguments, url) for url in arguments.places],
 )

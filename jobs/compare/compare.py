@@ -19,7 +19,7 @@ from draftmill.jobs.compare.comparison import (
 from draftmill.jobs.compare.runs import find_runs
 from draftmill.jobs.compare.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
 from draftmill.jobs.exit_codes import OK
-from draftmill.jobs.formatting import table_lines
+from draftmill.jobs.formatting import counted, table_lines
 from draftmill.storage.errors import printable
 from draftmill.storage.stores.interface import Place
 
@@ -51,10 +51,10 @@ HOW: Final = (
 
 def as_text(comparisons: Comparisons) -> str:
     """The comparison for a terminal."""
-    parts = [f"runs{_baseline_text(comparisons)}\n{_lines(runs_table(comparisons.runs))}"]
+    parts = ["\n".join([f"runs{_baseline_text(comparisons)}", *table_lines(runs_table(comparisons.runs))])]
     for comparison in comparisons.against:
-        alike = f"\n  {text}" if (text := equal_text(comparison)) else ""
-        parts.append(f"{heading(comparison)}\n{_lines(comparison_table(comparison))}{alike}")
+        lines = [line for table in comparison_tables(comparison) for line in table_lines(table)]
+        parts.append("\n".join([heading(comparison), *lines, *(f"  {remark}" for remark in remarks(comparison))]))
     return printable("\n\n".join([*parts, "\n".join(notes(comparisons))])) + "\n"
 
 
@@ -63,8 +63,8 @@ def as_markdown(comparisons: Comparisons) -> str:
     parts = [f"### Runs{_escape(_baseline_text(comparisons))}", _markdown(runs_table(comparisons.runs))]
     for comparison in comparisons.against:
         title, counts = heading(comparison).split(": ", 1)
-        parts += [f"### {_escape(title)}", f"{_escape(counts)}.", _markdown(comparison_table(comparison))]
-        parts += [f"{_escape(alike)}." for alike in [equal_text(comparison)] if alike]
+        parts += [f"### {_escape(title)}", f"{_escape(counts)}."]
+        parts += [*map(_markdown, comparison_tables(comparison)), *(f"{_escape(one)}." for one in remarks(comparison))]
     return printable("\n\n".join([*parts, *(_escape(note) for note in notes(comparisons))])) + "\n"
 
 
@@ -97,8 +97,42 @@ def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Tabl
     return rows
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """A run's figures against the baseline's; those that are equal are in `equal_text`."""
+def comparison_tables(comparison: Comparison) -> list[Table]:
+    """A run's figures against the baseline's, what the pairs are worth, and planned sizes; not those that `remarks` has."""
+    tables = [_figures_table(comparison), _pairing_table(comparison), _sizes_table(comparison)]
+    return [table for place, table in enumerate(tables) if place == 0 or len(table) > 1]
+
+
+def _pairing_table(comparison: Comparison) -> Table:
+    rows = [["pairs", "correlation", "change without pairs", "worth"]]
+    for name, figure in comparison.metrics.items():
+        pairing = figure.pairing
+        if pairing.worth is not None and pairing.unpaired is not None:
+            worth = f"{pairing.worth:,.1f} times the samples"
+            within = ""
+            if pairing.worth_of_noise is not None:
+                within = f" (in a row {number(pairing.correlation_within)})"
+                worth += f" (common noise alone: {pairing.worth_of_noise:,.1f})"
+            correlation = f"{number(pairing.correlation)}{within}"
+            rows.append([name, correlation, interval_text(pairing.unpaired).strip(), worth])
+    return rows
+
+
+def _sizes_table(comparison: Comparison) -> Table:
+    planned = {name: figure.sizes for name, figure in comparison.metrics.items() if figure.sizes is not None}
+    rows = [[f"width {sizes.width:g}", "rows", "or samples a row, same rows"] for sizes in [*planned.values()][:1]]
+    for name, sizes in planned.items():
+        counts = ", ".join(f"{rows:,} of {counted(samples, 'sample')}" for samples, rows in sizes.rows.items())
+        samples = "-" if sizes.samples is None else f"{sizes.samples:,}"
+        if sizes.lacking is not None:
+            samples = f"- ({sizes.lacking})"
+        elif sizes.samples is None:
+            samples = f"- (at best a width of {number(sizes.narrowest)})"
+        rows.append([name, counts or "-", samples])
+    return rows
+
+
+def _figures_table(comparison: Comparison) -> Table:
     rows, total = [["figure", "baseline", "run", "change", "verdict"]], comparison.pairs.num_compared
     if comparison.equal is not None:
         what = "equal texts" if comparison.equal_by == "text" else "equal texts (tokens)"
@@ -110,12 +144,16 @@ def comparison_table(comparison: Comparison) -> Table:
     return [*rows, *(_metric_row(name, metric, total) for name, metric in metrics.items())]
 
 
-def equal_text(comparison: Comparison) -> str:
-    """The figures that are equal in both runs, with their values; empty if there are none."""
+def remarks(comparison: Comparison) -> list[str]:
+    """The figures that are equal in both runs, with their values, if there are any; and how many pairs have one noise."""
+    noise, total = comparison.noise, comparison.pairs.num_compared
+    shared = f"noise: common to {noise.pairs:,} of {counted(total, 'pair')}{f'; {noise.lost}' if noise.lost else ''}"
+    if not noise.pairs:
+        shared = f"noise: nothing is left of the coupling: {noise.lost or 'no pair is compared'}"
     ratios = [(RATIO_LABELS[name], _figure_text(ratio.run), ratio.verdict) for name, ratio in comparison.ratios.items()]
     metrics = [(name, number(metric.run), metric.verdict) for name, metric in comparison.metrics.items()]
     equal = [f"{label} ({text})" for label, text, verdict in (*ratios, *metrics) if verdict == "equal"]
-    return f"equal in both: {', '.join(equal)}" if equal else ""
+    return [*([f"equal in both: {', '.join(equal)}"] if equal else []), shared]
 
 
 def notes(comparisons: Comparisons) -> list[str]:
@@ -198,10 +236,6 @@ def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]
     return [name, number(figure.baseline), number(figure.run), change, _verdict_text(figure)]
 
 
-def _lines(table: Table) -> str:
-    return "\n".join(table_lines(table))
-
-
 def _markdown(table: Table) -> str:
     head, *rows = [[_escape(cell) for cell in row] for row in table]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
@@ -213,10 +247,8 @@ def _escape(text: str) -> str:
 
 def _comparison_data(comparison: Comparison) -> dict[str, Any]:
     pairs = comparison.pairs
-    equal: dict[str, Any] | None = None
-    if (count := comparison.equal) is not None:
-        share = count / pairs.num_compared if pairs.num_compared else None
-        equal = {"count": count, "share": share, "by": comparison.equal_by}
+    share = comparison.equal / pairs.num_compared if comparison.equal is not None and pairs.num_compared else None
+    equal = {"count": comparison.equal, "share": share, "by": comparison.equal_by}
     return {
         "run": comparison.run,
         "baseline": comparison.baseline,
@@ -226,7 +258,8 @@ def _comparison_data(comparison: Comparison) -> dict[str, Any]:
         "only_in_baseline": pairs.only_first,
         "only_in_run": pairs.only_second,
         "failed": {"baseline": pairs.failed_first, "run": pairs.failed_second, "both": pairs.failed_both},
-        "equal": equal,
+        "noise": asdict(comparison.noise),
+        "equal": None if comparison.equal is None else equal,
         "ratios": {name: _plain(asdict(figure)) for name, figure in comparison.ratios.items()},
         "metrics": {name: _plain(asdict(figure)) for name, figure in comparison.metrics.items()},
     }
@@ -242,13 +275,16 @@ def _plain(value: Any) -> Any:
 Form = Literal["text", "json", "markdown"]
 
 
-def compare(places: Sequence[Place], *, form: Form = "text", baseline: str | None = None) -> int:
-    """Print the comparison; a sweep's directory stands for its cases, `baseline` names one run. Returns the exit code.
+def compare(
+    places: Sequence[Place], *, form: Form = "text", baseline: str | None = None, width: float | None = None
+) -> int:
+    """Print the comparison; a sweep's directory stands for its cases, `baseline` names one run. Returns the exit code. With a
+    `width`, each metric has the sizes that its interval needs.
 
     Raises UserError if a place has no finished run, or if the runs did not decode the same samples.
     """
     runs, unfinished = find_runs(places)
-    comparisons = compare_runs(runs, unfinished=unfinished, baseline=baseline)
+    comparisons = compare_runs(runs, unfinished=unfinished, baseline=baseline, width=width)
     if form == "json":
         print(json.dumps(as_data(comparisons), indent=1))
     else:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from draftmill.actors.metrics.settings import Better
-from draftmill.jobs.compare.rows import By, RunRows, positions, read_rows, row_numbers
+from draftmill.jobs.compare.pairing import Pairing, Pairs, SharedNoise, Sizes, pair, pairing_of, shared_noise, sizes_for
+from draftmill.jobs.compare.rows import By, RunRows, read_rows
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, same_tokenizer
 from draftmill.jobs.compare.statistics import (
     ALPHA,
@@ -66,7 +67,7 @@ class MetricFigure:
     """A metric over the `pairs` that have it in both runs: both means, and the mean of run minus baseline.
 
     `better` says which values are better, None if that is not known. `only_baseline` and `only_run` count, for a metric of
-    zeros and ones, the pairs in which it is 1 in one run only.
+    zeros and ones, the pairs in which it is 1 in one run only. `sizes` are those for an interval of a wanted width.
     """
 
     pairs: int
@@ -76,9 +77,11 @@ class MetricFigure:
     test: Test
     p: float
     verdict: Verdict
+    pairing: Pairing
     better: Better | None = None
     only_baseline: int | None = None
     only_run: int | None = None
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class Comparison:
     run: str
     baseline: str
     pairs: Pairs
+    noise: SharedNoise
     equal: int | None
     equal_by: By
     ratios: dict[str, RatioFigure]
@@ -109,11 +113,17 @@ class Comparisons:
 
 
 def compare_runs(
-    runs: Sequence[FinishedRun], *, unfinished: Sequence[str] = (), baseline: str | None = None
+    runs: Sequence[FinishedRun],
+    *,
+    unfinished: Sequence[str] = (),
+    baseline: str | None = None,
+    width: float | None = None,
 ) -> Comparisons:
-    """Compare each run with its baseline (see `baselines_of`); two runs in memory at a time.
+    """Compare each run with its baseline (see `baselines_of`); two runs in memory at a time. With a `width`, plan each metric's
+    interval of this width.
 
-    Raises UserError, before any row is read, where a run decoded something else, and where no pair is left.
+    Raises UserError, before any row is read, where a run decoded something else, and where no pair is left or no metric can be
+    planned.
     """
     baselines = baselines_of(runs, baseline)
     if len(runs) < 2:
@@ -133,7 +143,22 @@ def compare_runs(
             figures[number] = figures_of(runs[number], others_rows)
             against[number] = compare_rows(runs[place], rows, runs[number], others_rows, by)
     in_order = tuple(figures[number] for number in sorted(figures))
-    return Comparisons(in_order, tuple(against[number] for number in sorted(against)), tuple(unfinished))
+    compared = [against[number] for number in sorted(against)]
+    if width is not None:
+        compared = [with_sizes(comparison, width) for comparison in compared]
+    return Comparisons(in_order, tuple(compared), tuple(unfinished))
+
+
+def with_sizes(comparison: Comparison, width: float) -> Comparison:
+    """The comparison with the sizes that intervals of a width need; UserError if no metric has any."""
+    if not 0 < width < math.inf:
+        raise UserError(f"{width} is not the width of an interval; allowed: a number above 0", field="--plan")
+    metrics = {name: replace(one, sizes=sizes_for(width, one.pairing)) for name, one in comparison.metrics.items()}
+    if not any(one.sizes.rows for one in metrics.values() if one.sizes is not None):
+        of_each = [f"{name}: {one.sizes.lacking}" for name, one in metrics.items() if one.sizes is not None]
+        why = "; ".join(of_each) or "no metric has numbers in both runs; draftmill measure computes them"
+        raise UserError(f"{comparison.run} against {comparison.baseline} is no pilot: {why}", field="--plan")
+    return replace(comparison, metrics=metrics)
 
 
 def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]:
@@ -177,7 +202,7 @@ def _settings(run: FinishedRun) -> dict[str, Any]:
 
 def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
     """The figures of one run, over its ok samples."""
-    sums = sums_of(rows)
+    sums = {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
     tokens = sums["new_tokens"]
     return RunFigures(
         name=run.name,
@@ -197,11 +222,6 @@ def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
     )
 
 
-def sums_of(rows: RunRows) -> dict[str, int]:
-    """The sum of each count over the ok samples."""
-    return {name: int(column[rows.ok_N].sum(dtype=np.int64)) for name, column in rows.counts.items()}
-
-
 def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: RunRows, by: By) -> Comparison:
     """One run against the baseline."""
     pairs = pair(baseline, rows)
@@ -210,27 +230,30 @@ def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: 
     equal = int((baseline.digest_N[pairs.first_P] == rows.digest_N[pairs.second_P]).sum())
     ratios, metrics = _figures(pairs, baseline, rows)
     scored = first.plan.spec.task.kind == "score"
-    return Comparison(run.name, first.name, pairs, None if scored else equal, by, ratios, metrics)
+    noise = shared_noise(first, baseline, run, rows, pairs)
+    return Comparison(run.name, first.name, pairs, noise, None if scored else equal, by, ratios, metrics)
 
 
 def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, RatioFigure], dict[str, MetricFigure]]:
     """All ratios and differences, from one set of resamples; without those that are not defined, such as ratios to 0."""
     names = [name for name in baseline.metrics if name in rows.metrics]
     sums_GS = grouped_sums(_columns(pairs, baseline, rows, names), pairs.row_P)
-    statistics = [_ratio(*places) for places in _PLACES.values()]
-    statistics += [quotient(8 + 2 * number) for number in range(len(names))]
-    intervals = bootstrap(sums_GS, statistics)
+    statistics = [*map(_ratio, _FIGURES.values()), *(quotient(8 + 2 * number) for number in range(len(names)))]
+    intervals, total = bootstrap(sums_GS, statistics), sums_GS.sum(axis=0)
     ratios = {
-        name: _ratio_figure(sums_GS.sum(axis=0), name, interval)
-        for name, interval in zip(_PLACES, intervals, strict=False)
+        name: RatioFigure(
+            baseline=float(figure(total)),
+            run=float(figure(total[4:])),
+            ratio=interval,
+            verdict=verdict(interval, 1.0),
+            better=None if name == "tokens" else "lower",
+        )
+        for (name, figure), interval in zip(_FIGURES.items(), intervals, strict=False)
         if np.isfinite(interval.value)
     }
     metrics = {
-        name: replace(
-            _metric_figure(pairs, baseline.metrics[name], rows.metrics[name], interval, sums_GS[:, 8 + 2 * number]),
-            better=rows.better.get(name),
-        )
-        for number, (name, interval) in enumerate(zip(names, intervals[len(_PLACES) :], strict=True))
+        name: _metric_figure(name, pairs, baseline, rows, interval, sums_GS[:, 8 + 2 * number])
+        for number, (name, interval) in enumerate(zip(names, intervals[len(_FIGURES) :], strict=True))
         if sums_GS[:, 9 + 2 * number].any()
     }
     return ratios, metrics
@@ -246,33 +269,22 @@ def _columns(pairs: Pairs, baseline: RunRows, rows: RunRows, names: Sequence[str
         yield from finite_values(rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P])
 
 
-_PLACES: Final[dict[str, tuple[int, int | None]]] = {
-    "nfe": (0, None),
-    "nfe_draft": (1, None),
-    "tokens": (2, None),
-    "nfe_per_token": (0, 2),
-    "device_s_per_token": (3, 2),
+_FIGURES: Final[dict[str, Statistic]] = {
+    "nfe": lambda sums: sums[..., 0],
+    "nfe_draft": lambda sums: sums[..., 1],
+    "tokens": lambda sums: sums[..., 2],
+    "nfe_per_token": lambda sums: sums[..., 0] / _divisor(sums[..., 2]),
+    "device_s_per_token": lambda sums: sums[..., 3] / _divisor(sums[..., 2]),
 }
-"""Numerator and denominator of each ratio's figure among the sums of one run; the second run's sums are 4 places further."""
+"""From the sums of one run; those of the second run are 4 places further."""
 
 
-def _figure(sums: Floats, above: int, below: int | None) -> Floats:
-    """One sum, or a quotient of two; NaN where the divisor is 0."""
-    if below is None:
-        return np.asarray(sums[..., above])
-    divisor = np.asarray(sums[..., below])
-    return np.asarray(sums[..., above] / np.where(divisor == 0, np.nan, divisor))
+def _divisor(sums: Floats) -> Floats:
+    return np.where(sums == 0, np.nan, sums)
 
 
-def _ratio(above: int, below: int | None) -> Statistic:
-    return lambda sums: _figure(sums, above + 4, None if below is None else below + 4) / _figure(sums, above, below)
-
-
-def _ratio_figure(sums: Floats, name: str, ratio: Interval) -> RatioFigure:
-    above, below = _PLACES[name]
-    baseline = float(_figure(sums, above, below))
-    run = float(_figure(sums, above + 4, None if below is None else below + 4))
-    return RatioFigure(baseline, run, ratio, verdict(ratio, 1.0), None if name == "tokens" else "lower")
+def _ratio(figure: Statistic) -> Statistic:
+    return lambda sums: figure(sums[..., 4:]) / figure(sums)
 
 
 def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:
@@ -285,15 +297,15 @@ def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:
 
 
 def _metric_figure(
-    pairs: Pairs, before_N: Floats, now_N: Floats, interval: Interval, difference_G: Floats
+    name: str, pairs: Pairs, baseline: RunRows, rows: RunRows, interval: Interval, difference_G: Floats
 ) -> MetricFigure:
-    before, now = before_N[pairs.first_P], now_N[pairs.second_P]
+    before, now = baseline.metrics[name][pairs.first_P], rows.metrics[name][pairs.second_P]
     valid = np.isfinite(before) & np.isfinite(now)
-    before, now = before[valid], now[valid]
+    before, now, row_P = before[valid], now[valid], pairs.row_P[valid]
     facts: dict[str, Any] = {}
     if is_binary(before) and is_binary(now):
         facts = {"only_baseline": int((before > now).sum()), "only_run": int((now > before).sum())}
-    if facts and len(np.unique(pairs.row_P[valid])) == len(before):
+    if facts and len(np.unique(row_P)) == len(row_P):
         test: Test = "McNemar"
         p = mcnemar_p(facts["only_baseline"], facts["only_run"])
     else:
@@ -307,67 +319,16 @@ def _metric_figure(
         test=test,
         p=p,
         verdict="equal" if equal else verdict(interval, 0.0, p),
+        pairing=pairing_of(before, now, row_P, interval),
+        better=rows.better.get(name),
         **facts,
     )
 
 
-def is_binary(values: NDArray[np.float64]) -> bool:
+def is_binary(values: Floats) -> bool:
     """Whether a metric has zeros and ones only."""
-    return bool(((values == 0) | (values == 1)).all())
+    return bool(np.isin(values, (0, 1)).all())
 
 
 def _share(above: float, below: float) -> float | None:
     return above / below if below else None
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """P pairs of samples that are ok in both runs: their positions in each run, and the number of each pair's row, from 0.
-
-    `both` counts these pairs and the failed ones: `failed_first`, `failed_second` (failed in one run only) and `failed_both`.
-    `only_first` and `only_second` count samples without a partner.
-    """
-
-    first_P: NDArray[np.int64]
-    second_P: NDArray[np.int64]
-    row_P: NDArray[np.int64]
-    both: int
-    only_first: int
-    only_second: int
-    failed_first: int
-    failed_second: int
-    failed_both: int
-
-    @property
-    def num_compared(self) -> int:
-        """Pairs that are ok in both runs."""
-        return len(self.first_P)
-
-    @property
-    def num_rows(self) -> int:
-        """Distinct input rows of these pairs."""
-        return int(self.row_P.max()) + 1 if len(self.row_P) else 0
-
-    @property
-    def clustered(self) -> bool:
-        """Whether a row has several pairs, which are then not independent."""
-        return self.num_rows < self.num_compared
-
-
-def pair(first: RunRows, second: RunRows) -> Pairs:
-    """The pairs of two runs, in the order of the first."""
-    place, other = positions(first.ids, first.sample_N, second.ids, second.sample_N)
-    ok, other_ok = first.ok_N[place], second.ok_N[other]
-    good = ok & other_ok
-    rows = row_numbers(first.ids, first.ids)[place[good]]
-    return Pairs(
-        first_P=place[good],
-        second_P=other[good],
-        row_P=np.unique(rows, return_inverse=True)[1].astype(np.int64),
-        both=len(place),
-        only_first=first.num_rows - len(place),
-        only_second=second.num_rows - len(place),
-        failed_first=int((~ok & other_ok).sum()),
-        failed_second=int((ok & ~other_ok).sum()),
-        failed_both=int((~ok & ~other_ok).sum()),
-    )

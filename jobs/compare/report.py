@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +26,10 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
 from draftmill.actors.metrics.settings import Better
-from draftmill.jobs.compare.compare import comparison_table, equal_text, heading, notes, number, runs_table
+from draftmill.jobs.compare.compare import comparison_tables, heading, notes, number, remarks, runs_table
 from draftmill.jobs.compare.comparison import Comparisons, RunFigures, baselines_of, compare_runs, figures_of
 from draftmill.jobs.compare.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, find_runs
@@ -57,15 +59,7 @@ def report(place: Place, out: str, *, baseline: str | None = None, overwrite: bo
     `baseline` is the case with which the others are compared. An earlier report is replaced. UserError if there is no finished
     run, or if the file exists and is something else.
     """
-
-    def page() -> str:
-        store = open_store(place)
-        runs, unfinished = find_runs([place])
-        is_sweep = store.exists(RECORD)
-        title = f"Sweep: {place.url.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
-        return report_page(runs, unfinished, title, baseline)
-
-    print(f"{out}: {write_page(out, page, overwrite=overwrite):,} bytes")
+    print(f"{out}: {write_page(out, lambda: report_page(place, baseline), overwrite=overwrite):,} bytes")
     return OK
 
 
@@ -89,13 +83,13 @@ def write_page(out: str, page: Callable[[], str], *, field: str = "--out", overw
     return len(content)
 
 
-def report_page(runs: Sequence[FinishedRun], unfinished: Sequence[str], title: str, baseline: str | None) -> str:
-    """The page of these runs; several are the cases of a sweep, with their short names.
-
-    UserError without a run, or without one named `baseline`.
-    """
+def report_page(place: Place, baseline: str | None) -> str:
+    """The page of a run, or of a sweep's cases with their short names; UserError without a run, or one named `baseline`."""
+    runs, unfinished = find_runs([place])
     if not runs:
         raise UserError(f"no finished run to report on; not finished: {', '.join(unfinished)}")
+    is_sweep = open_store(place).exists(RECORD)
+    title = f"Sweep: {place.url.rstrip('/').rpartition('/')[2]}" if is_sweep else f"Run: {runs[0].plan.spec.name}"
     named = [replace(run, name=run.short or run.name) for run in runs]
     name = None
     if baseline is not None and len(named) > 1:
@@ -174,7 +168,7 @@ def read_statistics(run: FinishedRun) -> RunStatistics:
         start = table["started_at"].cast(pa.int64()).fill_null(0).to_numpy() / 1e6
         resident = numbers(table, "prefill_s", np.float64) + numbers(table, "decode_s", np.float64)
         parts.append((start, numbers(table, "wait_s", np.float64), resident))
-    start_N, wait_N, resident_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    start_N, wait_N, resident_N = map(np.concatenate, zip(*parts, strict=True))
     timed = ok & (start_N > 0)
     start, end, tokens_N = start_N[timed], (start_N + resident_N)[timed], rows.counts["new_tokens"]
     times = {"wait for a slot": wait_N, "time in a slot": resident_N, "device time": rows.device_s_N}
@@ -219,9 +213,9 @@ def add_histograms(histogram: NDArray[np.int64], column: pa.ChunkedArray) -> NDA
     flat_values = pc.list_flatten(column).to_numpy()
     lengths = pc.list_value_length(column.drop_null()).to_numpy()
     place = np.arange(len(flat_values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    sums = np.bincount(place, weights=flat_values).astype(np.int64)
-    size = max(len(histogram), len(sums))
-    return np.pad(histogram, (0, size - len(histogram))) + np.pad(sums, (0, size - len(sums)))
+    sums = np.bincount(place, weights=flat_values, minlength=len(histogram)).astype(np.int64)
+    sums[: len(histogram)] += histogram
+    return sums
 
 
 def at_least(accept_hist: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -249,9 +243,8 @@ def courses_of(
     `start_N` and `end_N` are each sample's first and last moment in a slot, over which its tokens are spread evenly. Times are
     seconds since the first sample got a slot, without pauses.
     """
-    none = np.zeros(0), np.zeros(0)
     order = np.argsort(start_N, kind="stable")
-    start, end, tokens = start_N[order], end_N[order], tokens_N[order].astype(np.float64)
+    start, end, tokens = start_N[order], end_N[order], tokens_N[order]
     reached = np.maximum.accumulate(end)
     pause = np.maximum(start[1:] - reached[:-1], 0.0)
     cut = np.where(pause > np.maximum(GAP_S, (reached[:-1] - start[:1]) / 20), pause, 0.0)
@@ -259,26 +252,14 @@ def courses_of(
     start, end = start - shift, end - shift
     last = float(end.max(initial=0.0))
     if last <= 0:
-        return none, none
+        return (np.zeros(0), np.zeros(0)), (np.zeros(0), np.zeros(0))
     edges = np.linspace(0.0, last, (12 if len(start) < 200 else TIME_BINS) + 1)
     width, middles = edges[1], (edges[1:] + edges[:-1]) / 2
-    occupied = _time_before(edges, start, np.ones(len(start))) - _time_before(edges, end, np.ones(len(start)))
-    first = np.minimum(start, np.maximum(end - width / 1000, 0.0))  # also for samples that took no time at all
-    until = np.maximum(end, first + width / 1000)
-    rate = tokens / (until - first)
-    generated = _time_before(edges, first, rate) - _time_before(edges, until, rate)
-    return (middles, np.diff(generated) / width), (middles, np.diff(occupied) / width)
-
-
-def _time_before(
-    edges: NDArray[np.float64], moments: NDArray[np.float64], weights: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """For each edge, the weighted sum, over the moments before it, of the time since the moment."""
-    order = np.argsort(moments, kind="stable")
-    sums = np.concatenate([[0.0], np.cumsum((moments * weights)[order])])
-    totals = np.concatenate([[0.0], np.cumsum(weights[order])])
-    count = np.searchsorted(moments[order], edges)
-    return np.asarray(totals[count] * edges - sums[count])
+    stay = np.maximum(end - start, width / 1000)  # also for samples that took no time at all
+    start = np.maximum(end - stay, 0.0)
+    stayed = (np.clip(edge - start, 0.0, stay) for edge in edges)  # one edge at a time is in memory
+    rates, active = np.diff([((tokens * time / stay).sum(), time.sum()) for time in stayed], axis=0).T / width
+    return (middles, rates), (middles, active)
 
 
 def _moment(seconds: float) -> str:
@@ -461,24 +442,18 @@ def comparisons_of(runs: Sequence[FinishedRun], baseline: str | None = None) -> 
     """Paired comparisons of the runs that decoded the same, with `baseline` where it is among them."""
     groups: list[list[FinishedRun]] = []
     for run in runs:
-        group = next((group for group in groups if _is_same_work(group[0], run)), None)
-        if group is None:
-            groups.append([run])
+        for group in groups:
+            with suppress(UserError):
+                check_same_work(group[0].name, group[0].plan, run.name, run.plan)
+                group.append(run)
+                break
         else:
-            group.append(run)
+            groups.append([run])
     return [
         compare_runs(group, baseline=baseline if any(run.name == baseline for run in group) else None)
         for group in groups
         if len(group) > 1
     ]
-
-
-def _is_same_work(run: FinishedRun, other: FinishedRun) -> bool:
-    try:
-        check_same_work(run.name, run.plan, other.name, other.plan)
-    except UserError:
-        return False
-    return True
 
 
 CAPTIONS: Final = {
@@ -573,9 +548,10 @@ def _metrics(cases: Sequence[RunStatistics]) -> list[Part]:
 
 def _comparison(comparisons: Comparisons) -> Iterator[Part]:
     for comparison in comparisons.against:
-        yield _table(heading(comparison), comparison_table(comparison), words=[3, 4])
-        if alike := equal_text(comparison):
-            yield _note(alike)
+        figures, *others = comparison_tables(comparison)
+        yield _table(heading(comparison), figures, words=[3, 4])
+        yield from (_table("What the pairs are worth", table, words=[1, 2, 3]) for table in others)
+        yield from map(_note, remarks(comparison))
     yield from map(_note, notes(comparisons))
 
 
@@ -614,10 +590,10 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     spec, results, model = plan.spec, plan.results, plan.results["model"]
     yield "name", spec.name
     yield "fingerprint", plan.fingerprint
-    yield "task", _settings(spec.task.model_dump(mode="json"))
+    yield "task", _settings(spec.task)
     yield "model", f"{spec.model.path} ({model['family']}, weights {model['checkpoint'][:12]})"
-    yield "decoder", _settings(spec.decoder.model_dump(mode="json"))
-    yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling.model_dump(mode='json'))}"
+    yield "decoder", _settings(spec.decoder)
+    yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling)}"
     files = ", ".join(f"{file.name} ({file.size or 0:,} bytes)" for file in plan.files[:5])
     more = f" and {len(plan.files) - 5:,} more" if len(plan.files) > 5 else ""
     yield "inputs", f"{files}{more}"
@@ -631,14 +607,10 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     yield "exact", exactness(all_exact(pass_.manifest.exact for pass_ in case.run.passes if pass_.manifest is not None))
 
 
-def _settings(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name}: {_plain(value)}" for name, value in values.items() if value not in (None, [], ()))
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{{{_settings(value)}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _settings(settings: BaseModel) -> str:
+    values = settings.model_dump(mode="json", exclude_none=True)
+    text = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
+    return text.strip()[1:-1]
 
 
 def _foot(cases: Sequence[RunStatistics]) -> str:

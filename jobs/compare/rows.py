@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -38,6 +37,7 @@ class RunRows:
     ids: pa.ChunkedArray
     sample_N: NDArray[np.int32]
     ok_N: NDArray[np.bool_]
+    key_N: NDArray[np.uint64]
     digest_N: NDArray[np.uint64]
     counts: dict[str, NDArray[np.int32]]
     device_s_N: NDArray[np.float64]
@@ -52,26 +52,29 @@ class RunRows:
 
 
 def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
-    """Read a run, one unit file at a time. Takes about 70 bytes a sample, its id, and 8 bytes for each metric.
+    """Read a run, one unit file at a time. Takes about 80 bytes a sample, its id, and 8 bytes for each metric; twice that while
+    it reads.
 
     Metrics come from the run's `metrics/`, from the column `metrics`, and for scored texts from SCORES.
     """
     scores = [name for name in SCORES if run.plan.spec.task.kind == "score"]
-    columns = ["id", "status", "sample", by, *COUNTS, "device_s", "metrics", *scores]
-    parts = [_part(table, by, scores) for table in latest_rows(run.passes, columns=columns)]
-    ids = pa.chunked_array([part["ids"] for part in parts], type=pa.string())
-    sample_N = _column(parts, "sample", np.int32)
-    metrics = _metric_columns([part["metrics"] for part in parts], [len(part["sample"]) for part in parts])
+    columns = ["id", "status", "sample", "key", by, *COUNTS, "device_s", "metrics", *scores]
+    table = pa.concat_tables(_with_digests(table, by) for table in latest_rows(run.passes, columns=columns))
+    ids, sample_N = table["id"].cast(pa.string()), numbers(table, "sample", np.int32)
+    metrics = {one.name: _values(pc.struct_field(table["metrics"], one.name)) for one in table["metrics"].type}
+    metrics |= {name: _values(table[name]) for name in scores}
+    metrics = {name: values for name, values in metrics.items() if not np.isnan(values).all()}
     metrics |= metrics_of_files(run, ids, sample_N)
     known = [metric for metric_set in metric_sets(run.store).values() for metric in metric_set.metrics]
     kinds = {column: metric.settings.get("kind") for metric in known for column in metric.columns}
     return RunRows(
         ids,
         sample_N,
-        _column(parts, "ok", np.bool_),
-        _column(parts, "digest", np.uint64),
-        {name: _column(parts, name, np.int32) for name in COUNTS},
-        _column(parts, "device_s", np.float64),
+        np.asarray(pc.equal(table["status"], "ok")),
+        numbers(table, "key", np.uint64),
+        table[by].to_numpy(),
+        {name: numbers(table, name, np.int32) for name in COUNTS},
+        numbers(table, "device_s", np.float64),
         dict(sorted(metrics.items())),
         {name: better_of(kinds.get(name), name) for name in metrics},
         frozenset(
@@ -82,21 +85,19 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
     )
 
 
-def _part(table: pa.Table, by: By, scores: Sequence[str]) -> dict[str, Any]:
-    """The numbers of one unit."""
-    table = table.combine_chunks()
-    part: dict[str, Any] = {
-        "ids": _array(table, "id").cast(pa.string()),
-        "sample": numbers(table, "sample", np.int32),
-        "ok": np.asarray(pc.equal(table["status"], "ok")),
-        "digest": np.fromiter(_digests(_array(table, by)), np.uint64, table.num_rows),
-        "device_s": numbers(table, "device_s", np.float64),
-        "metrics": columns_in(_array(table, "metrics")),
-    }
-    part |= {name: numbers(table, name, np.int32) for name in COUNTS}
-    for name in scores:
-        part["metrics"][name] = table[name].cast(pa.float64()).to_numpy()
-    return part
+def _with_digests(table: pa.Table, by: By) -> pa.Table:
+    """The table with a 64-bit hash in the place of each list of tokens, or of each text; 0 for null."""
+    column = table[by].combine_chunks()
+    if by == "tokens":
+        offsets, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)
+        pieces = (values[start:end].tobytes() for start, end in pairwise(offsets))
+    else:
+        pieces = ((text or "").encode() for text in column.to_pylist())
+    digests = [
+        int.from_bytes(hashlib.blake2b(piece, digest_size=8).digest(), "little") if there else 0
+        for piece, there in zip(pieces, column.is_valid().to_pylist(), strict=True)
+    ]
+    return table.set_column(table.column_names.index(by), by, pa.array(digests, pa.uint64()))
 
 
 def numbers(table: pa.Table, name: str, kind: Any) -> NDArray[Any]:
@@ -104,13 +105,9 @@ def numbers(table: pa.Table, name: str, kind: Any) -> NDArray[Any]:
     return np.asarray(table[name].fill_null(0).to_numpy(), dtype=kind)
 
 
-def columns_in(column: pa.StructArray) -> dict[str, NDArray[np.float64]]:
-    """The values of a column of structs: one array per name, NaN where a row lacks it."""
-    return {field.name: _array_of(pc.struct_field(column, field.name)) for field in column.type}
-
-
-def _array_of(values: pa.Array) -> NDArray[np.float64]:
-    return np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
+def _values(column: pa.ChunkedArray) -> NDArray[np.float64]:
+    """A column with NaN in the place of nulls."""
+    return np.asarray(column.cast(pa.float64()).to_numpy(), np.float64)
 
 
 def metrics_of_files(
@@ -125,7 +122,7 @@ def metrics_of_files(
         raise StoreError(f"{run.store.url}/metrics has rows that are not in the run; measure it again")
     columns = {name: np.full(len(sample_N), np.nan) for name in table.column_names[2:]}
     for name, values in columns.items():
-        values[place_N] = table[name].cast(pa.float64()).to_numpy()[row_M]
+        values[place_N] = _values(table[name])[row_M]
     return {name: values for name, values in columns.items() if not np.isnan(values).all()}
 
 
@@ -147,35 +144,3 @@ def positions(
 def row_numbers(ids: pa.ChunkedArray, of: pa.ChunkedArray) -> NDArray[np.int64]:
     """The number of each of the ids `of` among the distinct `ids`, in their order; -1 where it is not among them."""
     return np.asarray(pc.index_in(of, value_set=pc.unique(ids)).fill_null(-1).to_numpy(), dtype=np.int64)
-
-
-def _digests(column: pa.Array) -> Iterator[int]:
-    """A 64-bit hash of each list of tokens, or of each text; 0 for null."""
-    if pa.types.is_list(column.type):
-        offsets, values = column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)
-        pieces = (values[start:end].tobytes() for start, end in pairwise(offsets))
-    else:
-        pieces = ((text or "").encode() for text in column.to_pylist())
-    for piece, there in zip(pieces, column.is_valid().to_pylist(), strict=True):
-        yield int.from_bytes(hashlib.blake2b(piece, digest_size=8).digest(), "little") if there else 0
-
-
-def _array(table: pa.Table, name: str) -> Any:
-    column = table[name].combine_chunks()
-    return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-
-
-def _column(parts: Sequence[dict[str, Any]], name: str, kind: Any) -> NDArray[Any]:
-    return np.concatenate([part[name] for part in parts]).astype(kind, copy=False)
-
-
-def _metric_columns(
-    parts: Sequence[dict[str, NDArray[np.float64]]], sizes: Sequence[int]
-) -> dict[str, NDArray[np.float64]]:
-    """Whole columns from the parts, NaN in parts that lack a metric; without columns that have no value at all."""
-    names = {name for part in parts for name in part}
-    columns = {
-        name: np.concatenate([part.get(name, np.full(size, np.nan)) for part, size in zip(parts, sizes, strict=True)])
-        for name in names
-    }
-    return {name: column for name, column in columns.items() if not np.isnan(column).all()}

@@ -136,7 +136,9 @@ def work_of(plan: Plan) -> dict[str, Any]:
         task.pop("max_new_tokens")  # only causal models use it; the holes of other models have their lengths
     full = spec.input.model_dump(mode="json")
     columns = {key: value for key, value in full["columns"].items() if key not in FREE_COLUMNS}
-    is_drawn = places_masks_by_noise(plan)
+    mask, own = getattr(spec.task, "mask", None), spec.input.columns
+    counts_tokens = isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and own.spans is None)
+    is_drawn = counts_tokens or isinstance(mask, Lines) or (isinstance(mask, Sentences) and mask.which == "random")
     if not is_drawn:
         columns.pop("seed")
     work: dict[str, Any] = {
@@ -144,28 +146,11 @@ def work_of(plan: Plan) -> dict[str, Any]:
         "input": {key: value for key, value in full.items() if key not in FREE_INPUT}
         | {"columns": columns, "files": results["input"]["files"]},
     }
-    if is_drawn and spec.input.columns.seed is None:  # a row's own seed replaces the job's
+    if is_drawn and own.seed is None:  # a row's own seed replaces the job's
         work["seed"] = spec.seed
-    if masks_tokens(plan):
+    if counts_tokens and own.tokens is None:  # a tokenizer decides what such a mask hides
         work["model"] = {"tokenizer": results["model"]["tokenizer"]}
     return work
-
-
-def places_masks_by_noise(plan: Plan) -> bool:
-    """Whether the seed decides what is masked."""
-    mask = getattr(plan.spec.task, "mask", None)
-    if isinstance(mask, Spans):
-        return plan.spec.input.columns.spans is None
-    return isinstance(mask, Random | SpanFraction | Lines) or (isinstance(mask, Sentences) and mask.which == "random")
-
-
-def masks_tokens(plan: Plan) -> bool:
-    """Whether the mask counts tokens, so that a tokenizer decides what it hides."""
-    columns = plan.spec.input.columns
-    mask = getattr(plan.spec.task, "mask", None)
-    return columns.tokens is None and (
-        isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and columns.spans is None)
-    )
 
 
 def same_tokenizer(plan: Plan, other: Plan) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, Final
 
 import numpy as np
@@ -124,9 +124,8 @@ def show(
 
 def chosen_rows(passes: Sequence[Pass], ids: Sequence[str], *, failed: bool) -> Iterator[pa.Table]:
     """The wanted rows in the plan's order, one table for each unit that has any."""
-    first = passes[0]
-    is_finished = first.manifest is not None
-    for table in latest_rows(passes) if is_finished else read_results(first.store):
+    is_finished = passes[0].manifest is not None
+    for table in latest_rows(passes) if is_finished else read_results(passes[0].store):
         wanted = table.filter(pc.is_in(table["id"], pa.array(ids, pa.string()))) if ids else table
         wanted = wanted.filter(pc.not_equal(wanted["status"], "ok")) if failed else wanted
         if wanted.num_rows:
@@ -148,23 +147,16 @@ class SampleReplay:
     def shown(self, tables: Iterable[pa.Table]) -> Iterator[ShownRow]:
         """The rows of tables of results, each with its text in pieces; a few rows are in memory at a time."""
         keep = self.passes[0].plan.keep
-        for table in tables:
-            for start in range(0, table.num_rows, ON_TERMINAL):
-                yield from self._shown(plain_rows(table.slice(start, ON_TERMINAL), keep))
-
-    def _shown(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[ShownRow]:
-        for (number, unit), group in groupby(rows, key=lambda row: (row["pass"], row["unit"])):
+        slices = (table.slice(n, ON_TERMINAL) for table in tables for n in range(0, table.num_rows, ON_TERMINAL))
+        groups = (groupby(plain_rows(rows, keep), key=lambda row: (row["pass"], row["unit"])) for rows in slices)
+        for (number, unit), group in chain.from_iterable(groups):
             of_unit = list(group)
             names = {name_of(row) for row in of_unit}
             canvases = self._canvases(self.passes[number - 1], unit, names)
             forwards = self._forwards(self.passes[number - 1], unit, names)
             for row in of_unit:
-                canvas = canvases.get(name_of(row))
-                if canvas is None:
-                    yield ShownRow(row, [ShownPart(row["text"])] if row["text"] else [])
-                else:
-                    pieces = pieces_of(row, canvas, self.tokenizer, forwards.get(name_of(row), {}))
-                    yield ShownRow(row, list(pieces))
+                name = name_of(row)
+                yield ShownRow(row, [*pieces_of(row, canvases.get(name), self.tokenizer, forwards.get(name, {}))])
 
     def _canvases(self, part: Pass, unit: int, names: set[SampleName]) -> dict[SampleName, Canvas]:
         if self.problem is not None:
@@ -215,13 +207,16 @@ def name_of(row: Mapping[str, Any]) -> SampleName:
 
 
 def pieces_of(
-    row: Mapping[str, Any], canvas: Canvas, tokenizer: Tokenizer | None, forwards: Mapping[int, int]
+    row: Mapping[str, Any], canvas: Canvas | None, tokenizer: Tokenizer | None, forwards: Mapping[int, int]
 ) -> Iterator[ShownPart]:
-    """The pieces of a row's text. A hole that was not filled is the number of its tokens in brackets.
+    """The pieces of a row's text, one without a canvas. A hole that was not filled is the number of its tokens in brackets.
 
     `forwards` has the forward that decided a position of the canvas; where a causal model fills holes one after another, each
     hole has a canvas of its own, and pieces have no forward.
     """
+    if canvas is None:
+        yield from [ShownPart(row["text"])] if row["text"] else []
+        return
     if canvas.infilling is not None:
         fills = [fill["text"] for fill in row["fills"] or ()] or [f"[{limit}]" for limit in canvas.infilling.limits]
         given = [decoded(piece.tolist(), tokenizer, follows=bool(n)) for n, piece in enumerate(canvas.infilling.pieces)]

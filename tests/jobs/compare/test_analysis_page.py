@@ -82,8 +82,8 @@ def python(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return names
 
 
-def test_the_page_has_four_queries() -> None:
-    assert (len(SQL), len(PYTHON)) == (3, 1)
+def test_the_page_has_three_queries() -> None:
+    assert (len(SQL), len(PYTHON)) == (2, 1)
 
 
 @pytest.mark.slow
@@ -125,15 +125,6 @@ def test_slowest_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = sum(row["device_s"] for row in every)
     shares = {row["id"]: row["device_s"] / total for row in every}
     assert all(row["share_of_device"] == pytest.approx(shares[row["id"]]) for row in found)
-
-
-def test_errors_by_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = sql(folder, 2, monkeypatch)
-    bad = [row for row in rows(folder, "a") if row["status"] == "failed"]
-    assert found["samples"] == len(bad) == 2 and found["error_kind"] == bad[0]["error_kind"]
-    assert found["first_id"] == "row-3" and found["its_error"] == next(
-        row["error"] for row in bad if row["id"] == "row-3"
-    )
 
 
 def test_a_metric_by_a_kept_label(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

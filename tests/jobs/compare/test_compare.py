@@ -149,6 +149,72 @@ def test_several_samples_of_a_row_are_one_observation(tmp_path: Path, capsys: py
     assert "Rows have several samples" in capsys.readouterr().out
 
 
+def paired_runs(folder: Path, *, rows: int, samples: int) -> tuple[Path, Path]:
+    """Two runs with a metric whose pairs have much in common, and one that says nothing."""
+    rng = np.random.default_rng(1)
+    entries = [
+        row(number, sample=sample, key=9 * number + sample) for number in range(rows) for sample in range(samples)
+    ]
+    shared = np.repeat(rng.normal(size=rows), samples) + rng.normal(size=rows * samples)
+    places = folder / "a", folder / "b"
+    for number, place in enumerate(places):
+        values = shared + number * 0.2 + rng.normal(0, 0.5, rows * samples)
+        write_metrics(write_run(place, entries), {"m": values, "same": [number] * (rows * samples)})
+    return places
+
+
+def test_what_pairs_are_worth_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = paired_runs(tmp_path, rows=50, samples=3)
+    (one,) = compared(capsys, a, b)["comparisons"]
+    assert one["noise"] == {"pairs": 150, "lost": None}
+    found, difference = one["metrics"]["m"]["pairing"], one["metrics"]["m"]["difference"]
+    widths = [interval["high"] - interval["low"] for interval in (found["unpaired"], difference)]
+    assert found["worth"] == pytest.approx((widths[0] / widths[1]) ** 2) and found["worth"] > 3
+    assert found["worth"] > found["worth_of_noise"] > 1.5
+    assert one["metrics"]["same"]["pairing"]["worth"] is None and one["metrics"]["same"]["sizes"] is None
+    for form in ([], ["--markdown"]):
+        assert main(["compare", str(a), str(b), *form]) == 0
+        printed = capsys.readouterr().out
+        assert (
+            f"{found['worth']:,.1f} times the samples (common noise alone: {found['worth_of_noise']:,.1f})" in printed
+        )
+        assert "noise: common to 150 of 150 pairs" in printed and "width" not in printed
+
+
+def test_two_runs_plan_the_size_of_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = paired_runs(tmp_path, rows=50, samples=3)
+    assert main(["compare", str(a), str(b), "--json", "--plan", "0.1"]) == 0
+    metrics = json.loads(capsys.readouterr().out)["comparisons"][0]["metrics"]
+    sizes = metrics["m"]["sizes"]
+    # The differences of samples have the variance 0.5, those of rows none: 4 * 1.96**2 * 0.5 / 0.1**2 is 768.
+    assert sizes["rows"]["1"] == pytest.approx(768, rel=0.4) and sizes["rows"]["3"] == pytest.approx(256, rel=0.4)
+    assert sizes["samples"] * 50 == pytest.approx(sizes["rows"]["1"], rel=0.2)
+    assert metrics["same"]["sizes"]["lacking"] == "the differences do not vary"
+    assert main(["compare", str(a), str(b), "--plan", "0.1"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "width 0.1" in printed and f"{sizes['rows']['1']:,} of 1 sample, {sizes['rows']['3']:,} of 3 samples" in printed
+    )
+
+
+def test_a_pilot_that_can_not_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = paired_runs(tmp_path, rows=19, samples=2)
+    bare = [write_run(tmp_path / name, [row(number) for number in range(30)]) for name in ("c", "d")]
+    for places, width, message in [
+        (
+            (a, b),
+            "0.1",
+            "--plan: b against a is no pilot: m: 19 rows with it in both runs; allowed: 20 or more; same: 19",
+        ),
+        (bare, "0.1", "--plan: d against c is no pilot: no metric has numbers in both runs"),
+        ((a, b), "0", "--plan: 0.0 is not the width of an interval; allowed: a number above 0"),
+        ((a, b), "nan", "--plan: nan is not the width of an interval"),
+        ((a,), "0.1", "1 finished run to compare; allowed: two or more"),
+    ]:
+        assert main(["compare", *map(str, places), "--plan", width]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_scored_texts_are_compared_by_their_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task: dict[str, Any] = {"task": {"kind": "score"}}
 
@@ -301,12 +367,15 @@ def test_real_runs_of_two_decoders_have_equal_texts(tmp_path: Path, capsys: pyte
     specs: dict[str, dict[str, Any]] = {
         "sequential": {"decoder": {"kind": "any_subset"}},
         "drafted": {"decoder": {"kind": "assd", "k": 3}},
+        "seed 7": {"decoder": {"kind": "any_subset"}, "seed": 7},
     }
     for name, changes in specs.items():
         assert main(["run", str(write_spec(tmp_path, rows=rows, out=name, **changes)), "--local", "--quiet"]) == 0
     capsys.readouterr()
-    (one,) = compared(capsys, *(tmp_path / name for name in specs))["comparisons"]
+    one, other = compared(capsys, *(tmp_path / name for name in specs))["comparisons"]
     assert one["pairs"] == one["compared"] == 24 and one["equal"]["share"] == 1.0
+    assert one["noise"] == {"pairs": 24, "lost": None}
+    assert other["noise"] == {"pairs": 0, "lost": "24 have other seeds"} and other["equal"]["share"] < 0.5
     assert one["ratios"]["nfe_per_token"]["baseline"] == 1.0 and one["ratios"]["nfe_per_token"]["verdict"] == "lower"
     assert one["ratios"]["tokens"]["verdict"] == "equal" and one["metrics"] == {}
 
