@@ -111,8 +111,3 @@ def test_its_example_fills_every_hole(tmp_path, monkeypatch):
         "many fills are one line, as the holes were"
     )
     assert all(fill["text"] in row["text"] for row in rows.values() for fill in row["fills"])
-
-
-def test_its_readme_has_its_quality():
-    readme = (FOLDER / "README.md").read_text()
-    assert "| this model, text on both sides | " in readme and "python -m recipes.fim" in readme

@@ -11,7 +11,7 @@ from draftmill.jobs.run.job import run_job
 from draftmill.jobs.run.session import RunOptions
 from draftmill.jobs.run.validate import validate
 from tests.decoders.backbones.causal_models import random_tokens
-from tests.runs.causal_jobs import World, job_spec, make_world, results_of, run_here
+from tests.runs.causal_jobs import World, job_spec, make_world, run_here
 from tests.runs.local_pool import without_ray
 
 LENGTHS = (16, 40, 90, 112, 130, 185, 250, 300, 383, 700, 1100, 1500)
@@ -90,15 +90,3 @@ def test_validate_the_run_and_status_say_whether_results_are_exact(world, capsys
     with without_ray(), shown():
         assert run_job(spec, RunOptions()) == 0 and said(capsys) == {exact}
     assert status(spec.place(spec.output.path)) == 0 and said(capsys) == {exact}
-
-
-@pytest.mark.slow
-def test_a_rows_result_is_the_same_with_any_number_of_workers(world):
-    expected = told(run_here(spec_of(world, "plain", "one-worker", ROWS)))
-    output = {"path": str(world.folder / "plain" / "two-workers" / "run"), "unit_rows": 2}
-    spec = spec_of(world, "plain", "two-workers", ROWS, workers={"count": 2}, output=output)
-    with without_ray(workers=2):
-        assert run_job(spec, RunOptions()) == 0
-    found = results_of(spec)
-    assert len({row["worker"] for row in found.values()}) == 2
-    assert told(found) == expected

@@ -4,22 +4,16 @@ import json
 import math
 import sysconfig
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 import yaml
 
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.rows.text import load_tokenizer
-from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.rows import token_rows
-from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.records import TIMING_COLUMNS, read_results
 from draftmill.storage.stores.store import open_store
@@ -30,7 +24,6 @@ DECODERS = {
     "mdm-tiny": "stepwise",
     "block-tiny": "block_diffusion",
 }
-SAMPLES = 8
 
 
 def pieces(count: int, size: int) -> list[str]:
@@ -139,50 +132,6 @@ def test_a_score_is_the_log_probability_of_a_completion(tmp_path, model, decoder
 
 
 # ---- masked diffusion: a slow loop of whole forwards
-
-
-def sums_by_hand(model: str, tokens: list[int], first: int, key: int) -> list[float]:
-    """L / l times the log-probabilities of each of the SAMPLES masks' tokens: one canvas at a time, through the whole network."""
-    folder = fetch_model(f"builtin:{model}")
-    backbone, info = load_backbone(folder, device="cpu"), inspect_model(folder)
-    backbone.allocate(1, len(tokens))
-    length = len(tokens) - first
-    sums = []
-    for draw in range(SAMPLES):
-        share = (draw // 2 + uniforms(key, np.asarray([0]), SCORE_SHARE, draw)[0]) / (SAMPLES // 2)
-        count = 1 + int(share * length)
-        noise = uniforms(key, np.arange(length), SCORE_MASK, draw)
-        masked = sorted(first + place for place in np.argsort(noise)[:count].tolist())
-        canvas = torch.tensor([info.mask_id if place in masked else token for place, token in enumerate(tokens)])
-        places = torch.arange(len(tokens))
-        sight = torch.zeros(1, len(tokens), dtype=torch.int64), torch.full((1, len(tokens)), len(tokens))
-        rows = token_rows([0], [len(tokens)], canvas, places, places, sight)
-        with torch.no_grad():
-            logits = backbone.logits(backbone.forward(rows)[masked])
-        logits[:, list(info.suppressed)] = -torch.inf
-        law = logits.log_softmax(-1)
-        sums.append(sum(float(law[n, tokens[place]]) for n, place in enumerate(masked)) * length / count)
-    return sums
-
-
-@pytest.mark.slow
-def test_a_masked_models_score_is_the_mean_over_its_masks(tmp_path):
-    texts = pieces(5, 60)
-    rows = [{"id": str(n), "prompt": text[:30], "completion": text[30:]} for n, text in enumerate(texts)]
-    task = {"kind": "score", "estimate": {"kind": "llada", "samples": SAMPLES}}
-    found = ran(spec(tmp_path, "mdm-tiny", rows, task=task))
-    tokenizer = load_tokenizer(fetch_model("builtin:mdm-tiny"))
-    assert tokenizer is not None
-    for n, text in enumerate(texts):
-        row, prompt = found[str(n)], [*tokenizer.lead, *tokenizer.encode(text[:30])]
-        sums = sums_by_hand("mdm-tiny", [*prompt, *row["tokens"]], len(prompt), row["key"])
-        assert (row["prompt_tokens"], row["nfe"], row["text"]) == (len(prompt), SAMPLES, text[30:])
-        assert row["logprob"] == pytest.approx(np.mean(sums), rel=1e-4)
-        error = math.sqrt(sum((one - other) ** 2 for one, other in list(pairwise(sums))[::2])) / SAMPLES
-        assert row["logprob_stderr"] == pytest.approx(error, rel=1e-2)
-        assert row["token_logprobs"] is None and row["is_greedy"] is None
-        bits = -row["logprob"] / math.log(2) / len(text[30:].encode())
-        assert dict(row["metrics"]) == {"bits_per_byte": pytest.approx(bits)}
 
 
 # ---- every family
