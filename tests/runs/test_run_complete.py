@@ -12,6 +12,11 @@ import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import check_spec
+from draftmill.jobs.drive.log import shown
+from draftmill.jobs.results.status import status
+from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.session import RunOptions
+from draftmill.jobs.run.validate import validate
 from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import (
     LONGEST,
@@ -24,6 +29,7 @@ from tests.runs.causal_jobs import (
     run_here,
     save_model,
 )
+from tests.runs.local_pool import without_ray
 
 PROMPTS = {
     "one": "def f(x):\n    return x\n",
@@ -201,3 +207,19 @@ def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(world, tmp_path, caps
     ):
         assert part in said, f"{part!r} is not in\n{said}"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", "true:"), ("bfloat16", "false:")])
+def test_validate_the_run_and_status_say_whether_results_are_exact(world, tmp_path, capsys, dtype, exact):
+    model = {"path": str(world.folder / "model"), "device": "cpu", "dtype": dtype}
+    spec = world.spec(tmp_path, ROWS[:2], model=model)
+
+    def said() -> set[str]:
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return {line[1] for line in lines if line[:1] == ["exact"]}
+
+    assert validate(spec) == 0 and said() == {exact}
+    with without_ray(), shown():
+        assert run_job(spec, RunOptions()) == 0 and said() == {exact}
+    assert status(spec.place(spec.output.path)) == 0 and said() == {exact}

@@ -42,6 +42,12 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, dict[str, A
             "diffusion with a head": MDM | {"gamma": 4, "steps": 1},
         },
     ),
+    "distilled": (
+        "ar-tiny-jacobi",
+        COMPLETE,
+        {"kind": "autoregressive"},
+        {"jacobi": {"kind": "jacobi", "block_size": 16, "window": "fixed"}},
+    ),
     "blocks": (
         "block-tiny",
         COMPLETE,
