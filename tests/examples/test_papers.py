@@ -14,7 +14,7 @@ from examples.papers import __main__ as command
 from examples.papers import inputs
 from examples.papers.claims import ABOVE_ONE, ALL, BELOW_ONE, PAPERS, REPORT, SAME, Claim, Expect, Paper
 from examples.papers.figures import Forwards, Mean, Metric, Ratio, Results, SameText, WithinTokens
-from examples.papers.page import Answer, CaseRow, Section, page, shown
+from examples.papers.page import page
 from tests.jobs.compare.made_runs import row, write_metrics, write_run, write_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +59,7 @@ def test_every_claim_names_cases_of_a_preset_of_its_paper(paper: Paper) -> None:
     [
         (BELOW_ONE, Interval(0.9, 0.8, 0.95), "holds"),
         (BELOW_ONE, Interval(0.9, 0.8, 1.05), "not decided"),
-        (BELOW_ONE, Interval(1.2, 1.1, 1.3), "does not hold"),
         (BELOW_ONE, Interval(1.0, 1.0, 1.0), "does not hold"),
-        (BELOW_ONE, Interval(0.9), "holds"),
-        (ABOVE_ONE, Interval(1.2, 1.1, 1.3), "holds"),
         (ABOVE_ONE, Interval(0.9, 0.8, 0.95), "does not hold"),
         (ALL, Interval(1.0, 0.9, 1.0), "holds"),
         (ALL, Interval(0.99, 0.9, 1.0), "does not hold"),
@@ -129,28 +126,6 @@ def test_cases_that_decoded_other_samples_are_not_compared(tmp_path: Path) -> No
         Ratio("p", "new_tokens", "nfe", "c", "a").of(Results(tmp_path))
 
 
-def test_the_page_has_every_claim_with_its_figure_and_verdict() -> None:
-    claims = (
-        Claim("it is fast", "table 9", "0.50", "forwards", Forwards("p", "a", "b"), BELOW_ONE),
-        Claim("it is good", "table 8", "", "score", Metric("p", "a", "b", "score"), SAME),
-        Claim("(ours) it is kind", "", "", "score", Metric("p", "a", "b", "score"), SAME),
-    )
-    paper = Paper("X", "On X", "Here on Y.", ("p",), claims, "A remark.")
-    answers = [Answer(claims[0], Interval(0.6, 0.55, 0.7)), Answer(claims[1], Interval(2.0, 1.0, 3.0))]
-    cases = [CaseRow("p", "a", 1000, 4000, 1.0, None, 1.0, None)]
-    text = page([Section(paper, [*answers, Answer(claims[2], None)], cases, ["draftmill sweep p.yaml"])], "Run here.")
-    assert "| it is fast | table 9 | 0.50 | 0.600 [0.550, 0.700] | forwards; below 1 | **holds** |" in text
-    assert (
-        "| it is good | table 8 |  | 2.000 [1.000, 3.000] | score; 0 is inside the interval | **does not hold** |"
-        in text
-    )
-    assert "| (ours) it is kind |  |  |  |" in text and "**not run**" in text
-    assert "| p/a | 1,000 | 1.000 |  | 1.000 |  |" in text
-    assert "| paper | holds | does not hold | not run |" in text and "| X | 1 | 1 | 0 |" in text
-    assert "    draftmill sweep p.yaml\n" in text and "A remark." in text and "Run here." in text
-    assert shown(Interval(0.5)) == "0.500"
-
-
 def test_a_paper_is_answered_from_what_has_run(tmp_path: Path) -> None:
     results = made_results(tmp_path)
     claims = (
@@ -161,6 +136,9 @@ def test_a_paper_is_answered_from_what_has_run(tmp_path: Path) -> None:
     assert [answer.verdict for answer in section.answers] == ["holds", "not run"]
     assert [(case.case, case.samples, case.tokens) for case in section.cases] == [("a", 40, 160), ("b", 40, 160)]
     assert section.cases[0].nfe_per_token == 1.0
+    text = page([section], "Run here.")
+    assert "| it is fast | table 9 |" in text and "forwards; below 1 | **holds** |" in text and "**not run**" in text
+    assert "| p/a | 40 | 1.000 |" in text and "| X | 1 | 0 | 1 |" in text and "Run here." in text
 
 
 def test_each_humaneval_row_hides_one_line_of_the_solution_and_keeps_its_test(tmp_path: Path) -> None:
@@ -179,10 +157,3 @@ def test_each_humaneval_row_hides_one_line_of_the_solution_and_keeps_its_test(tm
             hidden = found["program"][start:end]
             assert hidden in [line.strip() for line in problem["canonical_solution"].splitlines()] and hidden
             assert start >= len(problem["prompt"]) and found["check"].endswith(f"check({problem['entry_point']})\n")
-
-
-def test_the_stories_have_five_sentences() -> None:
-    lines = (ROOT / "examples/papers/data/stories.jsonl").read_text().splitlines()
-    stories = [json.loads(line) for line in lines]
-    assert len(stories) == len({story["id"] for story in stories}) == 24
-    assert all(len(story["story"]) == 5 for story in stories)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from draftmill.jobs.schedule.unit_leases import SchedulerState, Unit
+from draftmill.jobs.schedule.unit_leases import SchedulerState
 from tests.simulation.disk import Broken, Handle, Job, check_promise
 from tests.simulation.schedules import drawn_job, play, simulated
 from tests.simulation.world import Fault, Kind, SimThread, World
@@ -120,22 +120,4 @@ def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work)
         return known and (known[0], known[1][:1])
 
     with patch.object(SchedulerState, "dismiss", forgetful):
-        assert broken_within(at_work, 300) == "the job does not end"
-
-
-def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work):
-    dismiss = SchedulerState.dismiss
-
-    def careless(self: SchedulerState, name: str) -> Any:
-        known = dismiss(self, name)
-        return known and (known[0], [] if known[0].leaving else known[1])
-
-    with patch.object(SchedulerState, "dismiss", careless):
-        assert broken_within(at_work, 2000) == "the job does not end"
-
-
-@pytest.mark.slow
-def test_copies_of_a_unit_that_fails_are_found(at_work):
-    """A mistake that was made: while one copy ran, the failures of the other settled nothing, for ever."""
-    with patch.object(Unit, "suspect", property(lambda self: self.alone)):
         assert broken_within(at_work, 300) == "the job does not end"

@@ -29,6 +29,7 @@ PINS = dict(
 DOCKERFILES = [ROOT / "infra" / "Dockerfile", ROOT / "infra" / "Dockerfile.cuda"]
 BOTH = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 
+
 EXAMPLE = [
     "examples/infill_stdlib.yaml", "--for", "rayjob",
     "--set", "output.path=s3://my-bucket/stdlib-infill", "--set", "workers={count: 2, cpus: 4}",
@@ -66,24 +67,6 @@ def test_the_pins_are_those_that_torchs_cuda_build_requires():
 @BOTH
 def test_hadolint_has_nothing_to_say(dockerfile):
     assert docker_problems(dockerfile) == []
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "rule"),
-    [
-        ("USER 1000:1000", "USER root", "DL3002"),
-        ("python:3.11.14-slim-bookworm", "python:latest", "DL3007"),
-        ("WORKDIR /app", "WORKDIR app", "DL3000"),
-        ("--no-cache-dir", "", "DL3042"),
-        ("# hadolint ignore=DL3008", "", "DL3008"),
-    ],
-)
-@BOTH
-def test_hadolint_finds_a_planted_mistake(dockerfile, right, wrong, rule, tmp_path):
-    text = dockerfile.read_text()
-    assert right in text
-    (tmp_path / "Dockerfile").write_text(text.replace(right, wrong))
-    assert rule in "\n".join(docker_problems(tmp_path / "Dockerfile"))
 
 
 @BOTH

@@ -65,7 +65,20 @@ def call(environment: Path, folder: Path, program: str, *arguments: str) -> str:
 def test_the_package_is_the_installed_one(environment, folder):
     assert call(environment, folder, "python", "-c", HERE).strip() == str(packages_of(environment))
     assert "usage: draftmill" in call(environment, folder, "draftmill", "--help")
-    assert (packages_of(environment) / "draftmill" / "py.typed").is_file()
+    packages = packages_of(environment)
+    assert {path.name for path in packages.iterdir() if "." not in path.name} <= {"draftmill", "__pycache__"}
+    folders = {
+        "jobs",
+        "actors",
+        "decoders",
+        "storage",
+        "infra",
+        "__init__.py",
+        "constraints.txt",
+        "py.typed",
+        "version.py",
+    }
+    assert {path.name for path in (packages / "draftmill").iterdir()} - {"__pycache__"} == folders
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from recipes import ar, causal, causal_folder, corpus, loop
 
@@ -52,18 +51,6 @@ def check_training(make: Any, steps: int = 30) -> None:
         losses.append([trainer.advance() for _ in range(steps)])
     assert losses[0] == losses[1]
     assert np.mean(losses[0][-8:]) < np.mean(losses[0][:8]) - 0.2
-
-
-def check_resumed(folder: Path, straight: Any, first: Any, second: Any) -> None:
-    """A training of six steps that `second` resumes after three of `first` ends with the bits of `straight`."""
-    assert loop.run(straight, None, loop.Pace(), no_report)
-    for _ in range(3):
-        first.advance()
-    first.save(folder)
-    assert second.restore(folder) and (second.step, second.tokens) == (3, first.tokens)
-    assert loop.run(second, folder, loop.Pace(), no_report)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
 def written_twice(recipe: Any, flags: list[str], folder: Path) -> tuple[Path, Path]:

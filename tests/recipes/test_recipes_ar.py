@@ -12,7 +12,6 @@ from recipes import ar, causal, causal_folder, corpus, loop
 from tests.recipes.recipes_of_tests import (
     MODEL_FILES,
     SHAPE,
-    check_resumed,
     check_training,
     check_written,
     has_tokenizer,
@@ -67,25 +66,9 @@ def test_the_loss_is_that_of_each_token_given_those_before(prepared):
     assert causal.next_token_loss(model, ids).item() == pytest.approx(expected.item(), abs=0.02)  # bfloat16 products
 
 
-def test_fresh_weights_depend_on_the_seed_alone():
-    torch.manual_seed(5)
-    before = torch.random.get_rng_state()
-    one = causal.new_model(SHAPE, 3)
-    assert torch.equal(before, torch.random.get_rng_state())
-    two, other = causal.new_model(SHAPE, 3), causal.new_model(SHAPE, 4)
-    assert torch.equal(one.model.embed_tokens.weight, two.model.embed_tokens.weight)
-    assert not torch.equal(one.model.embed_tokens.weight, other.model.embed_tokens.weight)
-    assert one.lm_head.weight is one.model.embed_tokens.weight
-
-
 @pytest.mark.slow
 def test_training_is_deterministic_and_lowers_the_loss(prepared):
     check_training(lambda: trainer_of(prepared, 30))
-
-
-def test_a_resumed_training_ends_with_the_same_bits(prepared, tmp_path):
-    other = causal.Trainer(causal.new_model(SHAPE, 9), plan_of(6), prepared.train, torch.device("cpu"))
-    check_resumed(tmp_path, trainer_of(prepared, 6), trainer_of(prepared, 6), other)
 
 
 def test_perplexity_of_a_uniform_model_is_known(prepared):

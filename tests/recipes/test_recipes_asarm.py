@@ -8,9 +8,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 
 from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
-from recipes import asarm, corpus, draft_heads, evaluation, folder, head_training, loop, masking, training
+from recipes import asarm, corpus, draft_heads, evaluation, folder, head_training, masking, training
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
-from tests.recipes.recipes_of_tests import check_resumed, check_training, check_written, no_report, written_twice
+from tests.recipes.recipes_of_tests import check_training, check_written, written_twice
 
 MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
 
@@ -85,14 +85,6 @@ def test_the_tokenizer_round_trips_any_text(tokenizer):
         ids = corpus.encode(tokenizer, text)
         assert tokenizer.decode(ids) == text
         assert all(index >= len(corpus.SPECIAL_TOKENS) for index in ids)
-
-
-def test_the_tokenizer_round_trips_the_standard_library(files, tokenizer):
-    sizes = corpus.token_bytes(tokenizer)
-    for file in files[::40]:
-        ids = corpus.encode(tokenizer, file.text)
-        assert tokenizer.decode(ids) == file.text
-        assert sizes[ids].sum() == len(file.text.encode())
 
 
 def test_special_ids_are_xlnets_and_every_byte_has_a_token(tokenizer):
@@ -212,17 +204,6 @@ def test_training_is_deterministic_and_lowers_the_loss(stream):
     check_training(lambda: micro_trainer(stream, 30))
 
 
-def test_a_resumed_training_ends_with_the_same_bits(stream, tmp_path):
-    check_resumed(tmp_path, micro_trainer(stream, 6), micro_trainer(stream, 6), micro_trainer(stream, 6, seed=99))
-    assert not micro_trainer(stream, 6).restore(tmp_path / "nothing")
-
-
-def test_training_stops_when_its_minutes_are_over_and_keeps_its_state(stream, tmp_path):
-    trainer = micro_trainer(stream, 1000)
-    assert not loop.run(trainer, tmp_path, loop.Pace(minutes=0.0), no_report)
-    assert loop.checkpoint_state(tmp_path / "checkpoint.safetensors")["step"] == trainer.step == 1
-
-
 def test_acceptance_and_both_losses_of_a_draft_law():
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log()
     q = torch.tensor([[0.2, 0.3, 0.5, 0.0]]).log()
@@ -257,21 +238,6 @@ def test_heads_learn_and_training_them_is_deterministic(stream):
     assert np.mean(losses[0][20:26]) < np.mean(losses[0][:4])
     for one, two in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
         assert torch.equal(one, two)
-
-
-def test_untrained_heads_change_nothing_and_a_fresh_row_is_always_accepted(stream):
-    model = random_model(MICRO)
-    heads = DraftHeads(width=MICRO.d_model, markov_hidden=16)
-    found = evaluation.draft_acceptance(model, heads, stream, length=32, revealed=0.3, limit=4)
-    assert found["stale"] == pytest.approx(found["markov"])
-    windows = next(evaluation.held_out_windows(stream, length=32, revealed=0.3, seed=0))
-    rows = draft_heads.rows_of(windows, torch.device("cpu"))
-    fresh, again = draft_heads.read_frozen(model, rows, [rows.canvas.rank, rows.canvas.rank], bfloat16=False)
-    law = draft_heads.log_law(model, fresh)
-    torch.testing.assert_close(
-        head_training.acceptance(law, draft_heads.log_law(model, again)), torch.ones(len(law)), atol=1e-5, rtol=0
-    )
-    assert (law[:, corpus.MASK_ID] == -torch.inf).all()
 
 
 def test_bits_per_byte_of_a_uniform_model_are_known(stream, tokenizer):

@@ -31,14 +31,12 @@ from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes.recipes_of_tests import (
     MODEL_FILES,
     SHAPE,
-    check_resumed,
     check_training,
     check_written,
     has_tokenizer,
     short_schedule,
     written_twice,
 )
-from tests.runs.causal_jobs import job_spec, run_here
 
 CPU = torch.device("cpu")
 CASES = [Layout(1, True), Layout(4, False), Layout(4, True), Layout(16, False)]
@@ -110,24 +108,6 @@ def test_a_masked_token_is_scored_as_in_a_forward_of_the_text_before_its_block_a
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_the_drawing_is_what_rows_see():
-    drawn = """
-        1111 .... .... .... .... ....
-        .... 2222 .... 1111 .... ....
-        .... .... 3333 1111 2222 ....
-        .... .... .... 1111 .... ....
-        .... .... .... 1111 2222 ....
-        .... .... .... 1111 2222 3333
-    """
-    rows = ["".join(line.split()) for line in drawn.split("\n") if line.strip()]
-    expected = torch.tensor([[sign != "." for sign in row] for row in rows]).repeat_interleave(4, 0)
-    assert torch.equal(visibility(12, Layout(4, causal=False)), expected)
-    causal_clean = visibility(12, Layout(4, causal=True))
-    assert torch.equal(causal_clean[:12], expected[:12])
-    assert torch.equal(causal_clean[12:, 12:], torch.ones(12, 12).tril().bool())
-    assert torch.equal(visibility(6, Layout(1, True)), visibility(6, Layout(1, False)))
-
-
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 
@@ -159,19 +139,6 @@ def test_every_block_has_a_uniform_number_of_masks_and_a_token_counts_one_on_ave
 def test_windows_without_whole_blocks_are_refused():
     with pytest.raises(ValueError, match=r"windows of 12 tokens .* multiples of 8"):
         draw_mask(np.random.default_rng(0), 12, 8)
-
-
-@pytest.mark.slow
-def test_a_steps_batch_depends_on_seed_and_step_only(start, prepared):
-    one, two, other = (trainer_of(start, prepared, 9, seed) for seed in (0, 0, 1))
-    for _ in range(2):
-        two.advance()
-    first, again = vars(one.batch(5)), vars(two.batch(5))
-    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
-    for elsewhere in (one.batch(6), other.batch(5)):
-        assert first["masked"].shape != elsewhere.masked.shape or not torch.equal(first["masked"], elsewhere.masked)
-    length = first["ids"].shape[1]
-    assert first["ids"].numel() == 512 and first["visible"].shape == (512 // length, 2 * length, 2 * length)
 
 
 @pytest.mark.slow
@@ -265,19 +232,6 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding_each_block(prepared, 
     assert block_quality.bound(model, prepared, layout).nats_per_token * 6 == pytest.approx(exact, rel=0.02)
 
 
-def test_with_blocks_of_one_token_bound_and_next_token_law_agree(prepared):
-    model = random_model()
-    bound = block_quality.bound(model, prepared, Layout(1, True), limit=2)
-    following = block_quality.next_token(model, prepared, length=256, limit=2)
-    ids = torch.from_numpy(absorbing_quality.windows(prepared, 256, 2))
-    first = torch.zeros_like(ids, dtype=torch.bool)
-    first[:, 0] = True
-    with torch.no_grad():
-        law = block_training.masked_logits(model, ids, first, visibility(256, Layout(1, True))[None]).log_softmax(-1)
-    rest = bound.nats_per_token * 512 + float(law.gather(1, ids[:, :1]).sum())
-    assert following.nats_per_token * 510 == pytest.approx(rest, rel=1e-4)
-
-
 def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likelier_than_tau():
     model, layout = random_model(), Layout(4, False)
     ids, visible = (
@@ -311,11 +265,6 @@ def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likel
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_is_repeatable(start, prepared):
     check_training(lambda: trainer_of(start, prepared, 30))
-
-
-@pytest.mark.slow
-def test_a_resumed_training_ends_with_the_same_bits(start, prepared, tmp_path):
-    check_resumed(tmp_path, *(trainer_of(start, prepared, 6) for _ in range(3)))
 
 
 @pytest.fixture(scope="module")
@@ -362,24 +311,3 @@ def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(writt
         expected = block_training.masked_logits(model, ids.unsqueeze(0), masked.unsqueeze(0), seen)
     hidden: Any = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
     torch.testing.assert_close(backbone.logits(hidden[masked]), expected, atol=1e-5, rtol=1e-5)
-
-
-PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "class A:\n    def f("}]
-
-
-@pytest.mark.slow
-def test_the_decoders_of_block_diffusion_run_on_the_written_folder(written, tmp_path):
-    def completed(name: str, decoder: dict[str, Any]) -> dict[str, Any]:
-        sections: dict[str, Any] = {
-            "model": {"path": str(written[0]), "device": "cpu"},
-            "sampling": {"temperature": 1.0},
-        }
-        return run_here(job_spec(tmp_path, PROMPTS, **sections, decoder=decoder, output={"path": str(tmp_path / name)}))
-
-    blocks = completed("blocks", {"kind": "block_diffusion", "steps": 2})
-    single = completed("single", {"kind": "block_diffusion", "block_size": 1})
-    verified = completed("verified", {"kind": "s2d2", "causal_cache": True, "router": {"kind": "min_span", "span": 1}})
-    for name in ("one", "two"):
-        assert all((run[name]["status"], run[name]["new_tokens"]) == ("ok", 16) for run in (blocks, single, verified))
-        assert single[name]["tokens"] == verified[name]["tokens"]
-        assert blocks[name]["nfe"] < single[name]["nfe"]

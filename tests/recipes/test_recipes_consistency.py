@@ -132,20 +132,6 @@ def test_versions_of_one_sample_do_not_see_each_other():
         torch.testing.assert_close(both[number], student_logits(version)[0])
 
 
-def test_a_noisy_row_sees_no_clean_copy_of_its_own_block():
-    rng = np.random.default_rng(1)
-    trajectory = random_trajectory(rng, 3, 3)
-    packed = packing.pack(trajectory, [states[0] for states in trajectory.blocks])
-    for window, clean_seen in ((None, 0), (1, 48), (2, 32)):
-        visible = packing.collate([packed], window).visible[0].numpy()
-        noisy, clean = packed.kind == packing.NOISY, packed.kind == packing.CLEAN
-        rows, columns = np.nonzero(visible & noisy[:, None] & clean[None, :])
-        assert (packed.block[columns] < packed.block[rows]).all()
-        assert len(rows) == clean_seen  # 4 x 4 for every earlier window's block
-        assert not (visible & ~noisy[:, None] & noisy[None, :]).any()
-        assert (packed.positions[None, :] <= packed.positions[:, None])[visible].all()
-
-
 def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> distillation.Trainer:
     plan = distillation.Plan(
         steps=steps, seed=seed, lengths=(16,), length_shares=(1.0,), warmup=2, learning_rate=5e-3, ratios=4

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +17,12 @@ from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes.recipes_of_tests import (
     MODEL_FILES,
     SHAPE,
-    check_resumed,
     check_training,
     check_written,
     has_tokenizer,
     short_schedule,
     written_twice,
 )
-from tests.runs.causal_jobs import job_spec, run_here
 
 CPU = torch.device("cpu")
 
@@ -57,19 +54,6 @@ def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet():
     assert {absorbing.suffix_mask(rng, 6).sum() for _ in range(100)} == {1, 2, 3}
 
 
-@pytest.mark.slow
-def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start, prepared):
-    one, two, other = (trainer_of(start, prepared, 9, seed) for seed in (0, 0, 1))
-    for _ in range(3):
-        two.advance()
-    first, again = one.batch(5), two.batch(5)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    for elsewhere in (one.batch(6), other.batch(5)):
-        assert first[1].shape != elsewhere[1].shape or not torch.equal(first[1], elsewhere[1])
-    assert first[0].shape == first[1].shape and first[0].numel() == 512
-    assert absorbing.weighted_loss(one.model, *first).item() == one.batch_loss(5)[0].item()
-
-
 # ---- the objective ---------------------------------------------------------------------------------------------------
 
 
@@ -93,17 +77,6 @@ def test_the_loss_is_the_weighted_sum_over_masked_tokens_given_the_others(start,
         law = model(input_ids=shown, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool)).logits[0].log_softmax(-1)
         total -= weight * sum(law[i, ids[row, i]].item() for i in masked[row].nonzero()[:, 0])
     assert absorbing.weighted_loss(model, ids, masked).item() == pytest.approx(total / 12, rel=0.01)  # bfloat16
-
-
-def test_a_masked_token_sees_both_sides_and_never_itself(start):
-    model = absorbing.model_from(start).eval()
-    ids, masked = torch.arange(20, 28).unsqueeze(0), (torch.arange(8) == 3).unsqueeze(0)
-    before = absorbing.masked_logits(model, ids, masked)
-    for place in range(8):
-        changed = ids.clone()
-        changed[0, place] = 99
-        same = torch.equal(before, absorbing.masked_logits(model, changed, masked))
-        assert same == (place == 3)
 
 
 def test_the_bound_of_a_law_without_context_is_its_entropy(start, prepared):
@@ -153,10 +126,6 @@ def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start, prep
     check_training(lambda: trainer_of(start, prepared, 30))
 
 
-def test_a_resumed_training_ends_with_the_same_bits(start, prepared, tmp_path):
-    check_resumed(tmp_path, *(trainer_of(start, prepared, 6) for _ in range(3)))
-
-
 @pytest.fixture(scope="module")
 def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What the recipe writes in one go, and in two."""
@@ -191,34 +160,3 @@ def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(writt
         expected = absorbing.masked_logits(model, ids.unsqueeze(0), masked.unsqueeze(0))
     hidden = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
     torch.testing.assert_close(backbone.logits(hidden[masked]), expected, atol=1e-5, rtol=1e-5)
-
-
-INFILL = [{"id": str(n), "text": f"def f{n}(x):\n    return <mask:{n + 2}> + x<mask:2>\n"} for n in range(4)]
-PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "class A:\n    def f("}]
-
-
-@pytest.mark.slow
-def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written, tmp_path):
-    def filled(kind: str) -> dict[str, Any]:
-        sections: dict[str, Any] = {"task": {"kind": "infill", "mask": {"kind": "marker"}}}
-        sections |= {"model": {"path": str(written[0]), "device": "cpu"}, "decoder": {"kind": kind}}
-        return run_here(job_spec(tmp_path, INFILL, **sections, output={"path": str(tmp_path / kind)}))
-
-    plain, speculative = filled("stepwise"), filled("ssd")
-    for name, row in plain.items():
-        assert (row["status"], row["new_tokens"]) == ("ok", int(name) + 4)
-        assert (row["text"], row["tokens"]) == (speculative[name]["text"], speculative[name]["tokens"])
-        assert speculative[name]["nfe"] <= row["nfe"]
-
-
-def test_the_written_folder_drafts_for_the_model_that_it_started_from(written, start, tmp_path):
-    def completed(decoder: dict[str, Any]) -> dict[str, Any]:
-        sections: dict[str, Any] = {"model": {"path": str(start), "device": "cpu"}, "sampling": {"temperature": 1.0}}
-        output = {"path": str(tmp_path / decoder["kind"])}
-        return run_here(job_spec(tmp_path, PROMPTS, **sections, decoder=decoder, output=output))
-
-    plain = completed({"kind": "autoregressive"})
-    drafted = completed({"kind": "specdiff", "gamma": 4, "steps": 2, "drafter": {"path": str(written[0])}})
-    for name, row in plain.items():
-        assert (row["status"], row["tokens"]) == ("ok", drafted[name]["tokens"])
-        assert drafted[name]["proposed"] > 0

@@ -143,23 +143,6 @@ def test_training_is_deterministic_and_more_is_accepted_on_other_text(pair):
 # ---- the folder --------------------------------------------------------------------------------------------------
 
 
-def test_the_section_goes_before_the_training_and_replaces_an_older_one(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("# name\n\nText.\n\n## Training\n\n- steps: 3\n\n## Held-out files\n\n- `a.py`\n")
-    draft_report.put_section(readme, [draft_report.HEADING, "", "old"])
-    first = readme.read_text()
-    draft_report.put_section(readme, [draft_report.HEADING, "", "new"])
-    assert readme.read_text() == first.replace("old", "new")
-    assert first == (
-        "# name\n\nText.\n\n## Draft head\n\nold\n\n## Training\n\n- steps: 3\n\n## Held-out files\n\n- `a.py`\n"
-    )
-    bare = tmp_path / "bare" / "README.md"
-    bare.parent.mkdir()
-    for _ in range(2):
-        draft_report.put_section(bare, [draft_report.HEADING, "", "new"])
-        assert bare.read_text() == "# bare\n\n## Draft head\n\nnew\n"
-
-
 @pytest.mark.slow
 def test_the_recipe_writes_a_head_that_specdiff_finds(folders, tmp_path, monkeypatch):
     train, held_out = corpus.split(corpus.standard_library())

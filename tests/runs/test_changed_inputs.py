@@ -19,7 +19,7 @@ from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.planning import make_plan, survey
 from draftmill.jobs.plan.resolve import resolve, resolved_of
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.storage.errors import ChangedInput, UserError
+from draftmill.storage.errors import ChangedInput
 from draftmill.storage.inputs import reader, sources, tables
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
@@ -119,13 +119,6 @@ def test_a_copy_with_another_date_is_the_planned_file_and_is_read(folder):
     spec, plan, path = planned(folder)
     os.utime(path, (1, 1))
     assert decode(spec, plan) == [] and len(results_of(spec)) == len(PLANNED)
-
-
-def test_a_resume_after_a_replacement_is_refused_with_the_files_name(folder):
-    spec, _, path = planned(folder)
-    write(path, OTHERS)
-    with pytest.raises(UserError, match=r"inputs changed since .* was planned: rows\.jsonl"):
-        resolve(spec, open_store(spec.output.path))
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

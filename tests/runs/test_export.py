@@ -25,18 +25,6 @@ from tests.runs.causal_jobs import ROOM, save_model
 from tests.runs.jobs_here import run, without_ray
 from tests.runs.test_rerun import STILL_SICK, run_with
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-
-
-def request(name: str, body: Any, *, chat: bool) -> dict[str, Any]:
-    url = "/v1/chat/completions" if chat else "/v1/completions"
-    return {"custom_id": name, "method": "POST", "url": url, "body": body}
-
-
-def says(*contents: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": content} for content in contents]}
-
-
 PROMPTS = {
     "plain": {"model": "m", "prompt": "def f(x):"},
     "a list of one": {"model": "m", "prompt": ["def f(x):"]},
@@ -44,26 +32,18 @@ PROMPTS = {
     "no prompt": {"model": "m", "input": "x"},
     "a list of two": {"model": "m", "prompt": ["a", "b"]},
 }
-TALKS = {
-    "a text": says("hello"),
-    "text parts": says([{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]),
-    "two messages": says("hello", "there"),
-    "an image": says([{"type": "image_url", "image_url": {"url": "http://x"}}]),
-    "a number": says(7),
-    "nobody": {"model": "m", "messages": []},
-}
 
 
-def batch(folder: Path, bodies: dict[str, Any], *, chat: bool) -> int:
-    """Run a file of requests by a small causal model; returns the exit code."""
-    folder.mkdir(exist_ok=True)
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a file of requests by a small causal model."""
+    folder = tmp_path_factory.mktemp("prompts")
     save_model(folder / "model", ends=[2])
-    settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    lines = [json.dumps(request(name, body, chat=chat)) for name, body in bodies.items()]
+    plain = {"method": "POST", "url": "/v1/completions"}
+    lines = [json.dumps(plain | {"custom_id": name, "body": body}) for name, body in PROMPTS.items()]
     (folder / "batch.jsonl").write_text("\n".join(lines))
     spec = {
-        "task": {"kind": "complete", "max_new_tokens": ROOM, "chat": chat},
+        "task": {"kind": "complete", "max_new_tokens": ROOM},
         "input": {"path": str(folder / "batch.jsonl")},
         "model": {"path": str(folder / "model"), "device": "cpu"},
         "decoder": {"kind": "autoregressive"},
@@ -71,20 +51,7 @@ def batch(folder: Path, bodies: dict[str, Any], *, chat: bool) -> int:
     }
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
-        return run(spec, folder / "job.yaml")
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prompts")
-    assert batch(folder, PROMPTS, chat=False) == 3
-    return folder
-
-
-@pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("talks")
-    assert batch(folder, TALKS, chat=True) == 3
+        assert run(spec, folder / "job.yaml") == 3
     return folder
 
 
@@ -121,27 +88,6 @@ def test_prompts_of_a_batch_come_back_as_its_answers(prompts, tmp_path):
         assert error["error"] == {"code": rows[name]["error_kind"], "message": rows[name]["error"]}
     assert rows["plain"]["prompt_tokens"] == rows["a list of one"]["prompt_tokens"]
     assert len({line["id"] for line in [*answers.values(), *errors.values()]}) == len(PROMPTS)
-
-
-def test_conversations_of_a_batch_come_back_as_messages(talks, tmp_path):
-    out, apart = tmp_path / "answers.jsonl", tmp_path / "what failed.jsonl"
-    command = ["export", str(talks / "run"), "--format", "openai", "--out", str(out), "--errors", str(apart)]
-    assert main(command) == 0
-    answers, errors, rows = lines_of(out), lines_of(apart), rows_of(talks / "run")
-    assert set(answers) == {"a text", "text parts", "two messages"}
-    for name, answer in answers.items():
-        body = answer["response"]["body"]
-        assert body["object"] == "chat.completion"
-        assert body["choices"][0]["message"] == {"role": "assistant", "content": rows[name]["text"]}
-    assert (
-        rows["text parts"]["prompt_tokens"] == rows["a text"]["prompt_tokens"] < rows["two messages"]["prompt_tokens"]
-    )
-    assert {name: error["error"]["code"] for name, error in errors.items()} == {
-        "an image": "bad_messages",
-        "a number": "bad_messages",
-        "nobody": "bad_messages",
-    }
-    assert "part of type 'image_url'" in errors["an image"]["error"]["message"]
 
 
 def test_an_answer_of_every_kind_has_the_reason_that_the_api_has():

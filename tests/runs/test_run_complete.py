@@ -12,6 +12,11 @@ import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import check_spec
+from draftmill.jobs.drive.log import shown
+from draftmill.jobs.results.status import status
+from draftmill.jobs.run.job import run_job
+from draftmill.jobs.run.session import RunOptions
+from draftmill.jobs.run.validate import validate
 from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import (
     LONGEST,
@@ -24,6 +29,7 @@ from tests.runs.causal_jobs import (
     run_here,
     save_model,
 )
+from tests.runs.local_pool import without_ray
 
 PROMPTS = {
     "one": "def f(x):\n    return x\n",
@@ -94,10 +100,6 @@ def test_a_finished_run_is_verified_and_decoded_again(world, completed, capsys):
     assert "is already finished" in out and "6 ok, 1 failed" in out and "NFE per token" in out
 
 
-def output(folder: Path, name: str) -> dict[str, Any]:
-    return {"path": str(folder / name), "unit_rows": 8}
-
-
 def test_a_prompt_that_is_too_long_is_cut_and_the_row_says_how_much(world, tmp_path):
     text = "x = 1\n" * LONGEST
     source = {"path": str(tmp_path / "rows.jsonl"), "truncate": "left"}
@@ -127,38 +129,6 @@ def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world, tmp_path
     assert row["finish"] == "stop" and row["text"] == text[: text.index(stop)]
     assert row["tokens"] == free[: row["new_tokens"]] and stop in world.tokenizer.decode(row["tokens"])
     assert stop not in world.tokenizer.decode(row["tokens"][:-1]) and row["nfe"] == row["new_tokens"]
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    "decoder",
-    [
-        {"kind": "speculative", "k": 3},
-        {"kind": "speculative", "k": 3, "drafter": {"kind": "model", "path": "SMALL"}},
-        {"kind": "speculative", "k": 3, "drafter": {"kind": "suffix"}},
-        {"kind": "jacobi", "block_size": 4},
-        {"kind": "multiblock_jacobi", "block_size": 4},
-    ],
-    ids=lambda decoder: "-".join([decoder["kind"], decoder.get("drafter", {}).get("kind", "")]),
-)
-def test_every_decoder_writes_the_text_of_the_sequential_one(world, tmp_path, decoder):
-    if "path" in decoder.get("drafter", {}):
-        save_model(tmp_path / "small", ends=[2], num_hidden_layers=1)
-        decoder = decoder | {"drafter": {"kind": "model", "path": str(tmp_path / "small")}}
-    sampling = {"temperature": 0.8, "top_p": 0.95}
-    stops = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
-    sequential = run_here(world.spec(tmp_path, ROWS, task=stops, sampling=sampling))
-    changes = {"decoder": decoder, "sampling": sampling, "output": output(tmp_path, "other")}
-    other = run_here(world.spec(tmp_path, ROWS, task=stops, **changes))
-    assert {row["finish"] for row in sequential.values()} >= {"stop"}
-    for name, row in sequential.items():
-        said = {key: (row[key], other[name][key]) for key in ("tokens", "text", "finish", "error_kind")}
-        assert all(mine == theirs for mine, theirs in said.values()), said
-    own = decoder.get("drafter", {"kind": "ngram" if decoder["kind"] == "speculative" else None})
-    drafter = own.get("path", own["kind"])
-    assert {row["drafter"] for row in other.values()} == {drafter}
-    if "drafter" in decoder:
-        assert all(row["nfe_draft"] for row in other.values() if row["status"] == "ok" and row["new_tokens"] > 1)
 
 
 def no_folder(folder: Path) -> None:
@@ -237,3 +207,19 @@ def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(world, tmp_path, caps
     ):
         assert part in said, f"{part!r} is not in\n{said}"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", "true:"), ("bfloat16", "false:")])
+def test_validate_the_run_and_status_say_whether_results_are_exact(world, tmp_path, capsys, dtype, exact):
+    model = {"path": str(world.folder / "model"), "device": "cpu", "dtype": dtype}
+    spec = world.spec(tmp_path, ROWS[:2], model=model)
+
+    def said() -> set[str]:
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return {line[1] for line in lines if line[:1] == ["exact"]}
+
+    assert validate(spec) == 0 and said() == {exact}
+    with without_ray(), shown():
+        assert run_job(spec, RunOptions()) == 0 and said() == {exact}
+    assert status(spec.place(spec.output.path)) == 0 and said() == {exact}

@@ -75,13 +75,6 @@ def test_a_causal_model_fills_typed_holes_one_after_another(tmp_path):
         assert re.fullmatch(NAMED["int"]["regex"], number) and re.fullmatch(NAMED["sum"]["regex"], summand)
 
 
-@pytest.mark.slow
-def test_block_diffusion_keeps_the_schema_in_every_schedule(tmp_path):
-    for decoder in ({"kind": "block_diffusion"}, {"kind": "s2d2"}):
-        for text in texts_of(decoded(tmp_path, PROMPTS, "block-tiny", decoder, COMPLETE)).values():
-            jsonschema.validate(json.loads(text), SCHEMA)
-
-
 def test_rows_have_constraints_of_their_own_and_bad_ones_fail_alone(tmp_path):
     rules = [{"choice": ["a", "b"]}, '{"regex": "[0-9]{3}"}', None, {"regex": "("}, {"regex": "x{90}"}, "?"]
     rows = [{"id": f"{n}", "prompt": "def f", "rule": rule} for n, rule in enumerate(rules)]
@@ -134,32 +127,6 @@ def test_a_grammar_is_for_causal_models(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             decoded(tmp_path, PROMPTS, model, decoder, COMPLETE | {"constraint": {"grammar": grammar}})
-
-
-WIDE: list[dict[str, Any]] = [
-    {
-        "type": "object",
-        "properties": {'a"b': {"pattern": "cat|dog", "type": "string", "maxLength": 20}},
-        "required": ['a"b'],
-    },
-    {"type": "object", "properties": {"a": {"type": "integer", "minimum": 18, "maximum": 99}}, "required": ["a", "b"]},
-    {"type": "string", "format": "time"},
-    {},
-]
-
-
-@pytest.mark.parametrize(("model", "kind"), [("ar-tiny", "autoregressive"), ("mdm-tiny", "stepwise")])
-def test_rows_with_schemas_of_their_own_are_valid_and_too_large_ones_fail_alone(tmp_path, model, kind):
-    rules = [{"json_schema": schema} for schema in [*WIDE, {"type": "string", "maxLength": 10**6}, {"enum": []}]]
-    rows = [{"id": f"{n}", "prompt": "def f", "rule": json.dumps(rule)} for n, rule in enumerate(rules)]
-    (tmp_path / "rows.jsonl").write_text("")
-    columns = {"path": str(tmp_path / "rows.jsonl"), "columns": {"constraint": "rule"}}
-    found = decoded(tmp_path, rows, model, {"kind": kind}, {"kind": "complete", "max_new_tokens": 48}, input=columns)
-    for number, schema in enumerate(WIDE):
-        assert found[f"{number}"]["status"] == "ok", found[f"{number}"]["error"]
-        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-        jsonschema.validate(json.loads(found[f"{number}"]["text"]), schema, format_checker=checker)
-    assert "more than 60,000 states" in found["4"]["error"] and "#/enum" in found["5"]["error"]
 
 
 def test_a_schema_is_refused_before_the_model_is_looked_for(tmp_path):

@@ -14,7 +14,6 @@ import pytest
 
 from draftmill.actors.checkpoints.models import BUILTIN
 from draftmill.actors.loop.worker import build_parts
-from draftmill.actors.messages import WorkUnit
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.keys import hole_key
@@ -22,7 +21,6 @@ from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.resolve import resolve, resolved_of
 from draftmill.jobs.plan.worker_job import make_job
-from draftmill.jobs.results.verify import decode_alone
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.records import TIMING_COLUMNS
 from draftmill.storage.stores.store import open_store
@@ -143,36 +141,6 @@ def test_rows_do_not_depend_on_slots_or_units(max_rows, sequential, tmp_path):
     assert without_times(found) == without_times(sequential[1])
 
 
-def test_a_sample_decoded_alone_is_the_same(sequential):
-    spec, rows = sequential
-    plan = load_plan(open_store(spec.output.path))
-    assert plan is not None
-    job = make_job(resolved_of(plan), plan)
-    decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
-    for index, planned in enumerate(plan.unit_rows(0)):
-        (sample,) = unit_io.open_unit(WorkUnit(0, 0, 8, 0, 1, 1, index, index + 1, probe=True))
-        assert decode_alone(decoder, sample).tokens.tolist() == rows[planned.id]["tokens"]
-
-
-def test_one_hole_is_a_completion_of_its_prompt(tmp_path):
-    """The same tokens as `complete` says them behind the same prompt, at temperature 0.8."""
-    pieces = [("def f(", "):\n"), ("", "x = 1\n"), ("import sys\n", ""), ("a = 5\n" * 9, "b = a")]
-    names, ids = tokenizer().vocabulary(), tokenizer().encode
-    rows: list[dict[str, Any]] = [{"id": str(n), "p": p, "s": s} for n, (p, s) in enumerate(pieces)]
-    prompts = [
-        {"id": str(n), "ids": [names["<sep>"], *ids(s), names["<cls>"], *ids(p)]} for n, (p, s) in enumerate(pieces)
-    ]
-    fim: dict[str, Any] = {"order": "spm", "middle": None, "ends": []}
-    columns = {"path": str(tmp_path / "a" / "rows.jsonl"), "columns": {"prefix": "p", "suffix": "s"}}
-    filled = run_here(spec_of(tmp_path / "a", rows, fim=fim, input=columns))
-    columns = {"path": str(tmp_path / "b" / "rows.jsonl"), "columns": {"tokens": "ids"}}
-    task = {"kind": "complete", "max_new_tokens": LIMIT}
-    completed = run_here(spec_of(tmp_path / "b", prompts, task=task, input=columns))
-    for name, row in completed.items():
-        assert filled[name]["tokens"] == row["tokens"] and filled[name]["prompt_tokens"] == row["prompt_tokens"]
-        assert filled[name]["fills"][0]["text"] == row["text"]
-
-
 def test_a_long_text_is_cut_and_the_row_says_so(tmp_path):
     text = "a = 1\n" * 400 + "<mask>" + "b = 2\n" * 400 + "<mask>"
     (row,) = run_here(spec_of(tmp_path, [{"id": "long", "text": text}])).values()
@@ -183,35 +151,11 @@ def test_a_long_text_is_cut_and_the_row_says_so(tmp_path):
     assert row["text"].startswith("a = 1\n" * 400) and "b = 2\n" * 400 in row["text"]
 
 
-def test_rows_that_do_not_fit_fail_alone(tmp_path):
-    rows: list[dict[str, Any]] = [
-        {"id": "good", "text": "a<mask>b"},
-        {"id": "none", "text": "ab"},
-        {"id": "null", "text": None},
-        {"id": "zero", "text": "<mask:0>"},
-    ]
-    found = run_here(spec_of(tmp_path, rows))
-    assert {name: row["error_kind"] for name, row in found.items()} == {
-        "good": None,
-        "none": "marker_absent",
-        "null": "missing_column",
-        "zero": "bad_mask",
-    }
-    assert found["good"]["status"] == "ok"
-
-
 def test_a_text_without_holes_comes_back_as_it_is(tmp_path):
     task = {"kind": "infill", "mask": {"kind": "lines"}, "fim": FIM}
     (row,) = run_here(spec_of(tmp_path, [{"id": "blank", "text": "\n \n"}], task=task)).values()
     assert (row["status"], row["text"], row["fills"], row["tokens"], row["finish"]) == ("ok", "\n \n", [], [], "filled")
     assert row["nfe"] == 0
-
-
-def test_a_model_without_the_tokens_is_refused_before_anything_is_written(tmp_path):
-    spec = spec_of(tmp_path, ROWS, task={"kind": "infill", "mask": {"kind": "marker"}})
-    with pytest.raises(UserError, match=r"task\.fim: 'auto': a causal model fills holes only if it was trained to"):
-        resolve(spec, open_store(spec.output.path))
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_tokens_that_ask_are_part_of_the_fingerprint(sequential):

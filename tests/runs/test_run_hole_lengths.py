@@ -64,26 +64,6 @@ def test_forwards_count_for_all_lengths_that_were_tried(tmp_path):
         assert row["nfe"] == 7 + sum(lengths_of(row))
 
 
-@pytest.mark.slow
-def test_a_bias_of_ones_own_decides_which_confidence_wins(tmp_path):
-    """A bias that grows with the length leaves the shortest, one that falls steeply the longest."""
-    for bias, first in (([0.0, 0.0, 1.0, -0.9, 0.0], 1), ([0.0, 0.0, 1.0, 0.9, 0.0], 4)):
-        task = OPEN | {"mask": OPEN["mask"] | {"bias": bias}}
-        results = decoded(tmp_path, ROWS, "mdm-tiny", {"kind": "threshold"}, task)
-        assert {lengths_of(row)[0] for row in results.values()} == {first}
-
-
-@pytest.mark.slow
-def test_slots_units_and_samples_change_no_length(tmp_path):
-    decoder = {"kind": "assd", "k": 3}
-    plain = decoded(tmp_path, ROWS, "asarm-tiny", decoder, OPEN)
-    output = {"path": str(tmp_path / "run-1"), "unit_rows": 1}
-    other = decoded(tmp_path, ROWS, "asarm-tiny", decoder, OPEN, batching={"max_rows": 1}, output=output)
-    for name, row in plain.items():
-        same = ("text", "tokens", "logprob", "length_logprob", "lengths_tried", "nfe", "proposed", "accepted")
-        assert [other[name][column] for column in same] == [row[column] for column in same]
-
-
 def test_only_lengths_that_can_match_a_constraint_are_tried(tmp_path):
     rule = {"choice": ["a", "a + b", "a + b + a"]}
     task = OPEN | {"mask": {"kind": "marker", "length": "auto"}, "constraint": rule}

@@ -1,19 +1,14 @@
-"""Metrics in whole jobs: judges beside score jobs and transformers' own law, `metrics:` in specs, and workers on Ray."""
+"""Metrics in whole jobs: judges beside score jobs, `metrics:` in specs, and workers on Ray."""
 
-import math
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from draftmill.actors.measuring.measure import MeasureWorker
 from draftmill.actors.metrics import registry
-from draftmill.actors.ray.pool import RayPool
 from draftmill.actors.sandbox.sandbox import problem
-from draftmill.decoders.common_settings import Sampling
 from draftmill.jobs.cli import main
 from draftmill.jobs.results import measure as finished_measure
 from draftmill.storage.runs.metric_files import read_metric_errors, read_metrics
@@ -54,26 +49,14 @@ def judged(world: World, tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
-@pytest.mark.slow
-def test_a_judge_gives_the_models_law(world, judged):
-    for name in "abd":
-        for prefix, before in (("judge", ""), ("after", f"def {name}(x):")):
-            prompt, ids = world.ids(before), world.tokenizer.encode(TEXTS[name])
-            with torch.no_grad():
-                laws = world.model(torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)
-            expected = sum(float(laws[len(prompt) - 1 + place, one]) for place, one in enumerate(ids))
-            assert by_id(judged, f"{prefix}_logprob")[name] == pytest.approx(expected, abs=1e-3)
-            assert by_id(judged, f"{prefix}_tokens")[name] == len(ids)
-            assert by_id(judged, f"{prefix}_perplexity")[name] == pytest.approx(
-                math.exp(-expected / len(ids)), rel=1e-4
-            )
-
-
 def test_a_judge_gives_what_a_score_job_gives(world, judged, tmp_path):
-    rows = [{"id": name, "completion": text} for name, text in TEXTS.items()]
-    scored = run_here(world.spec(tmp_path, rows, task={"kind": "score"}))
-    for name, row in scored.items():
-        assert by_id(judged, "judge_logprob")[name] == row["logprob"]
+    for judge in ("judge", "after"):
+        rows = [row | {"completion": TEXTS[row["id"]]} for row in ROWS]
+        rows = [{key: row[key] for key in row if key != "prompt" or judge == "after"} for row in rows]
+        (tmp_path / judge).mkdir()
+        scored = run_here(world.spec(tmp_path / judge, rows, task={"kind": "score"}))
+        for name, row in scored.items():
+            assert by_id(judged, f"{judge}_logprob")[name] == row["logprob"]
 
 
 def test_texts_that_a_judge_can_not_score_fail_alone(judged):
@@ -122,7 +105,6 @@ def test_metrics_that_can_not_be_measured_are_refused_before_decoding(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif("n" not in Sampling.model_fields, reason="no sampling.n in this version")
 @pytest.mark.skipif(problem("kernel") is not None, reason=f"no kernel sandbox here: {problem('kernel')}")
 def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path):
     """Units of two samples cut the rows of three apart."""
@@ -178,29 +160,6 @@ def test_a_sweep_loads_a_judge_once(tmp_path, monkeypatch):
     monkeypatch.setattr("draftmill.actors.measuring.measure.build_meter", counting)
     assert main(["sweep", str(judged_sweep(tmp_path)), "--local", "--quiet"]) == 0
     assert built.count("judge") == 1 and "length" in built
-    assert has_all_values(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_sweep_on_ray_keeps_its_measuring_workers(tmp_path, ray_session, monkeypatch):
-    """With their judges: MeasureWorker.begin keeps those that it has loaded."""
-    pools: list[RayPool] = []
-    started: list[RayPool] = []
-    build, start = RayPool.__init__, RayPool.start
-
-    def building(pool: RayPool, *given: Any, **options: Any) -> None:
-        build(pool, *given, **options)
-        pools.extend([pool] if options.get("worker_class") is MeasureWorker else [])
-
-    def starting(pool: RayPool, name: str) -> None:
-        started.extend([pool] if pool in pools and not pool._early else [])
-        start(pool, name)
-
-    monkeypatch.setattr(RayPool, "__init__", building)
-    monkeypatch.setattr(RayPool, "start", starting)
-    assert main(["sweep", str(judged_sweep(tmp_path)), "--quiet"]) == 0
-    assert len(pools) == 3
-    assert started == [pools[0]] * 2, "two CPUs, two workers, all started by the first case"
     assert has_all_values(tmp_path)
 
 

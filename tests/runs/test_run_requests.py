@@ -108,31 +108,6 @@ def test_each_request_is_answered_as_by_a_job_with_its_settings(folder, decoder)
     assert {row["finish"] for row in found.values()} >= {"stop", "length"}
 
 
-def test_columns_of_a_table_say_the_same_as_requests(folder):
-    rows: list[dict[str, Any]] = [
-        {"id": f"c{number}", "prompt": prompt, "t": t, "p": p, "m": most, "s": stop}
-        for number, (prompt, (t, p, most, stop)) in enumerate(
-            (prompt, one)
-            for prompt in PROMPTS
-            for one in [(None, None, None, None), (0.0, None, 7, ["e"]), (1.1, 0.7, 9, None), (0.5, 1.0, None, [])]
-        )
-    ]
-    columns = {"temperature": "t", "top_p": "p", "max_new_tokens": "m", "stop": "s"}
-    task = {"kind": "complete", "max_new_tokens": 16, "stop": [" "]}
-    plain = {"path": str(folder / "columns" / "rows.jsonl")}
-    found = run_here(spec_of(folder, rows, "columns", task=task, input=plain | {"columns": columns}))
-    names = {"prompt": "prompt", "temperature": "t", "top_p": "p", "max_tokens": "m", "stop": "s"}
-    bodies = [
-        {"custom_id": row["id"], "body": {key: row[name] for key, name in names.items() if row[name] is not None}}
-        for row in rows
-    ]
-    asked = run_here(spec_of(folder, bodies, "same-requests", task=task))
-    for name, row in found.items():
-        assert row["status"] == "ok" and {key: row[key] for key in SAME} == {key: asked[name][key] for key in SAME}
-        assert row["endpoint"] is None and asked[name]["endpoint"] == COMPLETIONS
-    assert len({row["new_tokens"] for row in found.values()}) > 3
-
-
 def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(folder, monkeypatch):
     without_ray(monkeypatch)
     bad: list[dict[str, Any]] = [

@@ -53,18 +53,6 @@ def test_scores_are_the_models_law(world, scored):
         assert found["fills"] is None and found["drafter"] is None
 
 
-def test_a_greedy_text_is_greedy_and_another_is_not(world, tmp_path):
-    ids = [7]
-    with torch.no_grad():
-        for _ in range(12):
-            ids.append(int(world.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    rows = [{"id": "chosen", "tokens": ids}, {"id": "other", "tokens": [*ids[:-1], (ids[-1] + 1) % 100]}]
-    source = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}}
-    found = run_here(world.spec(tmp_path, rows, task={"kind": "score"}, input=source))
-    assert {name: row["is_greedy"] for name, row in found.items()} == {"chosen": True, "other": False}
-    assert found["chosen"]["logprob_stderr"] is None
-
-
 def test_texts_that_can_not_be_scored_fail_alone(scored):
     kinds = {name: row["error_kind"] for name, row in scored[1].items() if row["status"] == "failed"}
     assert kinds == {"nothing": "empty_text", "long": "too_long"}

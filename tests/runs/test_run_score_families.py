@@ -1,25 +1,16 @@
-"""Whole jobs that score texts with builtin models of every family: scores agree with what the decoders say, and runs resume."""
+"""Whole jobs that score texts with builtin models of every family: alone, resumed, in a dry run, and under masks."""
 
 import json
 import math
 import sysconfig
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 import yaml
 
-from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.rows.text import load_tokenizer
-from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.rows import token_rows
-from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.records import TIMING_COLUMNS, read_results
 from draftmill.storage.stores.store import open_store
@@ -30,7 +21,6 @@ DECODERS = {
     "mdm-tiny": "stepwise",
     "block-tiny": "block_diffusion",
 }
-SAMPLES = 8
 
 
 def pieces(count: int, size: int) -> list[str]:
@@ -62,130 +52,6 @@ def ran(file: Path) -> dict[str, dict[str, Any]]:
     """The result rows by id of a job that this runs."""
     assert main(["run", str(file), "--local", "--quiet"]) == 0
     return {row["id"]: row for row in table_of(file).to_pylist()}
-
-
-def scored_again(folder: Path, model: str, generated: dict[str, dict[str, Any]], prompts: Any, **task: Any) -> Any:
-    """Scores of what was generated, as token ids."""
-    rows = [{"id": name, "tokens": prompts[name], "answer": row["tokens"]} for name, row in generated.items()]
-    columns = {"id": "id", "tokens": "tokens", "reference": "answer"}
-    source = {"path": str(folder / "again.jsonl"), "columns": columns}
-    return ran(spec(folder, model, rows, "again", task={"kind": "score"} | task.pop("task", {}), input=source, **task))
-
-
-# ---- the families whose scores are exact: what a decoder says of its own text
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_any_subset_models_score_is_the_log_probability_of_its_infill(tmp_path, temperature):
-    rows = [{"id": str(n), "text": text} for n, text in enumerate(pieces(6, 90))]
-    task = {"kind": "infill", "mask": {"kind": "random", "rate": 0.4}}
-    filled = ran(spec(tmp_path, "asarm-tiny", rows, task=task, sampling={"temperature": temperature}))
-    # The same rows with the text that was filled in: random masks hide the same positions of as many tokens.
-    ids = {name: tokens_of(filled[name], rows[int(name)]["text"]) for name in filled}
-    source = {"path": str(tmp_path / "ids.jsonl"), "columns": {"id": "id", "tokens": "ids"}}
-    again = ran(
-        spec(
-            tmp_path,
-            "asarm-tiny",
-            [{"id": name, "ids": tokens} for name, tokens in ids.items()],
-            "ids",
-            task=task | {"kind": "score"},
-            input=source,
-        )
-    )
-    for name, row in filled.items():
-        assert again[name]["tokens"] == row["tokens"] and again[name]["nfe"] == 1
-        assert again[name]["logprob"] == pytest.approx(row["logprob"], abs=1e-3)
-        assert sum(again[name]["token_logprobs"]) == pytest.approx(row["logprob"], abs=1e-3)
-        assert again[name]["is_greedy"] or temperature > 0
-
-
-def tokens_of(row: dict[str, Any], text: str) -> list[int]:
-    """The ids of a filled canvas: those of the text, and in its holes those that were generated."""
-    tokenizer = load_tokenizer(fetch_model("builtin:asarm-tiny"))
-    assert tokenizer is not None
-    ids = tokenizer.encode(text)
-    positions = [place for fill in row["fills"] for place in range(fill["start"], fill["end"])]
-    for place, token in zip(positions, row["tokens"], strict=True):
-        ids[place] = token
-    return ids
-
-
-@pytest.mark.parametrize(
-    ("model", "decoder"),
-    [
-        ("ar-tiny", {"kind": "autoregressive"}),
-        ("block-tiny", {"kind": "block_diffusion", "block_size": 1, "schedule": "static"}),
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.slow
-def test_a_score_is_the_log_probability_of_a_completion(tmp_path, model, decoder, temperature):
-    rng = np.random.default_rng(3)
-    prompts = {str(n): rng.integers(300, 1500, 6 + 3 * n).tolist() for n in range(6)}
-    task = {"kind": "complete", "max_new_tokens": 12, "ignore_eos": True}
-    source = {"path": str(tmp_path / "run.jsonl"), "columns": {"id": "id", "tokens": "tokens"}}
-    rows = [{"id": name, "tokens": tokens} for name, tokens in prompts.items()]
-    written = ran(
-        spec(tmp_path, model, rows, task=task, input=source, decoder=decoder, sampling={"temperature": temperature})
-    )
-    again = scored_again(tmp_path, model, written, prompts, decoder=decoder)
-    for name, row in written.items():
-        assert again[name]["tokens"] == row["tokens"] and again[name]["nfe"] == 1
-        assert again[name]["logprob"] == pytest.approx(row["logprob"], abs=1e-3)
-        assert again[name]["is_greedy"] or temperature > 0
-        assert again[name]["logprob_stderr"] is None and len(again[name]["token_logprobs"]) == 12
-
-
-# ---- masked diffusion: a slow loop of whole forwards
-
-
-def sums_by_hand(model: str, tokens: list[int], first: int, key: int) -> list[float]:
-    """L / l times the log-probabilities of each of the SAMPLES masks' tokens: one canvas at a time, through the whole network."""
-    folder = fetch_model(f"builtin:{model}")
-    backbone, info = load_backbone(folder, device="cpu"), inspect_model(folder)
-    backbone.allocate(1, len(tokens))
-    length = len(tokens) - first
-    sums = []
-    for draw in range(SAMPLES):
-        share = (draw // 2 + uniforms(key, np.asarray([0]), SCORE_SHARE, draw)[0]) / (SAMPLES // 2)
-        count = 1 + int(share * length)
-        noise = uniforms(key, np.arange(length), SCORE_MASK, draw)
-        masked = sorted(first + place for place in np.argsort(noise)[:count].tolist())
-        canvas = torch.tensor([info.mask_id if place in masked else token for place, token in enumerate(tokens)])
-        places = torch.arange(len(tokens))
-        sight = torch.zeros(1, len(tokens), dtype=torch.int64), torch.full((1, len(tokens)), len(tokens))
-        rows = token_rows([0], [len(tokens)], canvas, places, places, sight)
-        with torch.no_grad():
-            logits = backbone.logits(backbone.forward(rows)[masked])
-        logits[:, list(info.suppressed)] = -torch.inf
-        law = logits.log_softmax(-1)
-        sums.append(sum(float(law[n, tokens[place]]) for n, place in enumerate(masked)) * length / count)
-    return sums
-
-
-@pytest.mark.slow
-def test_a_masked_models_score_is_the_mean_over_its_masks(tmp_path):
-    texts = pieces(5, 60)
-    rows = [{"id": str(n), "prompt": text[:30], "completion": text[30:]} for n, text in enumerate(texts)]
-    task = {"kind": "score", "estimate": {"kind": "llada", "samples": SAMPLES}}
-    found = ran(spec(tmp_path, "mdm-tiny", rows, task=task))
-    tokenizer = load_tokenizer(fetch_model("builtin:mdm-tiny"))
-    assert tokenizer is not None
-    for n, text in enumerate(texts):
-        row, prompt = found[str(n)], [*tokenizer.lead, *tokenizer.encode(text[:30])]
-        sums = sums_by_hand("mdm-tiny", [*prompt, *row["tokens"]], len(prompt), row["key"])
-        assert (row["prompt_tokens"], row["nfe"], row["text"]) == (len(prompt), SAMPLES, text[30:])
-        assert row["logprob"] == pytest.approx(np.mean(sums), rel=1e-4)
-        error = math.sqrt(sum((one - other) ** 2 for one, other in list(pairwise(sums))[::2])) / SAMPLES
-        assert row["logprob_stderr"] == pytest.approx(error, rel=1e-2)
-        assert row["token_logprobs"] is None and row["is_greedy"] is None
-        bits = -row["logprob"] / math.log(2) / len(text[30:].encode())
-        assert dict(row["metrics"]) == {"bits_per_byte": pytest.approx(bits)}
-
-
-# ---- every family
 
 
 def specs(folder: Path) -> Iterator[tuple[str, Path]]:

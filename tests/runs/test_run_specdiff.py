@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from draftmill.decoders.backbones.families.table import find_family
-from draftmill.decoders.backbones.heads.markov import DraftHeads
 from draftmill.storage.errors import UserError
 from tests.conftest import ROOT
 from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
@@ -50,16 +49,6 @@ def save_llada(folder: Path) -> None:
         shutil.copy(TOKENIZER / name, folder / name)
 
 
-def save_headed(folder: Path) -> None:
-    """The same with a draft head of random weights, which change every draft."""
-    save_llada(folder)
-    torch.manual_seed(5)
-    heads = DraftHeads(width=json.loads((folder / "config.json").read_text())["d_model"], markov_hidden=16)
-    weights = {name: 0.3 * torch.randn_like(tensor) for name, tensor in heads.state_dict().items()}
-    save_file(weights, folder / "draft_head.safetensors")
-    (folder / "draft_head.json").write_text(json.dumps({"kind": "specdiff", **heads.sizes()}))
-
-
 def save_mdlm(folder: Path) -> None:
     """Without a tokenizer; the mask is behind the target's ids."""
     save_masked(folder, "mdlm", vocab_size=2049, model_length=32)
@@ -81,10 +70,7 @@ def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any
 @pytest.mark.parametrize(
     ("save", "settings"),
     [
-        (save_llada, {"gamma": 4, "steps": 2}),
         (save_llada, {"gamma": "auto", "order": "native"}),
-        (save_headed, {"gamma": 4, "steps": 1}),
-        (save_headed, {"gamma": "auto"}),
         (save_mdlm, {"gamma": 5, "steps": 3, "window": "full"}),
         (save_sedd, {"gamma": 3, "steps": 3}),
     ],
@@ -103,18 +89,6 @@ def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(world, tmp_pa
     assert {row["drafter"] for row in found.values()} == {decoder["drafter"]["path"]}
     if settings["gamma"] != "auto":
         assert all(row["nfe_draft"] for row in found.values() if row["new_tokens"] > 1)
-
-
-@pytest.mark.slow
-def test_a_drafters_own_head_drafts_unless_it_is_turned_off(world, tmp_path):
-    save_headed(tmp_path / "masked")
-    rows: dict[str, list[tuple[int, int]]] = {}
-    for name, head in (("own", "auto"), ("none", "none"), ("named", str(tmp_path / "masked"))):
-        decoder = {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}, "gamma": 6, "head": head}
-        spec = spec_of(world, tmp_path, decoder, output={"path": str(tmp_path / name), "unit_rows": 8})
-        found = run_here(spec)
-        rows[name] = [(row["proposed"], row["accepted"]) for row in found.values()]
-    assert rows["own"] == rows["named"] != rows["none"]
 
 
 def save_other_size(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """The exact joint of any tokens given any others: by enumeration on a toy, in every batch, and golden densities."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -53,19 +51,6 @@ def test_every_batch_gives_the_conditionals_of_the_definition(rows):
         assert outcome.logprob == pytest.approx(sum(expected), abs=1e-12)
         assert (outcome.nfe, outcome.finish, outcome.is_greedy) == (1, "filled", is_greedy)
         assert outcome.logprob_stderr is None
-
-
-@pytest.mark.parametrize("scored", [(0, 1, 2, 3), (0, 2), (1, 3), (2,), (0, 1, 3)])
-def test_all_completions_of_any_subset_together_have_probability_one(scored):
-    table = TableBackbone(vocab_size=VOCAB, num_positions=LENGTH, seed=2)
-    requests = []
-    for index, fill in enumerate(itertools.product(range(VOCAB), repeat=len(scored))):
-        canvas = np.asarray([1, 0, 2, 1], dtype=np.int32)
-        canvas[list(scored)] = fill
-        requests.append(Request(index, index, canvas, scored=np.asarray(scored)))
-    outcomes = score(table, table_info(VOCAB), SETTINGS, requests, rows=8)
-    assert sum(np.exp(outcome.logprob) for outcome in outcomes.values()) == pytest.approx(1.0, abs=1e-12)
-    assert sum(outcome.is_greedy for outcome in outcomes.values()) == 1
 
 
 def test_a_score_is_the_log_probability_with_which_the_decoder_fills_the_holes():

@@ -6,18 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.blocks import s2d2
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine import sampler
-from draftmill.decoders.engine.asks import SELF, Span
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from tests.decoders import enumeration
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.enumeration import CoupledChooser, Law, decoded, engine_of, law_of, total_variation
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
@@ -170,50 +165,6 @@ def test_under_coupled_acceptance_the_law_is_that_of_block_size_one_too(fused):
     setup = setup_of(sampling=REJECTING.model_copy(update={"acceptance": "coupled"}))
     law = law_of(setup, always(2, fused=fused), [request(tokens)], 0)
     assert total_variation(law, block_size_one(tokens)) < 1e-12
-
-
-# ---- planted mistakes
-
-
-def forgetful(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Draws from p after a refused draft, as if q had said nothing."""
-    return p.exp()
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_residual_that_forgets_the_draft_is_found(fused, monkeypatch):
-    tokens, setup, settings = CANVASES["long"], setup_of(), always(2, fused=fused)
-    monkeypatch.setattr(sampler, "residual", forgetful)
-    with pytest.raises(AssertionError, match="gives another token"):
-        law_of(setup, settings, [request(tokens)], 0)
-    # If the enumeration makes the same mistake, the law shows it.
-    monkeypatch.setattr(enumeration, "left_over", forgetful)
-    assert total_variation(law_of(setup, settings, [request(tokens)], 0), block_size_one(tokens)) > 0.05
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_copy_that_sees_the_draft_at_its_place_is_found(fused, monkeypatch):
-    def near(count: int, column: int, position: int, below: int = 0, lag: int = 0, **more: int) -> Span:
-        return Span(count, column, position, below, lag - (more.get("own") == SELF), **more)
-
-    monkeypatch.setattr(f"draftmill.decoders.blocks.{'s2d2' if fused else 'verifier'}.Span", near)
-    with pytest.raises(AssertionError, match="two columns of one position"):
-        law_of(setup_of(), always(2, fused=fused), [request(CANVASES["long"])], 0)
-
-
-def test_a_cached_count_that_is_too_large_is_found(monkeypatch):
-    """The last decided token is then missing in the cache, and something else stands there."""
-    plain = s2d2.ask_of
-
-    def hasty(s: Any, *more: Any) -> Any:
-        s.cached += s.cached > 0
-        return plain(s, *more)
-
-    monkeypatch.setattr(s2d2, "ask_of", hasty)
-    torch.manual_seed(0)
-    with pytest.raises(AssertionError, match="two columns of one position"):
-        law_of(setup_of(), always(2, fused=True), [request(CANVASES["long"])], 0)
 
 
 # ---- the engine's own draws

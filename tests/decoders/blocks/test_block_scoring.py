@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.blocks.block_tables import table, table_info
-from tests.decoders.support import decode, decoder_settings, score, scorer_for
+from tests.decoders.support import decoder_settings, score, scorer_for
 
 VOCAB, LENGTH = 3, 6
 MASK = VOCAB
@@ -93,35 +92,6 @@ def test_block_size_1_is_exact_token_by_token(shift, first):
     np.testing.assert_allclose(outcome.token_logprobs, expected, rtol=1e-6)
     assert outcome.logprob == pytest.approx(sum(expected), abs=1e-12)
     assert (outcome.nfe, outcome.is_greedy, outcome.logprob_stderr) == (1, all(chosen), None)
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-def test_all_texts_together_have_probability_one_at_block_size_1(shift):
-    requests = [
-        Request(index, index, np.asarray([2, *fill], dtype=np.int32), score_from=1)
-        for index, fill in enumerate(itertools.product(range(VOCAB), repeat=4))
-    ]
-    outcomes = score(table(), table_info(shift=shift), settings(1), requests, rows=16)
-    assert sum(np.exp(outcome.logprob) for outcome in outcomes.values()) == pytest.approx(1.0, abs=1e-12)
-    (greedy,) = decode(
-        table(),
-        table_info(shift=shift),
-        settings(1),
-        Sampling(temperature=0.0),
-        [Request(0, 0, np.asarray([2, -1, -1, -1, -1], dtype=np.int32))],
-    ).values()
-    chosen = [outcome.tokens.tolist() for outcome in outcomes.values() if outcome.is_greedy]
-    assert chosen == [greedy.tokens.tolist()]
-
-
-def test_the_bound_is_below_the_log_probability_of_some_text_and_never_certain():
-    # Bounds of all texts together have less than probability one: each is at most the logarithm of a probability.
-    requests = [
-        Request(index, index, np.asarray([2, *fill], dtype=np.int32), score_from=1)
-        for index, fill in enumerate(itertools.product(range(VOCAB), repeat=4))
-    ]
-    outcomes = score(table(), table_info(), settings(3), requests, rows=16, samples=64)
-    assert sum(np.exp(outcome.logprob) for outcome in outcomes.values()) < 1.0
 
 
 @pytest.mark.slow

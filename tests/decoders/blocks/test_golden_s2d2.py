@@ -8,8 +8,16 @@ of confident tokens), and Fast-dLLM v2's stale cache of sub-blocks. Differs on p
 pass after the last block.
 """
 
-import pytest
+import math
 
+import pytest
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file
+
+from draftmill.decoders.blocks.settings import Estimator, ScoreRouter
+from draftmill.decoders.blocks.verifier import acceptance, expected_tokens, measure_of
+from draftmill.decoders.draws.sampling import measure
 from tests.decoders.blocks.golden_blocks import cases_of, kinds_of, orders, our_kinds, replayed, same, text_of
 
 UNPUBLISHED = {"allow_resample", "ssd_ratio_threshold", "always_check_high_confidence", "legacy_ssd_span_strategy"}
@@ -144,3 +152,34 @@ def test_s2d2_on_llada21_is_the_public_code(golden):
         assert same(outcome, case), case["name"]
         assert our_kinds(outcome) == kinds_of(case)
         check_verdicts(outcome, saw, case)
+
+
+# ---- the estimators
+
+# The public code's name of an estimator -> ours, its parameter, and our parameter.
+NAMES = {
+    "soft_entropy_negexp": ("entropy", "ssd_entropy_temperature", "beta"),
+    "hard_margin_threshold": ("margin", "ssd_confidence_margin_threshold", "tau"),
+    "hard_entropy_threshold": ("hard_entropy", "ssd_entropy_threshold", "tau"),
+    "soft_confidence_power": ("confidence", "ssd_confidence_power", "power"),
+    "soft_clipped_linear_margin": ("linear_margin", "ssd_confidence_margin_coef", "coefficient"),
+    "soft_renyi_2_entropy": ("renyi", "", ""),
+}
+
+
+def test_the_estimators_are_the_public_ones(golden):
+    arrays, names = load_file(golden / "s2d2" / "arrays.safetensors"), set()
+    for case in cases_of(golden / "s2d2", "estimators"):
+        drafts, law = torch.tensor(case["draft_tokens"]), arrays[case["arrays"][0]].float().log_softmax(-1)
+        for row in case["rows"]:
+            ours, theirs, parameter = NAMES[row["estimator"]]
+            names.add(row["estimator"])
+            settings = {parameter: row["params"][theirs]} if theirs in row["params"] else {}
+            estimator = TypeAdapter(Estimator).validate_python({"kind": ours} | settings)
+            note = measure_of(ScoreRouter(kind="score"), estimator)
+            assert note is not None
+            measured = measure(note, law, drafts).tolist()
+            alpha = [acceptance(estimator, one, math.log(law.shape[1])) for one in measured]
+            assert alpha == pytest.approx(row["alpha"], abs=1e-5)
+            assert expected_tokens(alpha) == pytest.approx(row["expected_accepted"], abs=1e-5)
+    assert names == set(NAMES)

@@ -231,45 +231,6 @@ def test_drafts_without_masks_teach_a_bandit_nothing():
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def history(seed, length=40):
-    """A random course of a sample: what each draft says and how much each step decodes."""
-    rng = np.random.default_rng(seed)
-    return [
-        {
-            "span": int(rng.integers(1, 9)),
-            "expected": float(rng.random() * 4),
-            "sure": int(rng.integers(0, 4)),
-            "progress": float(rng.random()),
-            "entropy": float(rng.random()),
-            "decoded": int(rng.integers(1, 6)),
-        }
-        for _ in range(length)
-    ]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kind": "hysteresis", "on": 1.5, "off": 0.5},
-        {"kind": "bandit"},
-        {"kind": "bandit", "beta": 0.3},
-    ],
-    ids=["hysteresis", "bandit", "bandit with a small bonus"],
-)
-def test_what_a_router_decides_is_a_function_of_the_samples_own_history(settings):
-    courses = [history(seed) for seed in range(4)]
-    alone = []
-    for course in courses:
-        route = router_of(settings)
-        alone.append([play(route, **step) for step in course])
-    assert all(0 < sum(taken) < len(taken) for taken in alone), "every course has to go both ways"
-    routes = [router_of(settings) for _ in courses]
-    together = [
-        [play(route, **step) for route, step in zip(routes, steps, strict=True)] for steps in zip(*courses, strict=True)
-    ]
-    assert [list(taken) for taken in zip(*together, strict=True)] == alone
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "settings",

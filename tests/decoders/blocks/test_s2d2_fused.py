@@ -1,8 +1,5 @@
 """`s2d2` with `fused`: the text and the law of block size 1, in one forward a round."""
 
-import itertools
-
-import numpy as np
 import pytest
 
 from draftmill.decoders.common_settings import Sampling
@@ -15,12 +12,9 @@ from tests.decoders.blocks.block_tables import (
     ours,
     prompts,
     refer,
-    table,
     table_info,
 )
 from tests.decoders.blocks.golden_blocks import loaded
-from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
-from tests.decoders.references.choosers import RejectionRule, enumerate_law
 from tests.decoders.references.fused_blocks import decode_fused
 from tests.decoders.support import decode, decoder_settings, texts
 
@@ -57,46 +51,12 @@ def test_tokens_and_counts_are_those_of_the_plain_reference(shift, size, samplin
     check(ours(requests, info, fused(size), sampling, rows=5), trails, requests)
 
 
-@pytest.mark.parametrize(
-    ("shift", "size", "canvas"), [(0, 2, [0, -1, -1, -1]), (0, 3, [-1, -1, -1]), (1, 2, [1, -1, -1, -1])]
-)
-def test_its_law_is_that_of_block_size_one(shift, size, canvas):
-    """To rounding, by every branch of every choice."""
-    info, prompt, length = table_info(2, shift=shift), [token for token in canvas if token >= 0], len(canvas)
-    model = PlainBlocks(table(2), info, fused(size), REJECTING)
-    law = enumerate_law(lambda chooser: tuple(decode_fused(model, canvas, RejectionRule(chooser)).canvas))
-    wanted = law_at_size_one(PlainBlocks(table(2), info, ONE, REJECTING), prompt, length)
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
-    for completion in itertools.product(range(2), repeat=length - len(prompt)):
-        assert law.get((*prompt, *completion), 0.0) == pytest.approx(wanted(completion), abs=1e-12)
-
-
-def test_some_drafts_stand_and_some_do_not():
-    found = ours(prompts(LENGTHS), table_info(), fused(3), SAMPLED)
-    accepted, proposed = (sum(getattr(o, name) for o in found.values()) for name in ("accepted", "proposed"))
-    assert 0.2 * proposed < accepted < 0.9 * proposed
-
-
 def test_the_first_end_token_ends_it():
     info, requests = table_info(), prompts([(p, 6) for p in (0, 1, 2, 3)] * 8)
     one, found = (ours(requests, info, s, SAMPLED, stops=Stops((1,))) for s in (ONE, fused(3)))
     assert texts(found) == texts(one)
     assert {outcome.finish for outcome in found.values()} == {"eos", "length"}
     assert {index: o.finish for index, o in sorted(found.items())} == {i: o.finish for i, o in sorted(one.items())}
-
-
-@pytest.mark.parametrize(("shift", "prompt"), [(0, 1), (1, 1)])
-def test_rejecting_samples_follow_the_law_of_block_size_one(shift, prompt):
-    """Chi-square over the texts of 800 keys; drafts come from what was said of other drafts' futures."""
-    info, num = table_info(2, shift=shift), 800
-    requests = prompts([(prompt, 4)] * num, vocab_size=1)
-    found = texts(ours(requests, info, fused(3), REJECTING, rows=64))
-    texts_of_three = list(itertools.product(range(2), repeat=3))
-    counts = np.array([sum(tuple(text) == one for text in found.values()) for one in texts_of_three])
-    wanted = law_at_size_one(PlainBlocks(table(2), info, ONE, REJECTING), [0], 4)
-    expected = np.array([num * wanted(one) for one in texts_of_three])
-    # 7 degrees of freedom: above 29.9 once in ten thousand.
-    assert (((counts - expected) ** 2) / expected).sum() < 29.9
 
 
 @pytest.mark.slow

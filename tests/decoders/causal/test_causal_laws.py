@@ -5,7 +5,6 @@ stops are those of production.
 """
 
 import itertools
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,9 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafterSettings
 from draftmill.decoders.common_settings import RunDrafterSettings, Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine import sampler
-from draftmill.decoders.engine.asks import NO_DRAFT
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import algorithm_of, build_decoder
-from tests.decoders import enumeration
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.enumeration import CoupledChooser, decoded, engine_of, fills, law_of, total_variation
 from tests.decoders.references.causal import PlainCausal
 from tests.decoders.references.choosers import NoiseChooser
@@ -174,47 +169,3 @@ def test_batched_draws_are_those_of_a_chooser_that_reads_the_same_noise(drafter,
 
 def far_off(law, prompt):
     return total_variation(law, chain_rule(prompt)) > 0.01
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_wrong_residual_is_found_out(drafter, monkeypatch):
-    prompt, wrong = PROMPTS["a repetition"], lambda p, q: p.exp()
-    monkeypatch.setattr(sampler, "residual", wrong)
-    with pytest.raises(AssertionError, match="gives another token"):
-        law_of(setup(), spec(2, drafter), [request(prompt)], 0)
-    # If the enumeration makes the same mistake, the law shows it.
-    monkeypatch.setattr(enumeration, "left_over", wrong)
-    assert far_off(law_of(setup(), spec(2, drafter), [request(prompt)], 0), prompt)
-
-
-@pytest.mark.parametrize(("states", "log_q", "found"), [(1.0, 0.3, "drafts hold"), (0.5, 0.0, "another token")])
-def test_a_drafter_that_hides_its_distribution_is_found_out(states, log_q, found, monkeypatch):
-    keep = Sampler._keep
-    monkeypatch.setattr(Sampler, "_keep", lambda self, cell, h, q: keep(self, cell, h * states, q + log_q))
-    with pytest.raises(AssertionError, match=found):
-        law_of(setup(), spec(2, "model"), [request(PROMPTS["a repetition"])], 0)
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_decoder_that_counts_refused_drafts_as_cached_is_stopped(keeps, monkeypatch):
-    def careless(s, length, drafter, kind):
-        draft = drafter(s)
-        while s.decided < s.length:
-            n = s.decided
-            drafts = yield from draft(min(length(), s.length - n - 1))
-            s.tokens[n : n + len(drafts)] = drafts
-            accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
-            s.cached = n + (len(drafts) if keeps else accepted)
-            s.cached_draft = min(s.cached_draft, s.cached)
-            s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
-
-    prompt = PROMPTS["a repetition"]
-    made = algorithm_of(setup(), spec(2, "model"))
-    assert isinstance(made.decode, partial)
-    wrong = replace(made, decode=partial(careless, **made.decode.keywords))
-    monkeypatch.setattr(enumeration, "algorithm_of", lambda *_: wrong)
-    if keeps:
-        with pytest.raises(AssertionError, match="more rows are sampled than run"):
-            law_of(setup(), spec(2, "model"), [request(prompt)], 0)
-    else:
-        assert not far_off(law_of(setup(), spec(2, "model"), [request(prompt)], 0), prompt)

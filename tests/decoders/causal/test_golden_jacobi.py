@@ -117,16 +117,6 @@ def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iter
     assert ours < public
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("window", ["fixed", "running"])
-def test_plain_jacobi_gives_the_public_text_from_its_own_drafts(model, window):
-    for (size, eos, *_), cases in together(model.of_kind("jacobi_plain")).items():
-        settings = decoder_settings("jacobi", block_size=size, window=window)
-        for index, outcome in model.decode(cases, settings, eos=eos).items():
-            check_text(outcome, cases[index])
-
-
 def multiblock(model, **changes):
     """Our iterations without the prefill, and the public code's, over the multi-block cases, by the public K."""
     ours: dict[Any, int] = defaultdict(int)

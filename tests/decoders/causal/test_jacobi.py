@@ -2,17 +2,15 @@
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 import torch
 
-from draftmill.decoders.causal.jacobi import Blocks
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import Pair, decode, decoder_settings, engine, texts, token_info, toy_prompts
+from tests.decoders.support import Pair, decode, decoder_settings, texts, token_info, toy_prompts
 
 AR = decoder_settings("autoregressive")
 VOCAB, LENGTH = 3, 9
@@ -67,9 +65,6 @@ def agree(outcomes, expected):
         assert len(outcome.tokens) - outcome.iterations <= outcome.accepted <= len(outcome.tokens)
 
 
-# ---- the same text -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.one_in(11, soak=3)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -100,61 +95,6 @@ def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):
         for index, outcome in plain.items():
             same = single[index]
             assert (outcome.nfe, outcome.proposed, outcome.accept_hist) == (same.nfe, same.proposed, same.accept_hist)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("settings", [jacobi(3), jacobi(3, "running"), multi(2, 3, ratio=0.5, verify=4, pool=8)])
-def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
-    table = patterned()
-    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
-    expected = texts(decode(table, INFO, AR, Sampling(), requests))
-    decoder = engine(table, INFO, settings, rows=3)
-    found: dict[int, Any] = {}
-    queue = list(requests)
-    while queue or decoder.active:
-        while queue and decoder.room(len(queue[0].canvas)):
-            decoder.admit([queue.pop(0)])
-        found |= {outcome.index: outcome.tokens.tolist() for outcome in decoder.step()}
-        # What a sample that has left leaves of its prompt may be taken over by another one.
-        cached_S1 = torch.zeros(len(table.tokens_SW), 1, dtype=torch.int64)
-        cached_S1[:, 0] = torch.from_numpy(decoder.scheduler.prefixes._held_S)[: len(cached_S1)]
-        for sample in decoder.samples:
-            assert cached_S1[sample.slot] <= sample.cached
-            cached_S1[sample.slot] = sample.cached
-        dead = torch.arange(table.tokens_SW.shape[1]) >= cached_S1
-        table.tokens_SW[dead] = torch.randint(0, VOCAB, (int(dead.sum()),))
-        table.positions_SW[dead] = torch.randint(0, LENGTH, (int(dead.sum()),))
-    assert found == expected
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("settings", [multi(8, 1, pool=8), multi(4, 2, ratio=0.25, pool=8), multi(3, 3, ratio=0.3)])
-def test_what_the_tables_exercise_is_the_whole_algorithm(settings, monkeypatch):
-    """Candidates win, their tokens are run again in columns of their own, and blocks accept provisionally."""
-    held, hold = list[int](), Blocks.hold
-
-    def watched(blocks, *told):
-        hold(blocks, *told)
-        held.extend(count for count in blocks._held.values() if count)
-
-    monkeypatch.setattr(Blocks, "hold", watched)
-    table, info = patterned(2, 11), token_info(2)
-    requests = toy_prompts(160, vocab_size=2, longest=11, seed=17)
-    expected = decode(table, info, AR, Sampling(), requests)
-    decoder = engine(table, info, settings, rows=8)
-    found: dict[int, Any] = {}
-    queue, behind = list(requests), 0
-    while queue or decoder.active:
-        while queue and decoder.room(11):
-            decoder.admit([queue.pop(0)])
-        found |= {outcome.index: outcome for outcome in decoder.step()}
-        behind += sum(sample.decided > sample.cached + 1 for sample in decoder.samples)
-    agree(found, expected)
-    assert behind > 10
-    assert len(held) > 10 or settings.blocks == 1
-
-
-# ---- settings ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [jacobi(3), multi(3)])

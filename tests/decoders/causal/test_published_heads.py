@@ -77,19 +77,6 @@ def test_the_text_is_the_autoregressive_one_for_any_slots_and_lengths(name, temp
     assert proposed > accepted and (accepted > 0 or temperature == 0.0)
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_no_draft_depends_on_the_batch(name, acceptance):
-    requests, sampling = requests_of(8, seed=3), Sampling(acceptance=acceptance)
-    alone = speculate(name, requests, sampling=sampling, rows=1)
-    among = speculate(name, requests[::-1], sampling=sampling, rows=6)
-    assert texts(alone) == texts(among)
-    for index, outcome in alone.items():
-        other = among[index]
-        counts = (outcome.nfe, outcome.nfe_draft, outcome.proposed, outcome.accepted)
-        assert counts == (other.nfe, other.nfe_draft, other.proposed, other.accepted)
-
-
 @pytest.mark.parametrize("name", ["eagle3_llama", "dflash", "dspark"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("prompt_rows", [None, 7])

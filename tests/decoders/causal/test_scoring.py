@@ -66,16 +66,6 @@ def test_every_batch_gives_the_scores_of_the_definition(rows, least_rows, monkey
         assert (outcome.finish, outcome.nfe, outcome.iterations, outcome.accept_hist) == ("filled", 1, 0, [])
 
 
-def test_all_texts_together_have_probability_one():
-    table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=2)
-    texts = list(itertools.product(range(VOCAB), repeat=LENGTH - 1))
-    requests = [
-        Request(index, index, np.asarray([0, *text], dtype=np.int32), score_from=1) for index, text in enumerate(texts)
-    ]
-    outcomes = run_all(causal_scorer(table, token_info(VOCAB), rows=16), requests)
-    assert sum(np.exp(outcome.logprob) for outcome in outcomes.values()) == pytest.approx(1.0, abs=1e-12)
-
-
 def test_ids_without_a_token_have_no_share_of_the_law():
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
     scorer = causal_scorer(table, token_info(VOCAB, suppressed=[2]), rows=2)

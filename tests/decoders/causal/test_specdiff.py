@@ -178,24 +178,6 @@ def test_a_drafter_that_knows_the_target_accepts_everything_one_mask_at_a_time(a
     assert sum(o.accepted for o in at_once.values()) < sum(o.accepted for o in found.values())
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_certain_drafts_that_are_right_are_all_accepted(acceptance, order, steps):
-    """Both say 0, 1, 2, 0, ..; the target's row of a position speaks of the next one."""
-    causal, masked = target(), drafter()
-    for backbone, ahead in ((causal, 1), (masked, 0)):
-        backbone.table_PXV = torch.full_like(backbone.table_PXV, -40.0)
-        for position in range(LENGTH):
-            backbone.table_PXV[position, :, (position + ahead) % VOCAB] = 40.0
-    requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH) if (r.canvas < 0).sum() == 6]
-    more = {"drafter": masked, "drafter_info": mask_info()}
-    settings, sampling = specdiff(5, steps, order=order), Sampling(acceptance=acceptance)
-    for outcome in decode(causal, TARGET_INFO, settings, sampling, requests, **more).values():
-        assert outcome.tokens.tolist() == [1, 2, 0, 1, 2, 0]
-        assert (outcome.nfe, outcome.nfe_draft, outcome.proposed, outcome.accepted) == (1, steps, 5, 5)
-
-
 def test_what_neither_says_is_never_drafted_the_mask_included():
     info = ModelInfo("token_table", VOCAB, None, None, TARGET_INFO.kind, 0, (1,))
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=12)

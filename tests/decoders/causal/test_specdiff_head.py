@@ -3,16 +3,12 @@
 import json
 import time
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from draftmill.decoders.backbones.heads.markov import DraftHeads, MarkovHead, load_heads
 from draftmill.decoders.backbones.invariance import rows_exact
-from draftmill.decoders.base import Request
-from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.registry import find_heads
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.diffusion_tables import (
@@ -26,7 +22,6 @@ from tests.decoders.masked.diffusion_tables import (
     target,
 )
 from tests.decoders.support import (
-    decode,
     decoder_settings,
     engine,
     run_all,
@@ -35,58 +30,6 @@ from tests.decoders.support import (
 )
 
 WIDTH = VOCAB + 1
-
-
-# ---- acceptance --------------------------------------------------------------------------------------------------
-
-
-def markov_target(law_VV):
-    """A causal table whose next token depends on the last one alone."""
-    model = target()
-    codes = torch.arange(model.table_PXV.shape[1])
-    last_PX = torch.stack([codes // (VOCAB + 1) ** place % (VOCAB + 1) for place in range(LENGTH)])
-    model.table_PXV = torch.cat([law_VV, torch.zeros(1, VOCAB, dtype=torch.float64)])[last_PX]
-    return model
-
-
-def knowing_head(law_VV):
-    """A head that adds exactly row v of `law_VV` where the token before is v, on one-hot embeddings and states of zeros.
-
-    Hidden units 2 v and 2 v + 1 are deep in gelu's straight part where the token is v, and differ there by 1; elsewhere both
-    are deep in its flat part. Ages and distances say nothing, nor does the token before the last.
-    """
-    heads = DraftHeads(width=WIDTH, markov_hidden=2 * VOCAB).double().requires_grad_(False)
-    for parameter in heads.parameters():
-        parameter.zero_()
-    head = heads.markov
-    head.norm.weight.fill_(1.0)
-    for token in range(VOCAB):
-        head.up.weight[2 * token : 2 * token + 2, WIDTH + token] = 100.0
-        head.up.bias[2 * token : 2 * token + 2] = torch.tensor([-100.0, -101.0])
-        head.down.weight[:VOCAB, 2 * token] = law_VV[token]
-        head.down.weight[:VOCAB, 2 * token + 1] = -law_VV[token]
-    return heads
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_all_is_accepted_where_drafter_and_head_together_are_the_target(acceptance, steps):
-    law_VV = 2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    blank = drafter()
-    blank.table_PXV = torch.zeros_like(blank.table_PXV)
-    blank.embedding_VD = torch.eye(WIDTH, dtype=torch.float64)
-    canvas = np.full(LENGTH, -1, dtype=np.int32)
-    requests = [
-        Request(i, sample_key(0, str(i)), np.where(np.arange(LENGTH) == 0, i % VOCAB, canvas)) for i in range(12)
-    ]
-    accepted = []
-    for heads in (knowing_head(law_VV), None):
-        more = {"drafter": blank, "drafter_info": mask_info(), "heads": heads}
-        sampling = Sampling(acceptance=acceptance)
-        found = decode(markov_target(law_VV), TARGET_INFO, specdiff(5, steps), sampling, requests, **more)
-        accepted.append([outcome.accepted for outcome in found.values()])
-    assert accepted[0] == [5] * len(requests)
-    assert sum(accepted[1]) < sum(accepted[0])
 
 
 def test_the_seconds_of_the_head_are_those_of_the_drafters_forwards(monkeypatch):
@@ -113,9 +56,6 @@ def test_the_seconds_of_the_head_are_those_of_the_drafters_forwards(monkeypatch)
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(decoder.stats.forward_s)
     assert decoder.stats.forward_s > slow_s * len(calls) > 0
     assert sum(calls) == sum(o.proposed for o in outcomes.values()), "one row for each draft, no more"
-
-
-# ---- files and settings ------------------------------------------------------------------------------------------
 
 
 def save(folder, heads, *, dtype=torch.float16, **config):

@@ -99,35 +99,8 @@ def by_hand(model, canvas, steps, predictor):
     return law
 
 
-def law_of(model, canvas, steps, predictor):
-    def run(chooser):
-        tokens, _ = ancestral(
-            model,
-            canvas,
-            steps=steps,
-            predictor=predictor,
-            strike=lambda position, step, chance: chooser.accept(chance, position, step),
-            tell=lambda law_V, position: chooser.choose(law_V, keys.BONUS, position, 0),
-        )
-        return tuple(tokens)
-
-    return enumerate_law(run)
-
-
 def total_variation(one, other):
     return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("predictor", PREDICTORS)
-@pytest.mark.parametrize(
-    ("canvas", "steps"), [([HOLE, 1, HOLE], 1), ([HOLE, 1, HOLE], 3), ([HOLE] * 3, 1), ([HOLE, HOLE], 4)]
-)
-def test_a_whole_run_has_the_law_of_its_steps(predictor, canvas, steps):
-    model = plain(len(canvas))
-    law = law_of(model, canvas, steps, predictor)
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
-    assert total_variation(law, by_hand(model, canvas, steps, predictor)) < 1e-12
 
 
 def by_steps(monkeypatch, key, holes, length, steps):
@@ -205,25 +178,6 @@ def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
     law = enumerate_law(run)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     assert total_variation(law, {(text[0], text[2]): mass for text, mass in expected.items()}) < 1e-12
-
-
-@pytest.mark.slow
-def test_more_steps_mean_more_context_and_another_law():
-    model = plain(2)
-    laws = [law_of(model, [HOLE, HOLE], steps, "ddpm") for steps in (1, 2, 6)]
-    # One step: nearly all at once, each without the others. Without end: one at a time, in any order.
-    orders: list[dict[Any, float]] = [{}, {}]
-    for order, (one, two) in enumerate([(0, 1), (1, 0)]):
-        alone_V = model.laws([MASK, MASK])[one].exp()
-        for token in range(VOCAB):
-            seen = [MASK, MASK]
-            seen[one] = token
-            for other, mass in enumerate(model.laws(seen)[two].exp()[:VOCAB].tolist()):
-                pair = (token, other) if one == 0 else (other, token)
-                orders[order][pair] = float(alone_V[token]) * mass
-    limit = {pair: (orders[0][pair] + orders[1][pair]) / 2 for pair in orders[0]}
-    distances = [total_variation(law, limit) for law in laws]
-    assert distances[0] > 1.5 * distances[1] > 3 * distances[2] > 0
 
 
 # ---- the batched decoder -------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What canvases ask on the engine: picks are those of a plain reading; wrong rows, nodes and windows are found."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, NodeLayout, Windows
-from tests.decoders.masked.ssd_support import decode, same
+from draftmill.decoders.masked.canvas import Canvas, CanvasAsk
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decoder_settings, run_all
+from tests.decoders.support import run_all
 
 VOCAB, MASK, LENGTH = 4, 3, 7
 MODEL = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
@@ -121,36 +119,3 @@ def test_a_canvas_as_an_array_is_what_was_revealed():
     canvases = engine.samples
     engine.step()
     assert all(one.canvas.tolist() == one.tokens and -1 not in one.tokens for one in canvases)
-
-
-# ---- planted mistakes --------------------------------------------------------------------------------------------------
-
-
-def compared(refresh=3):
-    shared: dict[str, Any] = {"block_length": 2, "cache": "dual_strict", "refresh": refresh}
-    requests = [Request(index, index, np.full(LENGTH, -1, dtype=np.int32)) for index in range(12)]
-    base, settings = decoder_settings("stepwise", **shared), decoder_settings("ssd", **shared)
-    sampling = Sampling(temperature=0.9)
-    expected = decode(MODEL, INFO, base, sampling, requests, rows=3)
-    return lambda: same(decode(MODEL, INFO, settings, sampling, requests, rows=3), expected)
-
-
-def test_a_node_that_reads_the_cache_where_another_node_ran_is_found(monkeypatch):
-    check = compared()
-    check()
-    whole = NodeLayout._add_node
-
-    def forgetful(layout, number, node, before, runs):
-        stale: Any = SimpleNamespace(visible=[(0, LENGTH, 0)])
-        whole(layout, number, node, stale, runs)
-
-    monkeypatch.setattr(NodeLayout, "_add_node", forgetful)
-    with pytest.raises(AssertionError):
-        check()
-
-
-def test_a_cache_that_keeps_the_mask_of_a_finished_block_is_found(monkeypatch):
-    check = compared()
-    monkeypatch.setattr(Windows, "between", lambda windows, last, block: [windows.window(block)])
-    with pytest.raises(AssertionError):
-        check()

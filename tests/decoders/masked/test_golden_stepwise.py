@@ -147,31 +147,6 @@ def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
     assert len(cases) / 2 < same <= len(cases)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", CACHES)
-def test_ragged_batches_and_refilled_slots_change_nothing(golden, kind):
-    folder, backbone = golden / "llada", load(golden / "llada")
-    cases = [
-        case
-        for case in cases_of(folder, f"newer_{kind}")
-        if case["settings"].get("threshold") is None and "factor" not in case["settings"]
-    ]
-    cases = [case for case in cases if case["settings"]["steps"] == case["settings"]["gen_length"]]
-    requests = [Request(index, index, canvas_of(case, 90)) for index, case in enumerate(cases * 3)]
-    settings = decoder_settings("stepwise", block_length=4, cache=CACHES[kind])
-    alone = {
-        request.index: run_all(built(backbone, folder, settings), [request])[request.index]
-        for request in requests[: len(cases)]
-    }
-    together = run_all(built(backbone, folder, settings, rows=2), requests)
-    assert len(requests) >= 6
-    for index, outcome in together.items():
-        expected = alone[index % len(cases)]
-        assert outcome.tokens.tolist() == expected.tokens.tolist()
-        assert [step.positions for step in outcome.trace] == [step.positions for step in expected.trace]
-        assert outcome.nfe == expected.nfe
-
-
 def plain_loop(backbone, canvas, *, mask_id, shift, block_length, cache, refresh=None):
     """One canvas, one forward a token, as one would write it down: positions in the order in which they are revealed."""
     tokens, origin = np.where(canvas < 0, mask_id, canvas), int(np.flatnonzero(canvas < 0)[0])
@@ -230,17 +205,3 @@ def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, ma
         steps = outcomes[request.index].trace
         order = [pair for step in steps for pair in zip(step.positions, step.committed, strict=True)]
         assert order == plain_loop(backbone, request.canvas, **named)
-
-
-def test_texts_depend_on_how_long_a_cache_lives(golden):
-    """So none of the intervals above is another one in disguise."""
-    folder, backbone = golden / "llada", load(golden / "llada")
-    prompts = np.random.default_rng(0).integers(0, 80, (3, 6))
-    requests = [Request(at, at, np.array([*prompt, *[-1] * 16], dtype=np.int32)) for at, prompt in enumerate(prompts)]
-    orders = {}
-    for cache, refresh in LIFETIMES[:-1]:
-        settings = decoder_settings("stepwise", block_length=4, cache=cache, refresh=refresh)
-        outcomes = run_all(built(backbone, folder, settings, suppressed=(90,)), requests)
-        orders[cache, refresh] = [(step.positions, step.committed) for at in range(3) for step in outcomes[at].trace]
-    assert orders["dual_strict", 1] == orders["none", None]
-    assert len({str(order) for order in orders.values()}) == len(orders) - 1

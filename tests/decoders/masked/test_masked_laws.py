@@ -13,12 +13,10 @@ import torch
 
 from draftmill.decoders.base import ModelInfo, Request, RowSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
-from draftmill.decoders.draws import keys, noise
+from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.sampling import Warp
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked import ssd, stepwise
-from draftmill.decoders.masked.canvas import Windows
 from draftmill.decoders.masked.settings import (
     FactorSettings,
     SelfSpeculativeSettings,
@@ -29,7 +27,6 @@ from draftmill.decoders.registry import build_decoder
 from tests.decoders.enumeration import Law, decoded, law_of, total_variation
 from tests.decoders.references.sampling import coupled_draw
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.regions import Triangle
 from tests.decoders.support import decoder_settings
 
 SAMPLED = Sampling(temperature=0.8)
@@ -71,35 +68,6 @@ def step(**more: Any) -> StepwiseSettings:
 
 def drafting(**more: Any) -> SelfSpeculativeSettings:
     return decoder_settings("ssd", **more)
-
-
-# ---- the chooser's regions -------------------------------------------------------------------------------------------
-
-
-def test_the_regions_of_a_distribution_are_as_large_as_its_probabilities_and_hold_the_points_that_are_drawn_there():
-    rng, inside = np.random.default_rng(0), 0
-    for key in range(60):
-        laws = [rng.dirichlet([0.7] * 3) for _ in range(3)]
-        whole = Triangle()
-        for token in range(3):
-            assert whole.where(token, laws[0]).area / whole.area == pytest.approx(laws[0][token], abs=1e-12)
-        # The noise of one position, read under three distributions one after the other.
-        gumbel = noise.gumbel_rows(noise.key_words([key]), torch.tensor([3]), 3)
-        known = whole
-        for law in laws:
-            parts = [known.where(token, law).area / known.area for token in range(3)]
-            assert sum(parts) == pytest.approx(1.0, abs=1e-9)
-            token = int(coupled_draw(torch.from_numpy(law).log().unsqueeze(0), gumbel))
-            assert parts[token] > 0
-            known = known.where(token, law)
-            inside += 1
-        point = torch.softmax(-gumbel[0].double(), 0).numpy()
-        sides = [
-            np.linalg.det(np.stack([(end - start)[:2], (point - start)[:2]]))
-            for start, end in zip(np.roll(known.corners, 1, 0), known.corners, strict=True)
-        ]
-        assert min(sides) > -1e-9 or max(sides) < 1e-9, "the point of the noise lies in what is known of it"
-    assert inside == 180
 
 
 # ---- stepwise --------------------------------------------------------------------------------------------------------
@@ -407,69 +375,3 @@ def test_ssd_has_the_law_of_stepwise_where_a_token_ends_the_text():
     laws = [law_alone(one, canvas, stops=stops) for one in (step(block_length=2), drafting(block_length=2))]
     assert {len(text) for text in laws[0]} == {1, 2, 3}
     assert total_variation(*laws) < 1e-12
-
-
-def test_three_tokens_have_the_law_of_stepwise_too():
-    laws = [law_alone(one, [-1, 1, -1, 0], vocab_size=3) for one in (step(), drafting(draft_length=1))]
-    assert total_variation(*laws) < 1e-12
-
-
-@pytest.mark.slow
-def test_a_walk_that_takes_a_draft_for_right_because_of_its_position_alone_is_found(monkeypatch):
-    walk, expected = ssd.walk, baseline(0, "middle")
-
-    def careless(nodes: Any, said: Any, drafts: Any, *, mixed: bool) -> Any:
-        forged = [[[*node] for node in each] for each in said]
-        for number, draft in enumerate(drafts):
-            if number < len(forged) and forged[number][0][0][1] == draft[0]:
-                worth, position, _, log_p = forged[number][0][0]
-                forged[number][0][0] = (worth, position, draft[1], log_p)
-        return walk(nodes, forged, drafts, mixed=mixed)
-
-    monkeypatch.setattr(ssd, "walk", careless)
-    law = law_alone(drafting(block_length=None, draft_length=2), CANVASES["middle"])
-    assert total_variation(law, expected) > 1e-3
-
-
-@pytest.mark.slow
-def test_a_cache_that_keeps_the_masks_of_a_finished_block_is_found(monkeypatch):
-    shared, own = CASES[5]
-    expected = baseline(5, "middle")
-    monkeypatch.setattr(Windows, "between", lambda windows, last, block: [windows.window(block)])
-    assert total_variation(law_alone(drafting(**shared, **own), CANVASES["middle"]), expected) > 1e-3
-
-
-# ---- threshold and factor --------------------------------------------------------------------------------------------
-
-
-def all_at_once(canvas: list[int]) -> Law:
-    """The law of independent draws for all masks."""
-    law = table_law(2, canvas)
-    found: Law = {(): 1.0}
-    for place, token in enumerate(canvas):
-        if token < 0:
-            found = {(*text, one): mass * float(law[place, one]) for text, mass in found.items() for one in range(2)}
-    return found
-
-
-def threshold(tau: float) -> ThresholdSettings:
-    return decoder_settings("threshold", tau=tau, block_length=None)
-
-
-def factor(number: float) -> FactorSettings:
-    return decoder_settings("factor", factor=number, block_length=None)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("one", "all_"), [(threshold(1.0), threshold(0.0)), (factor(1e-9), factor(1e9))])
-def test_a_threshold_reveals_one_at_a_time_or_all_at_once_at_its_limits(one, all_):
-    canvas = CANVASES["middle"]
-    assert total_variation(law_alone(one, canvas), baseline(0, "middle")) < 1e-12
-    assert total_variation(law_alone(all_, canvas), all_at_once(canvas)) < 1e-12
-    assert total_variation(all_at_once(canvas), baseline(0, "middle")) > 1e-2
-
-
-def test_a_threshold_that_leaves_out_the_least_sure_token_is_found(monkeypatch):
-    above, expected = stepwise.above, all_at_once(CANVASES["middle"])
-    monkeypatch.setattr(stepwise, "above", lambda tau, sure: max(above(tau, sure) - 1, 1))
-    assert total_variation(law_alone(threshold(0.0), CANVASES["middle"]), expected) > 1e-3

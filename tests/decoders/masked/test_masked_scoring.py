@@ -93,18 +93,6 @@ def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error(settings,
     assert all(outcome.nfe == 6 and outcome.token_logprobs is None for outcome in outcomes.values())
 
 
-@pytest.mark.slow
-def test_pairs_from_parts_of_the_range_err_less_than_independent_masks():
-    scored = [0, 1, 2, 3, 4, 5, 6]
-    base = text(LENGTH, scored)
-    requests = [replace(base, index=index, key=sample_key(3, str(index))) for index in range(300)]
-    errors = {}
-    for samples in (2, 16):  # with a single pair there is only one part
-        outcomes = score(drafter(), mask_info(), LLADA, requests, rows=64, samples=samples)
-        errors[samples] = np.sqrt(np.mean([outcome.logprob_stderr**2 for outcome in outcomes.values()]))
-    assert errors[16] < 0.95 * errors[2] / np.sqrt(8)
-
-
 def test_every_forward_is_full_while_canvases_are_left():
     requests = [text(LENGTH, range(index % LENGTH + 1), index=index) for index in range(20)]
     scorer = scorer_for(drafter(), mask_info(), LLADA, rows=8, samples=16)

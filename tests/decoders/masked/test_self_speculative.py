@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
-from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import Pair, decoder_settings, engine, run_all
@@ -38,18 +36,6 @@ def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
         canvas[rng.random(len(canvas)) < share] = -1
         requests.append(Request(index, sample_key(seed, str(index)), canvas))
     return requests
-
-
-def test_ssd_is_stepwise_on_a_mixture_of_experts(golden):
-    folder = golden / "llada_moe"
-    backbone, info = load(folder), inspect_model(folder)
-    requests = canvases(4, vocab_size=info.mask_id, longest=16, seed=5)
-    base = decoder_settings("stepwise", block_length=8, cache="dual_strict")
-    expected = decode(backbone, info, base, SAMPLINGS["greedy"], requests, rows=4)
-    settings = decoder_settings("ssd", block_length=8, cache="dual_strict", draft_length=3, tree="mixed")
-    outcomes = decode(backbone, info, settings, SAMPLINGS["greedy"], requests, rows=3)
-    same(outcomes, expected)
-    assert sum(expected[index].nfe - outcomes[index].nfe for index in expected) > 0
 
 
 def scripted(seed=0):

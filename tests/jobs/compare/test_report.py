@@ -1,21 +1,18 @@
-"""`draftmill report`: figures of made-up runs, one self-contained file, equal bytes, and a look with a real browser."""
+"""`draftmill report`: figures of made-up runs, one self-contained file, and equal bytes."""
 
 from __future__ import annotations
 
 import datetime
-import http.server
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,22 +39,6 @@ from tests.conftest import ROOT
 from tests.jobs.compare.made_runs import START, failed, row, write_metrics, write_run, write_sweep
 from tests.jobs.drive.test_cost import Hand, log_in
 from tests.runs.jobs_of_tests import write_rows, write_spec
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-BROWSER = [
-    *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-    ),
-    *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--window-size=1150,4000"),
-    *("--virtual-time-budget=8000", "--proxy-bypass-list=<-loopback>", "--dump-dom"),
-]
-ITS_OWN = {"accounts.google.com", "clients2.google.com", "update.googleapis.com", "www.google.com"}
-"""Hosts that the browser asks by itself, whatever the page."""
 
 
 def drafted(count: int, seed: int, **values: Any) -> list[dict[str, Any]]:
@@ -201,53 +182,6 @@ def test_a_report_can_be_read_aloud(sweep_page: str) -> None:
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
     assert all(after <= before + 1 for before, after in pairwise(levels)), "no level is skipped"
     assert "@media print" in sweep_page
-
-
-class Proxy(http.server.BaseHTTPRequestHandler):
-    """Answers every request with 404, and remembers its host."""
-
-    hosts: ClassVar[set[str]] = set()
-
-    def do_GET(self) -> None:
-        Proxy.hosts.add(self.path.removeprefix("http://").split("/")[0].split(":")[0])
-        self.send_error(404)
-
-    do_CONNECT = do_POST = do_HEAD = do_GET
-
-    def log_message(self, *arguments: Any) -> None:
-        """Say nothing."""
-
-
-def browsed(file: Path, proxy: str) -> tuple[str, bytes, set[str]]:
-    """What a browser makes of a file: its text, a screenshot, and the hosts that it asked for something."""
-    Proxy.hosts.clear()
-    shot = file.with_suffix(".png")
-    own = [f"--user-data-dir={file.with_suffix('.profile')}", f"--proxy-server={proxy}", f"--screenshot={shot}"]
-    done = subprocess.run(
-        [str(CHROMIUM), *BROWSER, *own, f"file://{file}"], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout, shot.read_bytes(), Proxy.hosts - ITS_OWN
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.slow
-def test_a_browser_shows_the_report_and_asks_nobody_for_anything(sweep_page: str, tmp_path: Path) -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    proxy = f"127.0.0.1:{server.server_port}"
-    (tmp_path / "control.html").write_text('<img src="http://outside.example/a.png">')
-    (tmp_path / "report.html").write_text(sweep_page)
-    try:
-        assert browsed(tmp_path / "control.html", proxy)[2] == {"outside.example"}, "a request would be seen"
-        found, picture, hosts = browsed(tmp_path / "report.html", proxy)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert hosts == set()
-    words = Page(found).text
-    assert "Paired comparison" in words and "Acceptance by position" in words
-    assert picture.startswith(b"\x89PNG") and len(picture) > 50_000, "a page with drawings, not an empty one"
 
 
 def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.eval.options import EvalOptions
-from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.interface import Place, S3Options
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
@@ -26,7 +25,6 @@ from tests.jobs.eval.tasks_of_tests import (
     DOCUMENTS,
     GENERATES,
     TASKS,
-    UNTIL,
     results_of,
     samples_of,
     write_eval_spec,
@@ -35,8 +33,6 @@ from tests.jobs.eval.tasks_of_tests import (
 from tests.storage.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.slow
-
-LOCAL = RunOptions(local=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -228,17 +224,6 @@ def test_other_settings_decode_into_directories_of_their_own(world: World, capsy
     capsys.readouterr()
 
 
-def test_two_decoders_over_the_same_requests_are_compared(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_eval_spec(tmp_path)
-    assert evaluated(tmp_path, world.tasks, list(TASKS)) == 0
-    places = [samples_of(folder, "repeated")[0]["draftmill"][0][0]["run_dir"] for folder in (world.folder, tmp_path)]
-    capsys.readouterr()
-    assert places[0] != places[1] and main(["compare", *places]) == 0
-    assert f"{3 * DOCUMENTS} pairs" in capsys.readouterr().out
-
-
 def test_a_jobs_run_directory_is_refused(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = next((world.folder / "eval" / "runs").glob("complete-*"))
     write_eval_spec(tmp_path, output={"path": str(run)})
@@ -256,30 +241,6 @@ def test_chosen_documents_keep_their_ids(world: World, tmp_path: Path) -> None:
 
 
 MASKED = {"kind": "stepwise", "block_length": 4}
-BLOCKS = {"kind": "block_diffusion"}
-
-
-@pytest.mark.parametrize(("model", "decoder"), [("mdm-tiny", MASKED), ("block-tiny", BLOCKS)])
-def test_masked_and_block_models_generate_up_to_a_stop_string(
-    world: World, tmp_path: Path, model: str, decoder: dict[str, Any]
-) -> None:
-    """The same texts as an ordinary job of the same prompts, cut at the first stop string."""
-    from tests.runs.causal_jobs import job_spec, run_here
-
-    write_eval_spec(tmp_path, model={"path": f"builtin:{model}", "device": "cpu"}, decoder=decoder)
-    assert evaluated(tmp_path, world.tasks, ["gen"], "--limit", "3") == 0
-    found = {sample["draftmill"][0][0]["id"]: sample["resps"][0][0] for sample in samples_of(tmp_path, "gen")}
-    prompts = {sample["draftmill"][0][0]["id"]: sample["doc"]["q"] for sample in samples_of(tmp_path, "gen")}
-    spec = job_spec(
-        tmp_path,
-        [{"id": name, "prompt": prompt} for name, prompt in prompts.items()],
-        task={"kind": "complete", "max_new_tokens": 12, "stop": UNTIL[:2]},
-        model={"path": f"builtin:{model}", "device": "cpu"},
-        decoder=decoder,
-        sampling={"temperature": 0.0},
-        seed=7,
-    )
-    assert found == {name: row["text"] for name, row in run_here(spec).items()}
 
 
 def test_answers_match_a_constraint_and_are_not_cut_by_until(world: World, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.decoders.common_settings import Sampling
+from draftmill.actors.sandbox.sandbox import problem
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.storage.failpoints import VARIABLE
@@ -131,6 +131,7 @@ def test_an_infilled_text_is_compared_with_the_original(tmp_path: Path) -> None:
     assert measure(store, "exact_match") == 0 and by_id(store, "exact_match") == {"a": 1.0, "b": 0.0}
 
 
+@pytest.mark.skipif(problem("kernel") is not None, reason="no sandbox here")
 def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: Path) -> None:
     inputs = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}}
     samples: dict[str, list[str | None]] = {
@@ -141,11 +142,8 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: P
     def texts(name: str) -> list[dict[str, Any]]:
         return [{"sample": n} | (failed() if text is None else {"text": text}) for n, text in enumerate(samples[name])]
 
-    sampling = {"sampling": {"n": 3}} if "n" in Sampling.model_fields else {}
-    store = write(tmp_path, texts, rows=ROWS[:2], input=inputs, **sampling)
+    store = write(tmp_path, texts, rows=ROWS[:2], input=inputs, sampling={"n": 3})
     code = '{kind: pass_at_k, k: [1, 2], program: "{text}\\n"}'
-    if _no_sandbox():
-        pytest.skip("no sandbox here")
     assert main(["measure", store.url, "--local", "--quiet", "--allow-code-execution", "--metric", code]) == 0
     table = read_metrics(store)
     assert table is not None
@@ -153,12 +151,6 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: P
     assert [rows["a", n]["passed"] for n in range(3)] == [1.0, 0.0, 0.0] and rows["b", 2]["passed"] is None
     assert rows["a", 1]["pass@1"] == pytest.approx(1 / 3) and rows["a", 2]["pass@2"] == pytest.approx(2 / 3)
     assert rows["b", 0]["pass@1"] == 1.0
-
-
-def _no_sandbox() -> bool:
-    from draftmill.actors.sandbox.sandbox import problem
-
-    return problem("kernel") is not None
 
 
 # ---- passes
@@ -213,23 +205,12 @@ def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_p
     store = write(tmp_path)
     reference = write(_made(tmp_path / "other"))
     assert measure(reference, "exact_match", "length") == 0
-    left = []
+    left, words = [], ["measure", store.url, "--local", "--quiet", "--metric", "exact_match", "length"]
     before = contents(tmp_path / "run")
     for point in POINTS:
         name, _, hit = point.partition(":")
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "draftmill.jobs.cli",
-                "measure",
-                store.url,
-                "--local",
-                "--quiet",
-                "--metric",
-                "exact_match",
-                "length",
-            ],
+            [sys.executable, "-m", "draftmill.jobs.cli", *words],
             env=os.environ | {VARIABLE: f"{name}=kill:{hit or 1}"},
             capture_output=True,
             check=False,
@@ -342,18 +323,10 @@ def test_what_can_not_be_measured_is_refused_before_any_work(
     )
     assert "--metric rogue: 'rogue' is not a metric; did you mean rouge?" in refused(capsys, store, "rogue")
     assert "input.columns.reference: the metric 'bleu' needs references" in refused(capsys, store, "length", "bleu")
-    assert "{kind: judge, prompt: question, model: x}: unknown" not in refused(
-        capsys, store, "{kind: judge, prompt: question, model: x}"
-    )
     assert "input.keep: the metric 'judge' reads question; columns in the results: label" in refused(
         capsys, store, "{kind: judge, prompt: question, model: x}"
     )
-    assert "unknown setting 'type'" in refused(capsys, store, "{kind: rouge, type: rouge1}")
-    assert "model: missing; for example" in refused(capsys, store, "judge")
     assert "not a mapping in YAML" in refused(capsys, store, "{kind: [}")
-    assert ".allow_code_execution: pass_at_k runs code that a model wrote" in refused(
-        capsys, store, '{kind: pass_at_k, program: "{text}"}'
-    )
     assert "input.keep: the metric 'pass_at_k' reads prompt, test, entry_point" in refused(capsys, store, "pass@1")
     assert "nothing.py can't be read" in refused(capsys, store, "nothing.py")
     assert "the column 'distinct_1' is already that of an earlier metric" in refused(
@@ -428,10 +401,7 @@ def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path: Path) -> None:
     plain = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}}
     for metrics, message in (
         (["exact_match"], r"input.columns.reference: the metric 'exact_match' needs references"),
-        (["lenght"], r"metrics.0: 'lenght' is not a metric; did you mean length\?"),
         ([{"kind": "rouge", "typs": []}], r"metrics.0.typs: unknown key; did you mean metrics.0.types"),
-        ([{"kind": "judge"}], r"metrics.0.model: missing"),
-        (["pass@1"], r"input.keep: the metric 'pass_at_k' reads prompt, test, entry_point"),
         (
             [{"kind": "pass_at_k", "program": "{text}"}],
             r"metrics.0.allow_code_execution: pass_at_k runs code .* allowed: true",
