@@ -67,7 +67,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "compare RUN RUN --s3-endpoint http://s3 --json": (
         "compare",
-        {"places": [PLACE, PLACE], "form": "json", "baseline": None},
+        {"places": [PLACE, PLACE], "form": "json", "baseline": None, "width": None},
     ),
     f"report {RUN} --out FILE": ("report", {"place": PLACE, "out": "FILE", "baseline": None, "overwrite": False}),
     f"show {RUN} --id a --id b": (

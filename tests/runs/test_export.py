@@ -37,7 +37,11 @@ PROMPTS = {
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a file of requests by a small causal model."""
-    folder = tmp_path_factory.mktemp("prompts")
+    return decode_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+def decode_prompts(folder: Path) -> Path:
+    """Decode the requests in `folder / run`, of which some fail."""
     save_model(folder / "model", ends=[2])
     plain = {"method": "POST", "url": "/v1/completions"}
     lines = [json.dumps(plain | {"custom_id": name, "body": body}) for name, body in PROMPTS.items()]

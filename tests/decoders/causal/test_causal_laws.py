@@ -5,6 +5,7 @@ stops are those of production.
 """
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
