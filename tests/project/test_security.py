@@ -180,6 +180,8 @@ def hook(event, arguments):
             place = arguments[0]
     elif event in WRITES and isinstance(arguments[WRITES[event]], (str, bytes)):
         place = arguments[WRITES[event]]
+        if event in ("os.mkdir", "os.remove", "os.rmdir") and arguments[-1] >= 0:  # a name in an open folder
+            place = os.path.join(os.readlink("/proc/self/fd/%d" % arguments[-1]), os.fsdecode(place))
     if place is not None:
         place = os.path.realpath(os.fsdecode(place))
         if not any(place == one or place.startswith(one + os.sep) for one in allowed):
