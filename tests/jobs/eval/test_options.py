@@ -12,18 +12,10 @@ from draftmill.jobs.eval.options import HINT, EvalOptions, documents, parse_sett
 from draftmill.storage.errors import UserError
 
 
-@pytest.mark.parametrize(
-    "given",
-    [["temperature=0.8,top_p=0.95"], ["a=1", "b=true"], ['stop=["x, y"],n=3'], ["name=gpt2"], ['{"a": {"b": [1]}}']],
-)
-def test_settings_are_read_as_lm_eval_reads_them(given: list[str]) -> None:
-    import argparse
-
-    from lm_eval._cli.utils import MergeDictAction
-
-    theirs = argparse.ArgumentParser()
-    theirs.add_argument("--x", nargs="+", action=MergeDictAction)
-    assert parse_settings(given, "--x") == theirs.parse_args(["--x", *given]).x
+def test_settings_are_read_as_lm_eval_reads_them() -> None:
+    given = ['stop=["x, y"],n=3', "b=true,top_p=0.95", "name=gpt2"]
+    assert parse_settings(given, "--x") == {"stop": ["x, y"], "n": 3, "b": True, "top_p": 0.95, "name": "gpt2"}
+    assert parse_settings(['{"a": {"b": [1]}}'], "--x") == {"a": {"b": [1]}}
 
 
 def test_settings_of_another_form_are_refused() -> None:

@@ -93,12 +93,10 @@ def test_any_text_survives_as_a_value_at_any_depth(text: str) -> None:
     assert yaml.safe_load(written) == {"a": {"b": text, "c": 1}}
 
 
-@pytest.mark.parametrize(
-    "word", ["y", "n", "Yes", "off", "1e3", "0o17", "012", "1_0", "2026-11-22", "1:30", "=", "<<", "", "~", "4Gi"]
-)
-def test_strings_that_yaml_readers_see_differently_are_in_quotes(word: str) -> None:
+def test_strings_that_yaml_readers_see_differently_are_in_quotes() -> None:
     """YAML 1.1 and 1.2 disagree on these, and so do PyYAML and Kubernetes."""
-    assert yaml_text(word) == f'"{word}"'
+    for word in ("y", "n", "Yes", "off", "1e3", "0o17", "012", "1_0", "2026-11-22", "1:30", "=", "<<", "", "~", "4Gi"):
+        assert yaml_text(word) == f'"{word}"'
 
 
 def test_a_comment_can_not_become_data() -> None:

@@ -11,28 +11,21 @@ import yaml
 
 from draftmill.actors.task import Complete
 from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
-from draftmill.jobs.remote.request import (
-    EXCLUDES,
-    SubmitOptions,
-    request_of,
-)
+from draftmill.jobs.remote.request import EXCLUDES, SubmitOptions, request_of
 from draftmill.storage.errors import UserError
 from draftmill.version import ROOT
 
 
-def spec(**changes: Any) -> dict[str, Any]:
-    return {
+def spec(**changes: Any) -> JobSpec:
+    data: dict[str, Any] = {
         "name": "job",
         "task": {"kind": "complete"},
         "input": {"path": "rows/*.jsonl"},
         "model": {"path": "builtin:ar-tiny"},
         "decoder": {"kind": "speculative"},
         "output": {"path": "s3://bucket/run"},
-    } | changes
-
-
-def checked(**changes: Any) -> JobSpec:
-    return check_spec(spec(**changes))
+    }
+    return check_spec(data | changes)
 
 
 @pytest.fixture
@@ -58,12 +51,12 @@ def test_paths_in_the_shipped_folder_become_relative_to_it(folder: Path, monkeyp
         model={"path": "./model"},
         metrics=["my_metric.py", {"kind": "file", "name": "again", "path": str(folder / "my_metric.py")}],
     )
-    found = shipped_spec(request_of(check_spec(data), SubmitOptions(working_dir=".")))
+    found = shipped_spec(request_of(data, SubmitOptions(working_dir=".")))
     assert found["input"]["path"] == ["rows/*.jsonl", "rows/a.jsonl"]
     assert found["model"]["path"] == "model"
     assert [metric["path"] for metric in found["metrics"]] == ["my_metric.py", "my_metric.py"]
     monkeypatch.chdir(folder / "rows")
-    inside = request_of(checked(input={"path": "a.jsonl"}), SubmitOptions(working_dir=str(folder)))
+    inside = request_of(spec(input={"path": "a.jsonl"}), SubmitOptions(working_dir=str(folder)))
     assert shipped_spec(inside)["input"]["path"] == "rows/a.jsonl"
 
 
@@ -71,7 +64,7 @@ def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder: Path):
     data = spec(
         input={"path": "/mnt/all/rows.jsonl"}, model={"path": "org/model"}, output={"path": "/mnt/all/../all/runs/one"}
     )
-    request = request_of(check_spec(data), SubmitOptions(shared=("/mnt/all",), code="installed"))
+    request = request_of(data, SubmitOptions(shared=("/mnt/all",), code="installed"))
     assert shipped_spec(request)["output"]["path"] == "/mnt/all/runs/one"
     assert not request.environment.keys() & {"working_dir", "py_modules"}
 
@@ -101,12 +94,12 @@ def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder: Path):
 )
 def test_what_the_cluster_could_not_use_is_refused_by_its_key(changes, options, field, folder: Path):
     with pytest.raises(UserError, match=f"^({field}): "):
-        request_of(checked(**changes), SubmitOptions(**options))
+        request_of(spec(**changes), SubmitOptions(**options))
 
 
 def test_the_command_writes_the_spec_and_becomes_the_driver(folder: Path, tmp_path: Path):
     data = spec(name='it\'s $HOME `x` \\ "q"')
-    request = request_of(check_spec(data), SubmitOptions(working_dir=".", grace_s=20, run=("--if-running", "skip")))
+    request = request_of(data, SubmitOptions(working_dir=".", grace_s=20, run=("--if-running", "skip")))
     stand_in = "python -c 'import os, sys; print(os.getppid()); print(open(sys.argv[2]).read(), sys.argv[3:])'"
     command = request.entrypoint.replace("python -P -m draftmill.jobs.cli", stand_in)
     shell = subprocess.Popen(["sh", "-c", f"TMPDIR={tmp_path}; {command}"], stdout=subprocess.PIPE, text=True)
@@ -126,19 +119,19 @@ def environment_file(folder: Path, **keys: Any) -> str:
 
 def test_a_runtime_environment_is_handed_on_with_our_variables(folder: Path):
     file = environment_file(folder, env_vars={"A": "b"}, pip=["x==1"], working_dir="rows", excludes=["*.tmp"])
-    found = request_of(checked(input={"path": "rows/a.jsonl"}), SubmitOptions(runtime_env=file))
+    found = request_of(spec(input={"path": "rows/a.jsonl"}), SubmitOptions(runtime_env=file))
     assert shipped_spec(found)["input"]["path"] == "a.jsonl"
     environment = found.environment
     assert environment["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "45", "fifteen seconds more than its grace"
     assert (environment["env_vars"]["A"], environment["pip"]) == ("b", ["x==1"])
     assert environment["working_dir"] == str(folder / "rows")
     assert {*EXCLUDES, "*.tmp"} <= set(environment["excludes"])
-    other = request_of(checked(), SubmitOptions(runtime_env=file, working_dir=".")).environment
+    other = request_of(spec(), SubmitOptions(runtime_env=file, working_dir=".")).environment
     assert other["working_dir"] == str(folder), "the option comes first"
 
 
 def test_a_text_that_could_be_a_number_arrives_as_a_text(folder: Path):
-    request = request_of(checked(task={"kind": "complete", "stop": ["1e3", "yes"]}), SubmitOptions(working_dir="."))
+    request = request_of(spec(task={"kind": "complete", "stop": ["1e3", "yes"]}), SubmitOptions(working_dir="."))
     (folder / "sent.yaml").write_text(request.entrypoint.split("\n", 1)[1].rpartition("\n")[0])
     task = load_spec(folder / "sent.yaml").task
     assert isinstance(task, Complete) and task.stop == ("1e3", "yes")
@@ -146,7 +139,7 @@ def test_a_text_that_could_be_a_number_arrives_as_a_text(folder: Path):
 
 def test_an_image_comes_with_its_own_code(folder: Path):
     options = SubmitOptions(runtime_env=environment_file(folder, image_uri="registry/draftmill:1"))
-    request = request_of(checked(input={"path": "s3://b/a.jsonl"}), options)
+    request = request_of(spec(input={"path": "s3://b/a.jsonl"}), options)
     assert set(request.environment) == {"image_uri", "env_vars"}
     assert "exec draftmill run" in request.entrypoint
 
@@ -154,11 +147,11 @@ def test_an_image_comes_with_its_own_code(folder: Path):
 def test_secrets_in_a_runtime_environment_are_refused(folder: Path):
     file = environment_file(folder, env_vars={"AWS_SECRET_ACCESS_KEY": "x"})
     with pytest.raises(UserError, match=r"^--runtime-env: AWS_SECRET_ACCESS_KEY would be readable"):
-        request_of(checked(), SubmitOptions(working_dir=".", runtime_env=file))
+        request_of(spec(), SubmitOptions(working_dir=".", runtime_env=file))
 
 
 def test_the_code_travels_with_the_models_that_the_spec_names_and_no_others(folder: Path):
-    environment = request_of(checked(), SubmitOptions(working_dir=".")).environment
+    environment = request_of(spec(), SubmitOptions(working_dir=".")).environment
     assert environment["py_modules"] == [str(ROOT / "draftmill")]
     assert "/decoders/builtin/mdm-tiny/" in environment["excludes"]
     assert "/decoders/builtin/ar-tiny/" not in environment["excludes"]

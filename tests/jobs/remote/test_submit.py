@@ -121,27 +121,16 @@ def test_the_exit_code_is_the_drivers_own(status, code, message, expected, words
     assert words in end[1]
 
 
-class FakeClock:
-    """The clock of the commands; a sleep of any length takes a second."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, _: float) -> None:
-        self.now_s += 1.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    clock = FakeClock()
-    monkeypatch.setattr(submit_module, "time", clock)
-    return clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of the commands; a sleep of any length takes a second."""
+    fake = SimpleNamespace(now_s=0.0)
+    fake.monotonic, fake.sleep = lambda: fake.now_s, lambda _: setattr(fake, "now_s", fake.now_s + 1.0)
+    monkeypatch.setattr(submit_module, "time", fake)
+    return fake
 
 
-def test_each_text_of_a_growing_log_is_printed_once(clock: FakeClock, capsys: pytest.CaptureFixture[str]):
+def test_each_text_of_a_growing_log_is_printed_once(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]):
     job = FakeJob("j")
     cluster = FakeCluster(job)
 
@@ -156,7 +145,7 @@ def test_each_text_of_a_growing_log_is_printed_once(clock: FakeClock, capsys: py
     assert capsys.readouterr().out == job.log and cluster.reads > 1
 
 
-def test_a_long_log_is_read_less_often(clock: FakeClock, capsys: pytest.CaptureFixture[str]):
+def test_a_long_log_is_read_less_often(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]):
     job = FakeJob("j", log="x" * 1_000_000)
     cluster = FakeCluster(job)
     cluster.script = lambda asked: job.end("SUCCEEDED", 0) if asked > 100 else None
@@ -166,7 +155,7 @@ def test_a_long_log_is_read_less_often(clock: FakeClock, capsys: pytest.CaptureF
     assert cluster.reads == 21  # one in 5 s, 200,000 characters a second, and the last
 
 
-def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up(clock: FakeClock):
+def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up(clock: SimpleNamespace):
     job = FakeJob("j")
     cluster = FakeCluster(job)
     cluster.deaf = 20
