@@ -176,7 +176,7 @@ def _names(text: str) -> list[str]:
 SET = repeatable("--set", "KEY=VALUE", "override a key: a.b=VALUE", dest="overrides")
 SPEC = (option("path", "SPEC.yaml"), SET)
 LOGICAL_DATE = option(
-    "--logical-date", "D", "the date for {date:...} in output.path, in UTC (2026-11-22); default: now"
+    "--logical-date", "D", "the date for {date:...} in output.path, in UTC (2026-11-22, or with a time); default: now"
 )
 DRIVER = (
     option("--ray-address", "ADDR", "a running Ray cluster; default: start Ray on this machine"),

@@ -1,8 +1,4 @@
-"""The commands of draftmill: arguments in, exit code out. The options of each are in arguments.py.
-
-Exit codes: 0 finished within the error threshold; 2 the spec, the input or the run directory is unusable; 3 finished, but
-more samples failed than allowed; 4 interrupted or the disk is full, resumable; 1 anything unexpected.
-"""
+"""The commands of draftmill: arguments in, exit code out (exit_codes.py). The options of each are in arguments.py."""
 
 from __future__ import annotations
 

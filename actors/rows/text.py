@@ -339,17 +339,9 @@ def _add(core: Core, added: Iterable[AddedToken], named: Sequence[Token], extra:
 
 
 def _template(place: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template; of several, the one named default. Separate files override tokenizer_config.json."""
-    files = {file.stem: file for file in sorted(place.glob("additional_chat_templates/*.jinja"))}
-    if (place / "chat_template.jinja").is_file():
-        files = {"default": place / "chat_template.jinja"} | files
-    template: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()} or config.get(
-        "chat_template"
-    )
-    if isinstance(template, list):
-        template = {item["name"]: item["template"] for item in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is not None and not isinstance(template, str):
-        raise NotPlain("chat_template is not a text")
+    """The chat template; a separate file overrides tokenizer_config.json."""
+    file = place / "chat_template.jinja"
+    template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if not isinstance(template, str | None) or (place / "additional_chat_templates").is_dir():
+        raise NotPlain("several templates")
     return template

@@ -49,7 +49,6 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
         or (None if mask is None else mask_problem(mask, columns))
         or (None if mask or isinstance(task, Infill) else prompt_problem(task, columns, has_tokenizer=has_tokenizer))
         or decoder_problem(task, decoder)
-        or ends_problem(task, decoder)
         or _own_settings_problem(task, columns, decoder)
         or (score_problem(task, columns, decoder) if isinstance(task, Score) else None)
         or (fim_problem(task, decoder, has_tokenizer=has_tokenizer) if isinstance(task, Infill) else None)
@@ -79,15 +78,10 @@ def constraint_problem(task: Task, columns: Columns, decoder: DecoderSettings, *
 
 
 def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
-    """Why this decoder does not support this kind of task; None if it does."""
+    """Why this decoder does not support this kind of task, or can't suppress its end tokens; None if it does."""
     allowed = decoders_for(task.kind)
-    if decoder.kind in allowed:
-        return None
-    return f"decoder.kind: {decoder.kind!r} does not run the task {task.kind!r}; allowed: {', '.join(allowed)}"
-
-
-def ends_problem(task: Task, decoder: DecoderSettings) -> str | None:
-    """Why no end tokens can come last in this task; None if they can, or need not."""
+    if decoder.kind not in allowed:
+        return f"decoder.kind: {decoder.kind!r} does not run the task {task.kind!r}; allowed: {', '.join(allowed)}"
     if getattr(decoder, "suppress_end", False) and (not isinstance(task, Complete) or task.ignore_eos):
         return (
             "decoder.suppress_end: true, but only completions without task.ignore_eos have end tokens; allowed: false"
@@ -229,10 +223,6 @@ def mask_problem(mask: Mask, columns: Columns) -> str | None:
         return "input.columns.tokens: mask kind 'given' needs the column that holds each row's tokens"
     if "tokens" in named and isinstance(mask, Marker | Lines | Sentences):
         return f"task.mask.kind: {mask.kind!r} needs text, but the rows give tokens; allowed: given, random, spans, span_fraction"
-    return _surplus_column(mask, named)
-
-
-def _surplus_column(mask: Mask, named: dict[str, str]) -> str | None:
     for name, kind in (("prefix", Marker), ("suffix", Marker), ("spans", Spans), ("sentences", Sentences)):
         if name in named and not isinstance(mask, kind):
             allowed = kind.model_fields["kind"].annotation

@@ -10,6 +10,7 @@ with `abort_orphans`. Knows nothing of rows.
 
 from __future__ import annotations
 
+import io
 import logging
 import secrets
 import time
@@ -39,7 +40,7 @@ _NOT_LISTED = frozenset({403, 405, 501})
 _log = logging.getLogger(__name__)
 
 
-class Upload:
+class Upload(io.RawIOBase):
     """One object in progress, as a write-only, append-only binary file.
 
     Leaving the `with` block publishes it; an exception or interrupt leaves nothing. With `overwrite` it replaces what has the
@@ -54,9 +55,8 @@ class Upload:
         self._parts: list[dict[str, Any]] = []
         self._sent_bytes = 0
         self._buffer = bytearray()
-        self._ended = False
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
+    def write(self, data: Any) -> int:
         """Take the bytes, and send each full part when more data follows. Raises StoreError."""
         self._check_open()
         rest = memoryview(data).cast("B")
@@ -83,14 +83,6 @@ class Upload:
         if upload_id is not None:
             _abort(self._store, self._name, upload_id)
 
-    @property
-    def closed(self) -> bool:
-        """Whether it is published or aborted."""
-        return self._ended
-
-    def flush(self) -> None:
-        """Do nothing: an incomplete part can't be sent yet."""
-
     def tell(self) -> int:
         """Bytes written."""
         return self._sent_bytes + len(self._buffer)
@@ -98,14 +90,8 @@ class Upload:
     def writable(self) -> bool:
         return True
 
-    def readable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
-
-    def __enter__(self) -> Upload:
-        return self
+    def __del__(self) -> None:
+        """A file would close itself here, which asks the store."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -122,10 +108,11 @@ class Upload:
             unfinished.pop_all()
 
     def _end(self) -> None:
-        self._upload_id, self._buffer, self._ended = None, bytearray(), True
+        self._upload_id, self._buffer = None, bytearray()
+        super().close()
 
     def _check_open(self) -> None:
-        if self._ended:
+        if self.closed:
             raise ValueError("the upload has ended")
 
     def _send_part(self) -> None:

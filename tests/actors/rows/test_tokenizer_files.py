@@ -164,9 +164,10 @@ def test_the_template_of_several_is_the_one_that_transformers_takes(tmp_path, co
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    ours, theirs = both(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    assert ours is not None
     try:
-        expected = theirs.get_chat_template()
+        expected = PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).get_chat_template()
     except ValueError:
         assert ours.chat is None
         return
