@@ -170,7 +170,7 @@ class EngineStats:
 class Decoder(Protocol):
     """A batch of slots that one algorithm decodes, with one forward evaluation per step. The caller keeps the slots full:
     `while room(length): admit(...)`, then `step()`, which returns the finished samples and frees their slots. An exception out
-    of `step` leaves the decoder unusable until `clear`."""
+    of `admit` or `step` leaves the decoder unusable until `clear`."""
 
     stats: EngineStats
 
