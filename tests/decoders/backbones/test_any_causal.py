@@ -1,6 +1,6 @@
 """Causal models of transformers that are not in the table: tiny random ones, dense, mixtures, windows, soft caps, sinks, MLA.
 
-Each gives the greedy texts of transformers' own `generate`, and its lossless decoders give the text of `autoregressive`.
+Each gives the greedy texts of transformers' own `generate`.
 """
 
 import copy
@@ -146,18 +146,6 @@ def test_greedy_texts_are_those_of_generate(name, load):
     assert backbone.exact, "in float32 on a CPU the batch changes nothing"
     for request in requests():
         assert found[request.index] == generated(own, request)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(99, soak=3)
-def test_lossless_decoders_give_the_text_of_autoregressive(name, temperature, load):
-    folder, _, backbone = load(name)
-    info, sampling = inspect_model(folder), Sampling(temperature=temperature)
-    expected = texts(decode(backbone, info, decoder_settings("autoregressive"), sampling, requests(), rows=64))
-    ngram = decoder_settings("speculative", k=4, drafter={"kind": "ngram"})
-    for settings, rows in ((ngram, 2), (decoder_settings("jacobi"), 3)):
-        assert texts(decode(backbone, info, settings, sampling, requests(), rows=rows)) == expected
 
 
 @pytest.mark.parametrize(
