@@ -138,7 +138,7 @@ def test_a_paper_is_answered_from_what_has_run(tmp_path: Path) -> None:
     assert section.cases[0].nfe_per_token == 1.0
     text = page([section], "Run here.")
     assert "| it is fast | table 9 |" in text and "forwards; below 1 | **holds** |" in text and "**not run**" in text
-    assert "| p/a | 40 | 1.000 |" in text and "| X | 1 | 0 | 1 |" in text and "Run here." in text
+    assert "| p/a | 40 | 1.000 |" in text and "| X | 1 | 1 |" in text and "Run here." in text
 
 
 def test_each_humaneval_row_hides_one_line_of_the_solution_and_keeps_its_test(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from draftmill.jobs.schedule.unit_leases import SchedulerState
 from tests.simulation.disk import Broken, Handle, Job, check_promise
 from tests.simulation.schedules import drawn_job, play, simulated
-from tests.simulation.world import Fault, Kind, SimThread, World
+from tests.simulation.world import Fault, Kind, World
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -79,17 +79,6 @@ def test_with_slow_answers_of_any_kind_a_run_ends_like_one_without(at_work):
     assert took_s.keys() >= {(True, "list", "data"), (True, "put", "attempts"), (True, "replace", "_lease.json")}
     assert 400 < took_s.pop((False, "create", "data")) < 1500, "30 units of two workers"
     assert all(20 < seconds < 200 for seconds in took_s.values()), f"a driver waits again and again: {took_s}"
-
-
-def test_a_log_on_the_drivers_own_thread_is_found(at_work):
-    start = SimThread.start
-
-    def waited_for(self: SimThread) -> None:
-        start(self)
-        self.join(1e9)
-
-    with patch.object(SimThread, "start", waited_for):
-        assert undisturbed(at_work, 1, (True, "put", "attempts")).now_s > 2000
 
 
 def broken_within(at_work: dict[str, Any], schedules: int) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.real.__main__ import line_of
 from tests.real.checks import Bench, Finding, check_greedy, check_scores
-from tests.real.jobs_on_it import Place, same
+from tests.real.jobs_on_it import Place
 from tests.real.model import find_model
 from tests.runs.jobs_here import without_ray
 
@@ -13,12 +13,6 @@ def test_a_line_of_the_table_fails_where_less_is_equal_or_nothing_was_compared()
     assert "FAILED" not in line_of(Finding("all", 4, 4), 1.0)
     assert "FAILED" in line_of(Finding("less", 3, 4), None) and "FAILED" in line_of(Finding("nothing", 0, 0), None)
     assert Finding("a tie", 3, 4, passes=True).ok and not Finding("nothing", 0, 0, passes=True).ok
-
-
-def test_rows_that_differ_in_a_column_or_are_gone_do_not_count_as_the_same():
-    one = {"a": {"text": "x", "logprob": 1.0}, "b": {"text": "y", "logprob": 2.0}}
-    assert same(one, one, ("text", "logprob")) == 2
-    assert same(one, {"a": {"text": "x", "logprob": 1.0 + 1e-15}}, ("text", "logprob")) == 0
 
 
 @pytest.mark.slow

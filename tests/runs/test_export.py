@@ -23,7 +23,7 @@ from draftmill.storage.runs.records import SCHEMA
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import ROOM, save_model
 from tests.runs.jobs_here import run, without_ray
-from tests.runs.test_rerun import STILL_SICK, run_with
+from tests.runs.test_rerun import run_with
 
 PROMPTS = {
     "plain": {"model": "m", "prompt": "def f(x):"},
@@ -163,20 +163,6 @@ def test_numbers_that_json_has_not_are_null(tmp_path):
         LineSink(file).add(table_from_rows([row]))
     found = json.loads((tmp_path / "one.jsonl").read_text(), parse_constant=pytest.fail)
     assert (found["logprob"], found["metrics"], found["token_logprobs"]) == (None, {"bits_per_byte": None}, [0.5, None])
-
-
-def test_what_a_rerun_mended_is_exported_mended(tmp_path):
-    from tests.runs.jobs_of_tests import write_rows, write_spec
-
-    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 24))
-    assert run_with(set(STILL_SICK), "run", str(spec)) == 3
-    assert run_with(set(), "rerun", str(tmp_path / "run"), "--failed") == 0
-    out = tmp_path / "all.csv"
-    columns = ["--columns", "id,status,pass"]
-    assert main(["export", str(tmp_path / "run"), "--format", "csv", "--out", str(out), *columns]) == 0
-    records = list(csv.DictReader(out.open(newline="")))
-    assert {row["id"] for row in records if row["pass"] == "2"} == STILL_SICK
-    assert len(records) == 24 and {row["status"] for row in records} == {"ok"}
 
 
 def unfinished(run_dir: Path) -> None:

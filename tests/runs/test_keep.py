@@ -76,15 +76,6 @@ def test_kept_columns_are_columns_of_a_csv_and_a_struct_of_parquet(kept):
     assert table.schema.field("keep").type.field("n").metadata == {b"draftmill.json": b"1"}
 
 
-def test_a_run_with_kept_columns_is_verified_and_resumed(kept, capsys):
-    assert main(["verify", str(kept / "run")]) == 0
-    assert "all promises hold" in capsys.readouterr().out
-    assert run_with(set(), "run", str(kept / "run.yaml")) == 0
-    capsys.readouterr()
-    assert main(["run", str(kept / "run.yaml"), "--quiet", "--set", "input.keep=[lang]"]) == 2
-    assert 'input.keep was ["lang", "n", "meta.src"], is ["lang"]' in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("keep", "message"),
     [("[absent]", "input.keep: no row has a column 'absent'"), ("[id, id]", "input.keep: a column is named twice")],

@@ -73,11 +73,6 @@ def test_a_run_of_several_samples_keeps_its_promises(done, capsys):
     assert "18 of 18 done" in capsys.readouterr().out
 
 
-def test_a_dry_run_counts_samples(done, capsys):
-    assert main(["validate", str(done / "many.yaml")]) == 0
-    assert "18 samples" in capsys.readouterr().out
-
-
 def test_verify_finds_a_sample_that_took_the_place_of_another(done, tmp_path, capsys):
     shutil.copytree(done / "many", tmp_path / "run")
     unit = tmp_path / "run" / "data" / "unit-00000000.parquet"

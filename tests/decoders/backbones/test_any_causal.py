@@ -1,6 +1,6 @@
 """Causal models of transformers that are not in the table: tiny random ones, dense, mixtures, windows, soft caps, sinks, MLA.
 
-Each gives the greedy texts of transformers' own `generate`, and its lossless decoders give the text of `autoregressive`.
+Each gives the greedy texts of transformers' own `generate`.
 """
 
 import copy
@@ -127,6 +127,13 @@ def requests():
     return made
 
 
+def generated(own, request, **more):
+    """transformers' own greedy text."""
+    prompt = torch.tensor(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
+    options = {"max_new_tokens": int((request.canvas < 0).sum()), "do_sample": False} | more
+    return own.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, prompt.shape[1] :].tolist()
+
+
 def test_the_types_that_are_named_as_tested_are_these_with_this_version():
     assert set(any_causal.TESTED) == set(FAMILIES) and any_causal.version() == any_causal.TESTED_WITH
 
@@ -138,22 +145,7 @@ def test_greedy_texts_are_those_of_generate(name, load):
     found = texts(decode(backbone, inspect_model(folder), settings, sampling, requests(), rows=3))
     assert backbone.exact, "in float32 on a CPU the batch changes nothing"
     for request in requests():
-        prompt = torch.tensor(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
-        max_new = int((request.canvas < 0).sum())
-        theirs = own.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new, do_sample=False)
-        assert found[request.index] == theirs[0, prompt.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.one_in(99, soak=3)
-def test_lossless_decoders_give_the_text_of_autoregressive(name, temperature, load):
-    folder, _, backbone = load(name)
-    info, sampling = inspect_model(folder), Sampling(temperature=temperature)
-    expected = texts(decode(backbone, info, decoder_settings("autoregressive"), sampling, requests(), rows=64))
-    ngram = decoder_settings("speculative", k=4, drafter={"kind": "ngram"})
-    for settings, rows in ((ngram, 2), (decoder_settings("jacobi"), 3)):
-        assert texts(decode(backbone, info, settings, sampling, requests(), rows=rows)) == expected
+        assert found[request.index] == generated(own, request)
 
 
 @pytest.mark.parametrize(
@@ -191,25 +183,6 @@ def test_layers_may_have_small_weights(load, name, kind):
         backbone.allocate(1, 32)
         states.append(backbone.forward(causal_rows([0], [20], [0], torch.arange(20) % VOCAB)))
     assert 0 < (states[0] - states[1]).norm() / states[0].norm() < 0.5
-
-
-def test_a_quantized_checkpoint_is_unpacked(load, tmp_path):
-    folder = load("phi")[0]
-    dense = load_file(folder / "model.safetensors")
-    stored, name = dict(dense), "model.layers.2.mlp.fc1.weight"
-    stored[name] = (dense[name] * 64).to(torch.float8_e4m3fn)
-    stored[f"{name}_scale_inv"] = torch.tensor(1 / 64)
-    dense[name] = stored[name].float() / 64
-    states = []
-    for place, tensors, quantization in (("a", dense, None), ("b", stored, {"quant_method": "fp8"})):
-        shutil.copytree(folder, tmp_path / place)
-        save_file(tensors, tmp_path / place / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
-        (tmp_path / place / "config.json").write_text(json.dumps(config))
-        backbone: Any = load_backbone(tmp_path / place, dtype="float32", device="cpu")
-        backbone.allocate(1, 32)
-        states.append(backbone.forward(causal_rows([0], [20], [0], torch.arange(20) % VOCAB)))
-    assert torch.equal(*states)
 
 
 def test_a_type_that_transformers_does_not_have_is_refused_with_the_types_that_can_be_named(tmp_path):
@@ -324,16 +297,7 @@ def test_the_text_model_of_a_larger_one_is_read_and_the_rest_left(published, tmp
     assert stop_ids(tmp_path) == (7,)
     assert info.family == "gemma3_text" and info.num_parameters < sum(part.numel() for part in own.parameters())
     for request in requests():
-        prompt = torch.tensor(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
-        max_new = int((request.canvas < 0).sum())
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        theirs = own.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        assert found[request.index] == theirs[0, prompt.shape[1] :].tolist()
+        assert found[request.index] == generated(own, request, eos_token_id=None, pad_token_id=0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ A random model's laws are flat, and then nobody's drafts come true. These say ag
 drafters, look-ups and Jacobi iterations win tokens, and lose some. All settings are met in pairs, not in every combination.
 """
 
-import itertools
 import zlib
 from collections import Counter
 from functools import cache
@@ -20,7 +19,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import load, save_random
-from tests.decoders.support import decode, decoder_settings, pairwise, texts
+from tests.decoders.support import decode, decoder_settings, pairwise
 
 VOCAB, LONGEST = 61, 64
 FAMILIES = ("qwen2", "llama", "gpt2")
@@ -177,13 +176,6 @@ COMMON: dict[str, list[Any]] = {
 CASES = {kind: list(pairwise(factors | COMMON)) for kind, (_, factors) in KINDS.items()}
 
 
-def test_the_cases_hold_every_pair_of_values():
-    for kind, (_, factors) in KINDS.items():
-        for (a, xs), (b, ys) in itertools.combinations((factors | COMMON).items(), 2):
-            assert {(case[a], case[b]) for case in CASES[kind]} == set(itertools.product(xs, ys))
-        assert len(CASES[kind]) < 75
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
@@ -210,53 +202,6 @@ def test_the_text_is_that_of_autoregressive(zoo, kind, family):
     # Runs of drafts came true, others did not, and texts ended in every way.
     assert sum(times for count, times in committed.items() if count >= 3) >= 10
     assert refused >= 10 and finishes == {"length", "eos", "stop"}
-
-
-# ---- ends in the middle of what was accepted ---------------------------------------------------------------------------
-
-
-RUNS: dict[str, Any] = {
-    "model": speculative(4, "twin", None),
-    "ngram": speculative(4, "ngram", 2),
-    "jacobi": jacobi(5, "fixed"),
-    "running": jacobi(5, "running"),
-    "multiblock": multiblock(block_size=3, blocks=3, spawn_ratio=0.3, verify_size=4, pool_size=4),
-}
-
-
-@pytest.mark.one_in(17)
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_stop_may_stand_at_every_place_of_an_accepted_run(zoo, family, run):
-    # What was said before is only said again where little noise comes between.
-    warp = 4 if run == "ngram" else 2
-
-    def traced(stops):
-        return zoo.decode(family, "float32", RUNS[run], warp, REQUESTS, rows=48, stops=stops, trace=True)
-
-    free, places = traced(None), set()
-    assert texts(free) == texts(zoo.baseline(family, "float32", warp))
-    if run == "model":
-        # A drafter that is the model itself is never refused, so it misses no token of its own.
-        assert all(outcome.accepted == outcome.proposed for outcome in free.values())
-    wanted = set(range(1, 6 if run == "model" else 5))
-    for seed, ends in enumerate(["ids", "both", "text", "text", "text", "text", "text"]):
-        stops = stops_of(ends, seed)
-        for index, outcome in traced(stops).items():
-            whole = free[index]
-            assert (outcome.tokens.tolist(), outcome.finish) == ended(whole.tokens.tolist(), stops)
-            # Until its end the sample does what it does without a stop; then it keeps a part of its last run.
-            steps = [step.committed for step in outcome.trace]
-            uncut = [step.committed for step in whole.trace[: len(steps)]]
-            assert steps == [*uncut[:-1], uncut[-1][: len(steps[-1])]]
-            assert (outcome.nfe, outcome.iterations) == (len(steps), len(steps))
-            assert outcome.accept_hist == np.bincount([len(step) for step in steps]).tolist()
-            assert outcome.accepted <= outcome.proposed <= whole.proposed
-            if outcome.finish != "length" and len(uncut[-1]) >= 4:
-                places.add(len(steps[-1]))
-        if seed and places >= wanted:
-            break
-    assert places >= wanted
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from draftmill.decoders.backbones import attention
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.invariance import INEXACT_RULES, weigh_values
@@ -23,8 +22,6 @@ from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import MODELS, in_a_row, load, play, random_tokens, save_random
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, look, random_canvas
 from tests.decoders.backbones.masked_models import load as load_masked
-from tests.decoders.backbones.test_block_models import in_blocks
-from tests.decoders.backbones.test_transformer import one_tile
 from tests.decoders.backbones.test_xlnet import save_random as save_random_xlnet
 from tests.decoders.support import decode, texts
 
@@ -170,29 +167,6 @@ def test_a_causal_row_has_the_same_bits_beside_any_longer_one(tmp_path, name):
             assert torch.equal(apart[slot], together[slot]), f"{LENGTHS[slot]} tokens"
 
 
-def test_long_slots_have_tiles_of_their_own_and_nothing_changes(tmp_path, monkeypatch):
-    save_random(tmp_path, "qwen2-sliding", max_position_embeddings=2048)
-    backbone = load(tmp_path)
-    texts = {slot: random_tokens(700 if slot == 4 else 20 + slot, seed=slot) for slot in range(16)}
-    prompts = {slot: in_a_row(text[:-1]) for slot, text in texts.items()}
-    steps = {slot: in_a_row(text[-1:], len(text) - 1) for slot, text in texts.items()}
-    found, numbers = [], []
-    for cut in (attention.cut_rows, one_tile):
-
-        def counted(*of, cut=cut, ordered):
-            cuts = cut(*of, ordered=ordered)
-            numbers.append(len(cuts))
-            return cuts
-
-        monkeypatch.setattr("draftmill.decoders.backbones.transformer.cut_rows", counted)
-        backbone.forget()
-        backbone.allocate(16, 704)
-        found.append([play(backbone, prompts), play(backbone, steps)])
-    assert numbers[0] > 11 and numbers[1] > 1 and numbers[2:] == [1, 1]
-    for parts, whole in zip(*found, strict=True):
-        assert all(torch.equal(parts[slot], whole[slot]) for slot in texts)
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_canvas_has_the_same_bits_beside_any_longer_one(golden, family):
@@ -209,19 +183,6 @@ def test_a_canvas_has_the_same_bits_beside_any_longer_one(golden, family):
     together = seen(range(len(lengths)))
     for slots in ([0], [1], [2, 0], [3]):
         apart = seen(slots)
-        for slot in slots:
-            assert torch.equal(apart[slot], together[slot]), f"{lengths[slot]} tokens"
-
-
-def test_a_block_has_the_same_bits_beside_any_longer_text(golden):
-    backbone = load(golden / "sdar")
-    assert backbone.rules.exact
-    lengths = (16, 90, 185, 250, 700)
-    work = {slot: in_blocks(random_tokens(n, seed=slot, vocab_size=96), 8) for slot, n in enumerate(lengths)}
-    backbone.allocate(len(lengths), 704)
-    together = play(backbone, work)
-    for slots in ([0], [1], [2, 0], [3]):
-        apart = play(backbone, {slot: work[slot] for slot in slots})
         for slot in slots:
             assert torch.equal(apart[slot], together[slot]), f"{lengths[slot]} tokens"
 

@@ -4,7 +4,6 @@ Deliberate differences, none of which these cases can show: the mask's probabili
 it (here it is e-30); a window of one draft needs no verification (the public code does the same only at the last token).
 """
 
-import itertools
 import json
 from typing import Any
 
@@ -213,43 +212,6 @@ def test_ngram_drafted_assd_replays_the_public_code_number_by_number(folder, cas
         assert nfe == replay["nfe"] and chooser.used_up
 
 
-def chi_square(counts, expected):
-    """Pearson's statistic over cells expected at least 5 times, the others pooled; (statistic, degrees of freedom)."""
-    large = expected >= 5
-    cells = [*zip(counts[large], expected[large], strict=True), (counts[~large].sum(), expected[~large].sum())]
-    return sum((count - mass) ** 2 / mass for count, mass in cells if mass > 0), len(cells) - 1
-
-
-# 1 - 1e-6 quantile by Wilson and Hilferty; keys are fixed, so a test that passes once passes always.
-def quantile(degrees):
-    return degrees * (1 - 2 / (9 * degrees) + 4.753 * (2 / (9 * degrees)) ** 0.5) ** 3
-
-
-@pytest.mark.slow
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("settings", [{}, {"fused": "rows"}, {"drafter": "ngram"}], ids=str)
-def test_sampled_infills_follow_the_exact_joint(folder, cases, arrays, settings):
-    problem = cases["joint"]
-    joint = arrays[problem["exact_joint"]["array"]].numpy()
-    backbone, info = load_backbone(folder / "joint_model", device="cpu"), inspect_model(folder / "joint_model")
-    count = 4000
-    requests = [request_of(problem, index, sample_key(0, str(index))) for index in range(count)]
-    sampling = Sampling(acceptance="rejection")
-    outcomes = decode(backbone, info, decoder_settings("assd", k=3, **settings), sampling, requests, rows=256)
-    holes = sorted(problem["masked_in_order"])
-    ranks = [holes.index(position) for position in problem["masked_in_order"]]
-    counts = np.zeros(joint.shape)
-    for outcome in outcomes.values():
-        counts[tuple(int(outcome.tokens[rank]) for rank in ranks)] += 1
-    statistic, degrees = chi_square(counts, joint * count)
-    assert statistic < quantile(degrees)
-    # The same test finds out a sampler that skips verification.
-    marginals = arrays[problem["independent_draft_marginals"]["array"]].double().numpy()
-    independent = np.einsum("a,b,c,d->abcd", *marginals)
-    wrong = np.random.default_rng(0).multinomial(count, (independent / independent.sum()).ravel()).reshape(joint.shape)
-    assert chi_square(wrong, joint * count)[0] > quantile(degrees)
-
-
 @pytest.mark.slow
 def test_nfe_is_distributed_as_in_the_public_code(folder, cases):
     by_name = {case["id"]: case for case in cases["cases"]}
@@ -265,8 +227,3 @@ def test_nfe_is_distributed_as_in_the_public_code(folder, cases):
             # Two-sample comparison of shares at five standard errors: a false alarm in about 2e-6 of such cells.
             error = (share * (1 - share) * (1 / count + 1 / known["samples"])) ** 0.5
             assert abs(ours[n] / count - share) <= 5 * error + 1e-12
-
-
-def test_every_hole_pattern_of_the_cases_is_covered(cases):
-    kinds = set(itertools.chain.from_iterable(case["kind"].split() for case in cases["cases"]))
-    assert {"scattered", "span"} <= kinds

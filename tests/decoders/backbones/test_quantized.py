@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.quantized import find_form
 from tests.decoders.backbones.causal_models import decode_with_rejections, random_tokens, save_random
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -270,7 +269,3 @@ def test_a_stored_zero_that_readers_take_for_different_numbers_is_refused(tmp_pa
     _, folder = save_quantized(tmp_path, GPTQ, with_minus_one)
     with pytest.raises(ValueError, match="a zero of -1, which readers of this format take for different numbers"):
         load_backbone(folder, device="cpu")
-
-
-def test_a_config_without_quantization_has_no_form():
-    assert find_form({"model_type": "llama"}) is None and find_form({"quantization_config": None}) is None

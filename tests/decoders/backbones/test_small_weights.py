@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import SoftmaxMixture
@@ -21,11 +20,7 @@ from draftmill.decoders.backbones.small_weights import (
     packed_sums,
     shrink_products,
 )
-from draftmill.decoders.causal.settings import NgramDrafterSettings
-from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import decode_with_rejections, random_tokens, save_random
-from tests.decoders.support import decode, decoder_settings, texts, toy_prompts
 
 KINDS = ("int8", "int4", "fp8")
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -209,24 +204,6 @@ def test_tied_embeddings_share_the_codes_of_the_output_layer(tmp_path, is_tied, 
     step = expected.abs().amax(1, keepdim=True) * (1 / 254 + 8 * torch.finfo(dtype).eps if is_tied else 0)
     assert ((backbone.embed(tokens).float() - expected).abs() <= step).all()
     assert torch.equal(backbone.embed(tokens), table(tokens))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_do_not_change_a_text(tmp_path, kind, temperature):
-    save_random(tmp_path, "llama", std=0.12, **SIZES)
-    backbone, info = load(tmp_path, kind), inspect_model(tmp_path)
-    requests = toy_prompts(6, vocab_size=61, longest=40, seed=3)
-    ngram = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
-    sequential, speculative = (
-        decode(backbone, info, settings, Sampling(temperature=temperature), requests, rows=rows, stops=Stops())
-        for settings, rows in (
-            (decoder_settings("autoregressive"), 1),
-            (decoder_settings("speculative", k=4, drafter=ngram), 4),
-        )
-    )
-    assert texts(sequential) == texts(speculative)
-    assert sum(outcome.nfe for outcome in speculative.values()) < sum(outcome.nfe for outcome in sequential.values())
 
 
 def test_routers_stay_as_they_are_and_experts_become_small():

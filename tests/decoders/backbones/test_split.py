@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import distributed
 
 from draftmill.decoders.backbones import split
 from draftmill.decoders.backbones.checkpoint import check_split, read_config
-from draftmill.decoders.backbones.families.shares import COLUMNS, ROWS, SPLIT_FAMILIES, Share
+from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import TokenRows, causal_rows, token_rows
 from draftmill.decoders.backbones.split import (
@@ -33,7 +32,6 @@ from tests.decoders.support import decode, decoder_settings, texts, token_info, 
 from tests.device.pretend import as_one_launch, pretending
 
 AR = decoder_settings("autoregressive")
-CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 MODELS = {
     "llama": {},
     "llama-3": {"num_attention_heads": 8},
@@ -82,23 +80,6 @@ def leader(folder):
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_texts_of_one_on_a_hundred_prompts(tmp_path, second_process):
-    save_random(tmp_path, "llama")
-    second_process([tmp_path])
-    split, whole = leader(tmp_path), load(tmp_path)
-    assert split.exact
-    positions = 8
-    assert split.cell_bytes - positions == (whole.cell_bytes - positions) // 2
-    requests = toy_prompts(100, vocab_size=61, longest=16)
-    greedy, sampled = ((token_info(61), AR, Sampling(temperature=temperature)) for temperature in (0.0, 1.0))
-    assert texts(decode(split, *greedy, requests, rows=50)) == texts(decode(whole, *greedy, requests, rows=50))
-    found = texts(decode(split, *sampled, requests, rows=50))
-    assert found == texts(decode(whole, *sampled, requests, rows=50))
-    assert texts(decode(split, *sampled, requests[:8], rows=3)) == {index: found[index] for index in range(8)}
-    dismiss()
-
-
-@pytest.mark.slow
 def test_every_family_with_a_plan_writes_the_same_texts_split(tmp_path, second_process):
     folders = [tmp_path / name for name in MODELS]
     for folder in folders:
@@ -107,8 +88,11 @@ def test_every_family_with_a_plan_writes_the_same_texts_split(tmp_path, second_p
     requests = toy_prompts(12, vocab_size=61, longest=12)
     for folder in folders:
         settings = token_info(61), AR, Sampling(), requests
-        split = texts(decode(leader(folder), *settings, rows=12))
-        assert split == texts(decode(load_backbone(folder, device="cpu"), *settings, rows=12))
+        split, whole = leader(folder), load_backbone(folder, device="cpu")
+        assert split.exact
+        assert split.cell_bytes - 8 == (whole.cell_bytes - 8) // 2, "8 bytes are the cell's position"
+        found = texts(decode(split, *settings, rows=12))
+        assert found == texts(decode(whole, *settings, rows=5))
         dismiss()
 
 
@@ -288,16 +272,6 @@ def test_on_a_gpu_a_sum_of_two_parts_is_two_kernels(monkeypatch):
         counts.clear()
         assert Summed(torch.nn.Identity(), 2)(part).shape == part.shape
         assert (counts.launches, counts.waits, counts.up, counts.down) == (2, 0, 0, 0)
-
-
-@pytest.mark.parametrize("family", SPLIT_FAMILIES)
-def test_the_split_is_the_plan_of_transformers(family):
-    plan = getattr(transformers, f"{CLASSES[family]}Config").base_model_tp_plan
-    kinds = {name.rpartition(".")[2]: kind for name, kind in plan.items()}
-    assert {name for name, kind in kinds.items() if kind == "colwise"} == set(COLUMNS)
-    assert {name for name, kind in kinds.items() if kind == "rowwise"} == set(ROWS)
-    whole = {kind for name, kind in kinds.items() if name not in COLUMNS + ROWS}
-    assert whole <= {"replicated_with_grad_allreduce"}  # a norm of each head, the same for all heads
 
 
 @pytest.mark.parametrize(

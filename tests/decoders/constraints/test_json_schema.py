@@ -205,13 +205,6 @@ def test_texts_of_generated_schemas_are_valid_at_every_length(seed):
     assert outcomes["spelled"] >= 6, outcomes
 
 
-def test_an_automaton_that_allows_more_is_found(monkeypatch):
-    """The control: where a bound or a pattern is lost, some text is not valid."""
-    monkeypatch.setattr(json_schema, "_number", lambda flat: json_schema._INTEGER)
-    with pytest.raises(AssertionError):
-        check({"type": "integer", "minimum": 5}, automaton({"type": "integer", "minimum": 5}), random.Random(0))
-
-
 FOUND: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "string", "pattern": "cat|dog"}, ['"cat"', '"a dog"'], ['"cat', '"cow"']),
     ({"type": "string", "pattern": "^.{3,5}$"}, ['"a\\"b"'], ['"ab"', '"a", "b"']),

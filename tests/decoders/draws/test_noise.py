@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from draftmill.decoders.draws import noise
-from draftmill.decoders.draws.keys import ACCEPT, MASK, ORDER, TARGET, sample_key, uniforms
+from draftmill.decoders.draws.keys import ACCEPT, MASK, ORDER, TARGET, nth_key, sample_key, uniforms
 from tests.decoders.references.choosers import uniform_rows
 
 
@@ -31,6 +31,12 @@ def test_a_sample_key_is_the_same_on_every_machine():
     assert sample_key(0, "file.py:3") == 0x37D60FF52EC9FABB
     assert sample_key(1, "file.py:3") != sample_key(0, "file.py:3")
     assert sample_key(0, "é") != sample_key(0, "e")
+
+
+def test_a_samples_key_is_its_rows_and_its_numbers_alone():
+    keys = {(row, n): nth_key(sample_key(0, f"{row}"), n) for row in range(50) for n in range(50)}
+    assert len(set(keys.values())) == len(keys)
+    assert all(keys[row, 0] == sample_key(0, f"{row}") for row in range(50))
 
 
 def test_a_seed_beyond_64_bits_is_refused():

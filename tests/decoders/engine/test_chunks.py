@@ -10,7 +10,7 @@ import pytest
 
 from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.decoders.causal.settings import NgramDrafterSettings
-from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
+from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.auto import AutoLength
@@ -20,59 +20,11 @@ from draftmill.decoders.engine.model_runner import ModelRunner, Started
 from draftmill.decoders.engine.scheduler import schedule_chunks
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_scorer
-from tests.decoders.engine.test_prefix_cache import choices, infills, model, said
+from tests.decoders.engine.test_prefix_cache import CASES, choices, infills, made, model, said
 from tests.decoders.support import decoder_settings, engine, run_all
 
 AR = decoder_settings("autoregressive")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
-CASES: dict[str, tuple[str, DecoderChoice, str | None]] = {
-    "autoregressive": ("ar-tiny", AR, None),
-    "speculative": ("ar-tiny", decoder_settings("speculative", k=3, drafter=NGRAM), None),
-    "speculative, model": (
-        "ar-tiny",
-        decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"}),
-        "ar-micro",
-    ),
-    "specdiff": (
-        "ar-tiny",
-        decoder_settings("specdiff", gamma=4, steps=2, drafter={"path": "mdm-tiny"}, head="none"),
-        "mdm-tiny",
-    ),
-    "jacobi": ("ar-tiny", decoder_settings("jacobi", block_size=4), None),
-    "multiblock_jacobi": ("ar-tiny", decoder_settings("multiblock_jacobi", block_size=4), None),
-    "any_subset": ("asarm-tiny", decoder_settings("any_subset"), None),
-    "assd": ("asarm-tiny", decoder_settings("assd", k=3), None),
-    "block_diffusion": ("block-tiny", decoder_settings("block_diffusion", block_size=8), None),
-    "block_diffusion, causal": (
-        "block-tiny",
-        decoder_settings("block_diffusion", block_size=4, causal_cache=True, fused=True),
-        None,
-    ),
-    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=4), None),
-    "s2d2, fused": (
-        "block-tiny",
-        decoder_settings("s2d2", block_size=8, causal_cache=True, fused=True, router={"kind": "min_span"}),
-        None,
-    ),
-}
-
-
-def made(name: str, rows: int, budget: int | None, **sampling: Any) -> Any:
-    folder, settings, drafter = CASES[name]
-    backbone, info = model(folder)
-    return engine(
-        backbone,
-        info,
-        settings,
-        Sampling.model_validate({"temperature": 0.9} | sampling),
-        rows=rows,
-        max_tokens=1 << 16,
-        stops=Stops() if folder != "asarm-tiny" else None,
-        drafter=model(drafter)[0] if drafter else None,
-        drafter_info=model(drafter)[1] if drafter else None,
-        trace=True,
-        prompt_rows=budget,
-    )
 
 
 def prompts(*lengths: int, new: int = 6, seed: int = 0, samples: int = 1) -> list[Request]:

@@ -299,34 +299,6 @@ def test_a_batch_with_another_fact_is_another_graph():
     assert recorder.num_captured == 2 and made.num_replayed == 4
 
 
-def test_a_graph_that_knows_a_number_of_its_first_forward_gives_another_result():
-    """This is what Replaying is for: numbers must be sent, not kept."""
-    made, bias = Graphs(Replaying(), CPU), []
-
-    def work(value: int) -> Any:
-        return lambda sent: Work(sent.token_N, sent.token_N * 1.0 + value, 1)
-
-    for value in (5, 5, 6):
-        bias.append(run(made, 1, work=work(value)))
-    assert bias == [[6.0], [6.0], [6.0]], "the last one should have been 7"
-
-
-def test_a_graph_whose_memory_has_moved_is_found():
-    """This is what watching is for: the same numbers at another place are not seen by a graph."""
-    held = {"cache": torch.ones(1, dtype=torch.float64)}
-
-    def work(sent: Numbers) -> Work:
-        return Work(sent.token_N, held["cache"] * sent.token_N, 1)
-
-    made = Graphs(Replaying(watches=True), CPU)
-    assert [run(made, 3, work=work) for _ in range(3)] == [[3.0]] * 3
-    held["cache"].fill_(2.0)
-    assert run(made, 3, work=work) == [6.0]
-    held["cache"] = held["cache"].clone()
-    with pytest.raises(AssertionError, match="memory that is no longer what it was"):
-        run(made, 3, work=work)
-
-
 def test_a_graph_that_differs_is_never_used(caplog):
     class Wrong(Replaying):
         def capture(self, work: Any) -> Any:

@@ -33,6 +33,10 @@ CASES: dict[str, tuple[str, DecoderChoice]] = {
         "ar-tiny",
         decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"}),
     ),
+    "specdiff": (
+        "ar-tiny",
+        decoder_settings("specdiff", gamma=4, steps=2, drafter={"path": "mdm-tiny"}, head="none"),
+    ),
     "jacobi": ("ar-tiny", decoder_settings("jacobi", block_size=4)),
     "multiblock_jacobi": ("ar-tiny", decoder_settings("multiblock_jacobi", block_size=4)),
     "any_subset": ("asarm-tiny", decoder_settings("any_subset")),
@@ -43,7 +47,7 @@ CASES: dict[str, tuple[str, DecoderChoice]] = {
         "block-tiny",
         decoder_settings("block_diffusion", block_size=4, causal_cache=True, fused=True),
     ),
-    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=8)),
+    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=4)),
     "s2d2, fused": ("block-tiny", decoder_settings("s2d2", router={"kind": "min_span"}, **CAUSAL_BLOCKS)),
 }
 COUNTS = (
@@ -94,25 +98,26 @@ def infills(rows: int, *, samples: int = 2) -> list[Request]:
     return made
 
 
-def decoder_of(name: str, rows: int, *, shares: bool, **sampling: Any) -> Any:
+def made(name: str, rows: int, budget: int | None = None, **sampling: Any) -> Any:
+    """A decoder of a case, whose forwards have no more rows of prompts than the budget."""
     folder, settings = CASES[name]
-    backbone, info = model(folder)
-    drafts = "model" in name
-    return switched(
-        engine(
-            backbone,
-            info,
-            settings,
-            Sampling.model_validate({"temperature": 0.9} | sampling),
-            rows=rows,
-            max_tokens=1 << 16,
-            stops=Stops() if folder != "asarm-tiny" else None,
-            drafter=model("ar-micro")[0] if drafts else None,
-            drafter_info=model("ar-micro")[1] if drafts else None,
-            trace=True,
-        ),
-        shares=shares,
+    drafter = getattr(getattr(settings, "drafter", None), "path", None)
+    return engine(
+        *model(folder),
+        settings,
+        Sampling.model_validate({"temperature": 0.9} | sampling),
+        rows=rows,
+        max_tokens=1 << 16,
+        stops=Stops() if folder != "asarm-tiny" else None,
+        drafter=model(drafter)[0] if drafter else None,
+        drafter_info=model(drafter)[1] if drafter else None,
+        trace=True,
+        prompt_rows=budget,
     )
+
+
+def decoder_of(name: str, rows: int, *, shares: bool, **sampling: Any) -> Any:
+    return switched(made(name, rows, **sampling), shares=shares)
 
 
 def switched(decoder: Any, *, shares: bool) -> Any:

@@ -124,31 +124,3 @@ def test_a_kernel_tells_of_one_distribution_and_of_coupled_draws(monkeypatch):
     assert not has_kernel(measured, acceptance="rejection"), "notes of a draft that is judged"
     assert has_kernel(measured, temperature=0.0, acceptance="rejection")
     assert has_kernel("model", acceptance="rejection"), "drafts may be looked up, and scores have no draft"
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", ["stepwise, top1", "ancestral, analytic"])
-@pytest.mark.parametrize("told", [0, 2])
-def test_a_wrong_token_and_a_wrong_note_change_a_text(name, told):
-    def wrong(*args, **more):
-        found = sample(*args, **more)
-        found[:, told] = 11 if told == 0 else 5.0 + found[:, told].flip(-1)
-        return found
-
-    found, expected = (decoded(name, kernels, warp="plain") for kernels in (Kernels(sample=wrong), TORCH))
-    assert texts(found) != texts(expected)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("name", "told"), [("block_diffusion", 0), ("block_diffusion, entropy", -1), ("s2d2, renyi", -1)]
-)
-def test_a_wrong_token_and_a_wrong_note_of_a_block_are_found(name, told):
-    def wrong(*args, **more):
-        found = sample(*args, **more)
-        found[:, told] = 11 if told == 0 else 0.0
-        return found
-
-    found, expected = (decoded(name, kernels, warp="all") for kernels in (Kernels(sample=wrong), TORCH))
-    with pytest.raises(AssertionError):
-        assert_equal(found, expected, rounding=ROUNDING)

@@ -18,12 +18,3 @@ def subs_log_law(logits_RV: Tensor, tokens_R: Tensor, mask_id: int) -> Tensor:
     kept_R1 = (tokens_R != mask_id).unsqueeze(1)
     decided_RV = torch.full_like(law_RV, -torch.inf).scatter_(-1, tokens_R.unsqueeze(1), 0.0)
     return torch.where(kept_R1, decided_RV, law_RV)
-
-
-def law_of_scores(log_scores_RV: Tensor, mask_id: int) -> Tensor:
-    """The log-probabilities of a masked row's token, given that it is revealed: the scores, normalised without the mask; [R, V].
-
-    At a row that is not masked SEDD has no such distribution.
-    """
-    others = torch.tensor([mask_id], device=log_scores_RV.device)
-    return log_scores_RV.index_fill(-1, others, -torch.inf).log_softmax(-1)

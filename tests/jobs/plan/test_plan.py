@@ -429,7 +429,6 @@ def test_a_plan_knows_the_windows_of_its_units(rows: Path) -> None:
 
 def test_a_window_ends_early_where_its_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "WINDOW_TOKENS", 40)
-    monkeypatch.setattr(packing, "WINDOW_TOKENS", 40)
     store = open_store("memory://long")
     writer = PlanWriter(store, window=10, unit_rows=100)
     lengths = [1] * 12 + [30, 5, 5, 100, 7] + [8] * 6
