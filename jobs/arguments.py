@@ -412,7 +412,7 @@ def _export(arguments: argparse.Namespace) -> int:
         option("--json", help="all figures as JSON", dest="form", action="store_const", const="json", default="text"),
         option("--markdown", help="Markdown tables", dest="form", action="store_const", const="markdown"),
     ),
-    option("--plan", "WIDTH", "the rows and samples that an interval of this width needs, from these runs", type=float),
+    option("--plan", "WIDTH", "with these runs as a pilot: the rows for intervals this wide (high - low)", type=float),
     S3_ENDPOINT,
 )
 def _compare(arguments: argparse.Namespace) -> int:
