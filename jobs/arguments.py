@@ -374,7 +374,7 @@ command(
     option(
         "--plan",
         "WIDTH",
-        "the rows and samples that an interval of this width needs, from these runs",
+        "with these runs as a pilot: the rows for intervals this wide (high - low)",
         dest="width",
         type=float,
     ),

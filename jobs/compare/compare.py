@@ -119,16 +119,14 @@ def _pairing_table(comparison: Comparison) -> Table:
 
 
 def _sizes_table(comparison: Comparison) -> Table:
-    planned = {name: figure.sizes for name, figure in comparison.metrics.items() if figure.sizes is not None}
-    rows = [[f"width {sizes.width:g}", "rows", "or samples a row, same rows"] for sizes in [*planned.values()][:1]]
-    for name, sizes in planned.items():
-        counts = ", ".join(f"{rows:,} of {counted(samples, 'sample')}" for samples, rows in sizes.rows.items())
-        samples = "-" if sizes.samples is None else f"{sizes.samples:,}"
-        if sizes.lacking is not None:
-            samples = f"- ({sizes.lacking})"
-        elif sizes.samples is None:
-            samples = f"- (at best a width of {number(sizes.narrowest)})"
-        rows.append([name, counts or "-", samples])
+    rows: Table = []
+    for name, figure in comparison.metrics.items():
+        if (sizes := figure.sizes) is None:
+            continue
+        rows = rows or [[f"width {sizes.width:g}", "rows", "or samples a row, same rows"]]
+        counts = ", ".join(f"{count:,} of {counted(samples, 'sample')}" for samples, count in sizes.rows.items())
+        why = sizes.lacking or f"at best a width of {number(sizes.narrowest)}"
+        rows.append([name, counts or "-", f"- ({why})" if sizes.samples is None else f"{sizes.samples:,}"])
     return rows
 
 
