@@ -32,6 +32,7 @@ from draftmill.decoders.common_settings import (
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
+_Bins = Annotated[int, Field(ge=1, le=64)]
 
 
 # ---- routers ---------------------------------------------------------------------------------------------------------
@@ -70,6 +71,9 @@ class Bandit(Settings):
 
     kind: Literal["bandit"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
+    span_bins: _Bins = Field(default=2, description="bins of span lengths")
+    progress_bins: _Bins = Field(default=2, description="bins of progress")
+    entropy_bins: _Bins = Field(default=2, description="bins of entropies")
     entropy_of: Literal["span", "masks"] = Field(default="span", description="the mean over a span or a block's masks")
 
 

@@ -161,8 +161,8 @@ class Threshold:
         """Note the number of tokens that the step after the last `decide` revealed; nothing is learned."""
 
 
-Context = tuple[bool, bool, bool]
-"""Whether a draft's span, progress and entropy are in the upper half of what they can be."""
+Context = tuple[int, int, int]
+"""The bins in which a draft lies: of its span, progress and entropy."""
 
 
 class UpperConfidence:
@@ -171,7 +171,7 @@ class UpperConfidence:
     def __init__(self, settings: Bandit) -> None:
         self._settings = settings
         self._decisions, self._asked = 0, False
-        self._context: Context = (False, False, False)
+        self._context: Context = (0, 0, 0)
         self._counts: dict[tuple[Context, bool], int] = {}
         self._rewards: dict[tuple[Context, bool], float] = {}
 
@@ -190,9 +190,14 @@ class UpperConfidence:
         return self._rewards[arm] / count + self._settings.beta * math.sqrt(log_t / count)
 
     def _context_of(self, signals: Signals) -> Context:
+        settings = self._settings
         # Spans go from 1 to the block's size; blocks of size 1 have only one.
         share = (signals.span - 1.0) / max(signals.size - 1, 1)
-        return share >= 0.5, float(np.float32(signals.progress)) >= 0.5, signals.entropy >= 0.5
+        return (
+            _bin(share, settings.span_bins),
+            _bin(float(np.float32(signals.progress)), settings.progress_bins),
+            _bin(signals.entropy, settings.entropy_bins),
+        )
 
     def learn(self, decoded: int, *, verified: bool) -> None:
         """Credit the chosen action with its tokens per forward; a verification is a second forward."""
@@ -200,6 +205,11 @@ class UpperConfidence:
             arm = self._context, verified
             self._counts[arm] = self._counts.get(arm, 0) + 1
             self._rewards[arm] = self._rewards.get(arm, 0.0) + decoded / (1 + verified)
+
+
+def _bin(share: float, num_bins: int) -> int:
+    """The bin of a number between 0 and 1, each closed below, the last one also above."""
+    return 0 if math.isnan(share) else min(max(int(share * num_bins), 0), num_bins - 1)
 
 
 Route = Threshold | UpperConfidence

@@ -168,8 +168,8 @@ def test_a_draft_without_masks_is_never_verified_and_ends_a_hysteresis():
     assert [route.decide(signals(span=span, expected=score)) for span, score in drafts] == [True, False, False]
 
 
-def bandit(beta=1.0):
-    return router_of({"kind": "bandit", "beta": beta})
+def bandit(beta=1.0, **bins):
+    return router_of({"kind": "bandit", "beta": beta, **bins})
 
 
 def play(route, decoded, **draft):
@@ -188,14 +188,14 @@ def test_the_bandit_takes_the_higher_upper_bound():
     t = 6    1.00 + sqrt(ln 6 / 3) = 1.77    <  1 + sqrt(ln 6 / 2) = 1.95    reveal: 1 token, mean 1
     t = 7    1.00 + sqrt(ln 7 / 3)           =  1 + sqrt(ln 7 / 3)           verify, which wins where both are equal
     """
-    routing = bandit()
+    routing = bandit(span_bins=1, progress_bins=1, entropy_bins=1)
     taken = [(4, True), (1, False), (1, True), (1, False), (1, True), (1, False), (1, True)]
     for decoded, verified in taken:
         assert play(routing, decoded) == verified
 
 
 def test_the_bandit_without_a_bonus_takes_the_higher_mean():
-    routing = bandit(0.0)
+    routing = bandit(0.0, span_bins=1, progress_bins=1, entropy_bins=1)
     assert [play(routing, decoded) for decoded in (1, 1, 1, 1, 1)] == [True, False, False, False, False]
     assert [play(bandit(0.0), 2)] == [True]
 
@@ -222,7 +222,7 @@ def test_the_bandit_learns_apart_in_every_context():
 
 
 def test_drafts_without_masks_teach_a_bandit_nothing():
-    one, other = bandit(), bandit()
+    one, other = bandit(span_bins=1), bandit(span_bins=1)
     for decoded in (4, 1, 1, 1, 1, 1, 1):
         assert play(one, 0, span=0) is False
         assert play(one, decoded) == play(other, decoded)
@@ -258,7 +258,7 @@ def test_a_resumed_sample_is_routed_as_before_whatever_it_is_decoded_with(golden
 
 def test_what_is_written_is_checked():
     assert ROUTERS.validate_python({"kind": "min_span"}) == MinSpan(kind="min_span", span=1)
-    assert ROUTERS.validate_python({"kind": "bandit"}) == Bandit(kind="bandit", beta=1.0, entropy_of="span")
+    assert ROUTERS.validate_python({"kind": "bandit"}) == Bandit(kind="bandit", beta=1.0, span_bins=2)
     with pytest.raises(ValidationError, match=r"decoder\.router\.off: 1 is not below on = 0"):
         ROUTERS.validate_python({"kind": "hysteresis", "off": 1.0})
     for wrong in (
