@@ -34,10 +34,8 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a file of requests by a small causal model."""
-    folder = tmp_path_factory.mktemp("prompts")
+def batch(folder: Path) -> Path:
+    """The folder with the run of a file of requests by a small causal model."""
     save_model(folder / "model", ends=[2])
     plain = {"method": "POST", "url": "/v1/completions"}
     lines = [json.dumps(plain | {"custom_id": name, "body": body}) for name, body in PROMPTS.items()]
@@ -53,6 +51,11 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         without_ray(patch)
         assert run(spec, folder / "job.yaml") == 3
     return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return batch(tmp_path_factory.mktemp("prompts"))
 
 
 def lines_of(path: Path) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.stores import upload
 from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
-from tests.runs.test_export import PROMPTS, batch
+from tests.runs.test_export import batch
 from tests.storage.stores.s3_forward import VARIABLE
 from tests.storage.stores.s3_server import S3Server
 
@@ -27,9 +27,7 @@ FORMATS = ["jsonl", "openai", "csv", "parquet"]
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prompts")
-    assert batch(folder, PROMPTS, chat=False) == 3
-    return folder / "run"
+    return batch(tmp_path_factory.mktemp("prompts")) / "run"
 
 
 @pytest.fixture

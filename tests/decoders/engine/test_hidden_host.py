@@ -11,8 +11,8 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.engine import Engine, Running
 from draftmill.decoders.engine.penalties import Penalties
 from tests.decoders.engine.test_broken_numbers import ANY, BROKEN, CAUSAL, broken_model, engine_of, request
-from tests.decoders.engine.test_chunks import given, made
-from tests.decoders.engine.test_prefix_cache import said
+from tests.decoders.engine.test_chunks import given
+from tests.decoders.engine.test_prefix_cache import made, said
 from tests.decoders.support import run_all, texts
 
 GREEDY = Sampling(temperature=0.0)
