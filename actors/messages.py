@@ -29,9 +29,6 @@ MOST_UNITS = 4
 """Maximum units that a worker holds: one that waits, and those that are being decoded or written."""
 
 LEAST_S: Final = 0.2
-MOST_S: Final = 5.0
-REPORTS_PER_S: Final = 500
-"""Reports that a driver takes from all workers together, at most: each costs it some 50 us, and Ray several times as much."""
 
 
 def turn_s(workers: int) -> float:
@@ -39,7 +36,7 @@ def turn_s(workers: int) -> float:
 
     A finished unit ends a turn at once.
     """
-    return min(MOST_S, max(LEAST_S, workers / REPORTS_PER_S))
+    return min(5.0, max(LEAST_S, workers / 500))  # a report costs the driver some 50 us, and Ray several times as much
 
 
 @dataclass(frozen=True, slots=True)

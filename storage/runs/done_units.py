@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Final
 
@@ -13,15 +14,13 @@ class DoneUnits(Collection[int]):
     """The numbers of the committed units, in order."""
 
     def __init__(self) -> None:
-        self._there: dict[int, bytearray] = {}
+        self._there: dict[int, bytearray] = defaultdict(lambda: bytearray(BLOCK))
         self._count = 0
 
     def add(self, unit: int) -> None:
-        """Add a unit."""
-        self._count += unit not in self
-        if unit // BLOCK not in self._there:
-            self._there[unit // BLOCK] = bytearray(BLOCK)
-        self._there[unit // BLOCK][unit % BLOCK] = 1
+        block, place = self._there[unit // BLOCK], unit % BLOCK
+        self._count += not block[place]
+        block[place] = 1
 
     def __contains__(self, unit: object) -> bool:
         return isinstance(unit, int) and unit // BLOCK in self._there and bool(self._there[unit // BLOCK][unit % BLOCK])
