@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 FailureKind = Literal["TASK", "INFRA"]
 """TASK: this unit's data raised an exception. INFRA: the store or the machine failed; the data is not to blame."""
 
-
 STORE_FULL = "store_full"
 """The `error_kind` of an INFRA failure whose reason is a full disk: a retry helps only once somebody makes room."""
 

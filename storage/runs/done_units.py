@@ -1,4 +1,4 @@
-"""A set of units, of which there may be millions, in a byte each."""
+"""The numbers of committed units, of which there may be millions, in order; a byte each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 BLOCK: Final = 2**14
-"""Units of a block of columns."""
 
 
 class DoneUnits(Collection[int]):
-    """The numbers of the committed units, in order."""
-
     def __init__(self) -> None:
         self._there: dict[int, bytearray] = defaultdict(lambda: bytearray(BLOCK))
         self._count = 0
