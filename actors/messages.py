@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 FailureKind = Literal["TASK", "INFRA"]
 """TASK: this unit's data raised an exception. INFRA: the store or the machine failed; the data is not to blame."""
 
-
 STORE_FULL = "store_full"
 """The `error_kind` of an INFRA failure whose reason is a full disk: a retry helps only once somebody makes room."""
 
@@ -29,9 +28,6 @@ MOST_UNITS = 4
 """Maximum units that a worker holds: one that waits, and those that are being decoded or written."""
 
 LEAST_S: Final = 0.2
-MOST_S: Final = 5.0
-REPORTS_PER_S: Final = 500
-"""Reports that a driver takes from all workers together, at most: each costs it some 50 us, and Ray several times as much."""
 
 
 def turn_s(workers: int) -> float:
@@ -39,7 +35,7 @@ def turn_s(workers: int) -> float:
 
     A finished unit ends a turn at once.
     """
-    return min(MOST_S, max(LEAST_S, workers / REPORTS_PER_S))
+    return min(5.0, max(LEAST_S, workers / 500))  # a report costs the driver some 50 us, and Ray several times as much
 
 
 @dataclass(frozen=True, slots=True)

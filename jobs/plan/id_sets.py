@@ -8,7 +8,7 @@ in the same file, and one file at a time is sorted in memory. Among a billion id
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -54,20 +54,22 @@ def column_of(hashes: Hashes, *, without: Hashes) -> pa.Array:
 
 
 class _Buckets(ExitStack):
-    """Records of any number in a temporary folder, in a file for each first byte of a hash."""
+    """Records of any number: from `held_rows` on they are in a temporary folder, in a file for each first byte of a hash."""
 
     def __init__(self, dtype: np.dtype[Any], held_rows: int = HELD_ROWS) -> None:
         super().__init__()
         self._dtype, self._held_rows = dtype, held_rows
         self._held: list[NDArray[Any]] = []
-        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="draftmill-ids-")))
+        self._folder: Path | None = None
 
     def _keep(self, records: NDArray[Any]) -> None:
         self._held.append(records)
         if sum(map(len, self._held)) >= self._held_rows:
-            self._spread()
+            if self._folder is None:
+                self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="draftmill-ids-")))
+            self._spread(self._folder)
 
-    def _spread(self) -> None:
+    def _spread(self, folder: Path) -> None:
         records, self._held = np.concatenate([np.empty(0, self._dtype), *self._held]), []
         hashes = np.ascontiguousarray(records["hash"] if records.dtype.names else records)
         first = hashes.view(np.uint8).reshape(-1, HASH_BYTES)[:, 0]
@@ -75,12 +77,14 @@ class _Buckets(ExitStack):
         edges = np.searchsorted(first[order], np.arange(257))
         for byte, (start, end) in enumerate(pairwise(edges.tolist())):
             if start < end:
-                with (self._folder / f"{byte:02x}").open("ab") as file:
+                with (folder / f"{byte:02x}").open("ab") as file:
                     file.write(records[order[start:end]].tobytes())
 
     def _parts(self) -> Iterator[NDArray[Any]]:
         """All records, in the order of their first bytes: equal hashes are in one part."""
-        self._spread()
+        if self._folder is None:
+            return iter([np.concatenate([np.empty(0, self._dtype), *self._held])])
+        self._spread(self._folder)
         return (np.fromfile(path, dtype=self._dtype) for path in sorted(self._folder.glob("??")))
 
 
@@ -131,12 +135,16 @@ class IdIndex(_Buckets):
         """Of each id whether it was added."""
         if not self.added:
             return np.zeros(len(ids), dtype=bool)
-        if self._sorted is None:  # all distinct hashes in order, in a file that is mapped into memory
-            path = self._folder / "sorted"
-            with path.open("wb") as file:
-                for part in self._parts():
-                    np.unique(part).tofile(file)
-            self._sorted = np.memmap(path, dtype=_HASH, mode="r")
+        if self._sorted is None:  # all distinct hashes in order; many are in a file that is mapped into memory
+            parts = map(np.unique, self._parts())
+            self._sorted = next(parts) if self._folder is None else self._write(self._folder / "sorted", parts)
         wanted = hashes_of(ids)
         at = np.minimum(np.searchsorted(self._sorted, wanted), len(self._sorted) - 1)
         return np.asarray(self._sorted[at] == wanted)
+
+    @staticmethod
+    def _write(path: Path, parts: Iterable[Hashes]) -> Hashes:
+        with path.open("wb") as file:
+            for part in parts:
+                part.tofile(file)
+        return np.memmap(path, dtype=_HASH, mode="r")

@@ -1,27 +1,23 @@
-"""A set of units, of which there may be millions, in a byte each."""
+"""The numbers of committed units, of which there may be millions, in order; a byte each."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Final
 
 BLOCK: Final = 2**14
-"""Units of a block of columns."""
 
 
 class DoneUnits(Collection[int]):
-    """The numbers of the committed units, in order."""
-
     def __init__(self) -> None:
-        self._there: dict[int, bytearray] = {}
+        self._there: dict[int, bytearray] = defaultdict(lambda: bytearray(BLOCK))
         self._count = 0
 
     def add(self, unit: int) -> None:
-        """Add a unit."""
-        self._count += unit not in self
-        if unit // BLOCK not in self._there:
-            self._there[unit // BLOCK] = bytearray(BLOCK)
-        self._there[unit // BLOCK][unit % BLOCK] = 1
+        block, place = self._there[unit // BLOCK], unit % BLOCK
+        self._count += not block[place]
+        block[place] = 1
 
     def __contains__(self, unit: object) -> bool:
         return isinstance(unit, int) and unit // BLOCK in self._there and bool(self._there[unit // BLOCK][unit % BLOCK])
