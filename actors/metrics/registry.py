@@ -6,14 +6,16 @@ in the sandbox; a file with a function `measure(row)` runs in the worker's proce
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from types import ModuleType
+from pathlib import Path
 from typing import Any, Final
 
 from draftmill.actors.checkpoints.models import fetch_model
@@ -149,12 +151,16 @@ def load_function(source: str, path: str, *, field: str) -> Callable[[Mapping[st
 
     The source travels with the job, so that every worker runs the same text, on other machines too.
     """
-    module = ModuleType("draftmill_own_metric")
-    module.__file__ = path
-    try:
-        exec(compile(source, path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's file may raise anything
-        raise UserError(f"{path} can't be loaded: {type(error).__name__}: {error}", field=field) from None
+    with tempfile.TemporaryDirectory(prefix="draftmill-metric-") as folder:
+        place = Path(folder) / Path(path).name
+        place.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("draftmill_own_metric", place)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's file may raise anything
+            raise UserError(f"{path} can't be loaded: {type(error).__name__}: {error}", field=field) from None
     function = getattr(module, FUNCTION, None)
     if not callable(function):
         raise UserError(f"{path} has no function {FUNCTION}(row)", field=field)
