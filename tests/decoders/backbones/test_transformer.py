@@ -373,7 +373,7 @@ def test_an_output_layer_beside_tied_embeddings_is_used_where_it_differs(tmp_pat
         ),
         ("llama", {"rope_parameters": {"rope_type": "nonsense", "rope_theta": 1e4}}, "nonsense"),
         ("gpt2", {"add_cross_attention": True}, "it has an encoder"),
-        ("gpt2", {"draftmill": {"max_length": 65}}, "model.max_length: 65, but the model's positions end at 64"),
+        ("gpt2", {"draftmill": {"max_length": 65}}, "draftmill.max_length = 65; the model's positions end at 64"),
         ("gpt_neo", {"num_layers": 4}, "family 'gpt_neo': .*num_layers"),
     ],
 )
