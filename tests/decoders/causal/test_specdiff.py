@@ -113,7 +113,7 @@ def same_as_reference(outcome, trail, num_prompt):
     assert outcome.accept_hist == np.bincount(trail.committed).tolist()
 
 
-@pytest.mark.one_in(11, soak=3)
+@pytest.mark.one_in(11, soak=7)
 @ORDERED
 @pytest.mark.parametrize("window", ["short", "full"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])

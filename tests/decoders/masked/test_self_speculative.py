@@ -49,7 +49,7 @@ def masks_only(length):
     return Request(0, 7, np.full(length, -1, dtype=np.int32))
 
 
-@pytest.mark.one_in(3, soak=3)
+@pytest.mark.one_in(5, soak=2)
 @pytest.mark.parametrize("block_length", [None, 1, 3])
 @pytest.mark.parametrize("draft_length", range(1, 9))
 def test_a_model_that_keeps_its_mind_gives_all_drafts_and_one_token_more(draft_length, block_length):
