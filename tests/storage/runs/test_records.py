@@ -17,7 +17,7 @@ CONTRACT_ORDER = re.findall(
     "id unit pass attempt status error_kind error_stage error text fills tokens prompt_tokens new_tokens finish logprob "
     "decoder model drafter key nfe nfe_draft iterations proposed accepted accept_hist wait_s prefill_s decode_s total_s "
     "device_s batch_rows pad_fraction worker node started_at metrics token_logprobs nfe_kinds truncated_tokens endpoint "
-    "token_texts sample is_greedy logprob_stderr request_model top_logprobs length_logprob constraint lengths_tried",
+    "token_texts sample is_greedy logprob_stderr request_model top_logprobs length_logprob constraint lengths_tried reused",
 )
 
 
