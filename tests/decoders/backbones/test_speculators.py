@@ -156,8 +156,3 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
     folder = changed(tmp_path, "eagle3_llama", layers={"intermediate_size": 64})
     with pytest.raises(ValueError, match="do not fit its config"):
         load_speculator(folder, target())
-
-
-def test_a_model_without_layers_to_read_is_refused():
-    with pytest.raises(ValueError, match=r"decoder\.drafter\.kind: 'head' reads states"):
-        load_speculator(DATA / "eagle3_llama", SimpleNamespace())
