@@ -38,6 +38,7 @@ START: Final = 2
 """The worth at first: most texts of a job that runs again have not changed."""
 MOST: Final = 64
 """The longest draft where `k` is auto."""
+_SUREST: Final = 0.9999
 _NOWHERE: Final = 1 << 60
 
 
@@ -70,10 +71,8 @@ class Pointer(Foretold):
         self._source, self._grows = source, grows
         self._next = _NOWHERE if grows else 0
         self._known = 0
-        # The places after each run of 2 or 3 tokens, ascending.
+        # The places after each run of 2 or 3 tokens, ascending; of a finished text from its first miss on.
         self._ends: dict[tuple[int, ...], list[int]] = {}
-        if not grows:
-            self._index(1, len(source))
 
     def read(self, tokens: Sequence[int], decided: int) -> None:
         """Compare what was decided since the last call."""
@@ -92,7 +91,8 @@ class Pointer(Foretold):
         """The tokens that should come next: those that hold with a probability of at least `least`, at most `most`."""
         if self.rate <= least or self._next >= (decided if self._grows else len(self._source)):
             return []
-        count = min(most, int(log(least) / log(self.rate)))
+        # After hundreds of hits the rate is 1 in floating point.
+        count = min(most, int(log(least) / log(min(self.rate, _SUREST))))
         if not self._grows:
             return self._source[self._next : self._next + count]
         period = decided - self._next  # a repetition goes on
@@ -104,6 +104,8 @@ class Pointer(Foretold):
             self._next += 1
         if hit:
             return
+        if not self._grows and not self._ends:
+            self._index(1, len(self._source))
         for count in MATCHES:
             ends = self._ends.get(tuple(tokens[rank + 1 - count : rank + 1]))
             if ends is not None and rank + 1 >= count:

@@ -29,7 +29,7 @@ from draftmill.jobs.remote.templates import check_printable, crontab, fill_templ
 from draftmill.storage.errors import UserError
 
 GRACE_S = 45
-"""Seconds from the first SIGTERM to the end of a driver: `--grace-seconds`. Whoever sends SIGKILL waits longer."""
+"""Seconds from the first SIGTERM to the end of a driver: `--grace-seconds`. SIGKILL must come later."""
 KILL_S = 60
 """Seconds between SIGTERM and SIGKILL in the programs that start the driver."""
 USR1_S = 120

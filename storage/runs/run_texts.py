@@ -57,25 +57,31 @@ class RunTexts:
         return found
 
     @cached_property
-    def _index(self) -> tuple[pa.Array, np.ndarray, list[tuple[int, int]]]:
-        """The names of all rows, where each file's begin, and of each file its pass and unit."""
+    def _index(self) -> tuple[pa.Array, np.ndarray, list[tuple[int, int, int]]]:
+        """The names of all rows, where each file's begin, and of each file its pass, its unit and its number of rows."""
         units = list(self._units())
         starts = np.cumsum([0, *(len(names) for _, names in units)])[:-1]
         names = pa.concat_arrays([names for _, names in units]) if units else pa.array([], pa.string())
         return names, starts, [file for file, _ in units]
 
-    def _units(self) -> Iterator[tuple[tuple[int, int], pa.Array]]:
+    def _units(self) -> Iterator[tuple[tuple[int, int, int], pa.Array]]:
         for number, (store, parts) in enumerate(zip(self._stores, self._parts, strict=True)):
             for unit, table in enumerate(PlanTable(store, parts).tables(["id", "sample"])):
-                yield (number, unit), _names(table["id"].combine_chunks(), table["sample"].combine_chunks())
+                yield (
+                    (number, unit, table.num_rows),
+                    _names(table["id"].combine_chunks(), table["sample"].combine_chunks()),
+                )
 
-    def _read_texts(self, number: int, unit: int) -> pa.ChunkedArray:
+    def _read_texts(self, number: int, unit: int, rows: int) -> pa.ChunkedArray:
         store, name = self._stores[number], unit_name(unit)
         try:
             file = pq.ParquetFile(open_object(store, name), pre_buffer=False, page_checksum_verification=True)
-            return file.read(columns=[self._column], use_threads=THREADS)[self._column]
-        except (pa.ArrowException, OSError) as error:
+            column = file.read(columns=[self._column], use_threads=THREADS)[self._column]
+        except (pa.ArrowException, OSError, KeyError) as error:
             raise damage_error(store, name, error) from None
+        if len(column) != rows:
+            raise damage_error(store, name, f"it has {len(column):,} rows, the plan {rows:,}")
+        return column
 
 
 def _names(ids: pa.Array, samples: pa.Array) -> pa.Array:

@@ -161,6 +161,13 @@ def test_a_text_that_foretells_nothing_drafts_once():
     assert drafts[0] == OLD[:3] and not any(drafts[2:])
 
 
+def test_a_long_text_that_holds_is_drafted_to_its_end():
+    source = [n % 97 for n in range(3000)]
+    pointer = Pointer(source)
+    pointer.read(source, 2990)
+    assert pointer.rate == 1.0 and pointer.drafts(64, 2990, 0.5) == source[2990:]
+
+
 def test_the_own_text_drafts_what_it_repeats():
     text = [1, 2, 3, 4, 5] * 4
     pointer = Pointer(text, grows=True)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
@@ -94,7 +95,7 @@ def test_a_text_of_another_tokenizer_is_read_as_text(world, tmp_path, monkeypatc
     assert sum(row["reused"] for row in rows_of(tmp_path, "new")) > 50
 
 
-@pytest.mark.parametrize("damage", ["results", "all"])
+@pytest.mark.parametrize("damage", ["results", "rows", "all"])
 def test_a_run_that_is_gone_does_not_keep_a_job_from_its_end(world, tmp_path, damage, caplog):
     shutil.copy(world / "rows.jsonl", tmp_path)
     old, spec = shutil.copytree(world / "warm", tmp_path / "old"), {"decoder": by_run(tmp_path / "old")}
@@ -104,6 +105,9 @@ def test_a_run_that_is_gone_does_not_keep_a_job_from_its_end(world, tmp_path, da
         lost.delete(name)
     if damage == "all":
         shutil.rmtree(old)
+    elif damage == "rows":
+        for file in (old / "data").iterdir():
+            pq.write_table(pq.read_table(file).slice(0, 1), file)
     else:
         for file in (old / "data").iterdir():
             file.write_bytes(b"PAR1")
