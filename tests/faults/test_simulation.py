@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import pytest
 
-from draftmill.jobs.schedule.unit_leases import SchedulerState
+from draftmill.jobs.schedule.unit_leases import SchedulerState, Unit
 from tests.simulation.disk import Broken, Handle, Job, check_promise
 from tests.simulation.schedules import drawn_job, play, simulated
-from tests.simulation.world import Fault, Kind, World
+from tests.simulation.world import Fault, Kind, SimThread, World
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -81,6 +81,17 @@ def test_with_slow_answers_of_any_kind_a_run_ends_like_one_without(at_work):
     assert all(20 < seconds < 200 for seconds in took_s.values()), f"a driver waits again and again: {took_s}"
 
 
+def test_a_log_on_the_drivers_own_thread_is_found(at_work):
+    start = SimThread.start
+
+    def waited_for(self: SimThread) -> None:
+        start(self)
+        self.join(1e9)
+
+    with patch.object(SimThread, "start", waited_for):
+        assert undisturbed(at_work, 1, (True, "put", "attempts")).now_s > 2000
+
+
 def broken_within(at_work: dict[str, Any], schedules: int) -> str:
     """The first broken promise among so many schedules."""
     for seed in range(schedules):
@@ -109,4 +120,22 @@ def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work)
         return known and (known[0], known[1][:1])
 
     with patch.object(SchedulerState, "dismiss", forgetful):
+        assert broken_within(at_work, 300) == "the job does not end"
+
+
+def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work):
+    dismiss = SchedulerState.dismiss
+
+    def careless(self: SchedulerState, name: str) -> Any:
+        known = dismiss(self, name)
+        return known and (known[0], [] if known[0].leaving else known[1])
+
+    with patch.object(SchedulerState, "dismiss", careless):
+        assert broken_within(at_work, 2000) == "the job does not end"
+
+
+@pytest.mark.slow
+def test_copies_of_a_unit_that_fails_are_found(at_work):
+    """A mistake that was made: while one copy ran, the failures of the other settled nothing, for ever."""
+    with patch.object(Unit, "suspect", property(lambda self: self.alone)):
         assert broken_within(at_work, 300) == "the job does not end"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from draftmill.actors.checkpoints.models import fetch_model
 from tests.real import lm_eval_on_it as harness
-from tests.real.jobs_on_it import Place, Row, same
+from tests.real.jobs_on_it import Place, Row, call, finish, kill_after, rows_of, same
 from tests.real.prompts import prompts
 from tests.real.theirs import Theirs
 
@@ -195,6 +195,28 @@ def check_two_workers(bench: Bench) -> list[Finding]:
     ]
 
 
+def check_resume(bench: Bench) -> list[Finding]:
+    """A job that is killed and started again gives the rows of one that was not."""
+    size = max(1, len(bench.rows) // 8)
+    folder = bench.place.spec("killed", bench.chat, bench.rows, sampling=WARM, output={"unit_rows": size})
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    done = kill_after(folder, 2)
+    before = rows_of(folder)
+    rows = finish(folder)
+    kept = same(before, rows, (*RESULT, "started_at", "worker"))
+    units = -(-len(rows) // size)
+    return [
+        Finding("killed with -9 and resumed: never killed", same(rows, bench.baseline(), RESULT), len(rows)),
+        Finding(
+            "what was committed before stays",
+            kept,
+            len(before),
+            f"{done} of {units} units",
+            kept == len(before) and 0 < done < units,
+        ),
+    ]
+
+
 def check_scores(bench: Bench) -> list[Finding]:
     """The log-probability of a text is transformers'."""
     asked = [
@@ -298,6 +320,34 @@ BF16_STEPS = 0.75
 """bfloat16 has 8 bits of fraction: logits of 16 to 32 stand 0.125 apart, and thirty layers add a few such steps."""
 
 
+def check_openai(bench: Bench) -> list[Finding]:
+    """A batch file of OpenAI's format in, its answers out: every request once, with the text of the plain job."""
+    chosen = bench.rows[::2]
+    requests = [
+        {
+            "custom_id": row["id"],
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "m", "messages": [{"role": "user", "content": row["prompt"]}]},
+        }
+        for row in chosen
+    ]
+    bench.place.run("openai", bench.chat, requests)
+    out = bench.place.root / "openai" / "answers.jsonl"
+    code, said = call("export", str(out.parent / "run"), "--format", "openai", "--out", str(out), "--overwrite")
+    assert code == 0, said
+    answers = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    greedy = bench.greedy()
+    equal = sum(
+        answer["response"]["body"]["choices"][0]["message"]["content"] == greedy[answer["custom_id"]]["text"]
+        for answer in answers
+    )
+    once = len({answer["custom_id"] for answer in answers}) == len(answers) == len(chosen)
+    return [
+        Finding("OpenAI batch in and out: the plain job's texts", equal, len(chosen), "", once and equal == len(chosen))
+    ]
+
+
 def check_lm_eval(bench: Bench) -> list[Finding]:
     """`draftmill eval` answers like lm_eval's own `hf` model: texts at temperature 0, log-probabilities and `is_greedy`."""
     harness.offline()
@@ -366,14 +416,27 @@ def check_texts(bench: Bench) -> list[Finding]:
     ]
 
 
+def check_refusals(bench: Bench) -> list[Finding]:
+    """What the model can't do is refused by name before anything is written."""
+    folder = bench.place.spec(
+        "infill", {"kind": "infill", "mask": {"kind": "marker"}}, [{"id": "a", "text": "x <mask> y"}]
+    )
+    code, said = call("run", str(folder / "spec.yaml"), "--quiet")
+    named = code == 2 and "task" in said and not (folder / "run" / "data").exists()
+    return [Finding("infilling, which it was not trained for, is refused", int(named), 1, " ".join(said.split())[:100])]
+
+
 CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
     "greedy": check_greedy,
     "decoders": check_decoders,
     "workers": check_two_workers,
+    "resume": check_resume,
     "scores": check_scores,
     "stops": check_stops,
     "bfloat16": check_bfloat16,
     "int8": check_int8,
+    "openai": check_openai,
     "lm_eval": check_lm_eval,
     "texts": check_texts,
+    "refusals": check_refusals,
 }

@@ -3,6 +3,11 @@
 import contextlib
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +19,8 @@ import yaml
 from draftmill.jobs.cli import main
 
 Row = dict[str, Any]
+PLACES = {"unit", "attempt", "worker", "node", "started_at", "batch_rows", "pad_fraction", "device_s"}
+TIMES = {"wait_s", "prefill_s", "decode_s", "total_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +58,16 @@ class Place:
         self, name: str, task: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], **changes: Any
     ) -> dict[str, Row]:
         """The result rows of a job by id. AssertionError unless it ends with 0 and `verify` finds its promises kept."""
-        folder = self.spec(name, task, rows, **changes)
-        code, said = call("run", str(folder / "spec.yaml"), "--quiet")
-        assert code == 0, f"run ended with {code}: {said[-1500:]}"
-        code, said = call("verify", str(folder / "run"))
-        assert code == 0, f"verify ended with {code}: {said[-1500:]}"
-        return rows_of(folder)
+        return finish(self.spec(name, task, rows, **changes))
+
+
+def finish(folder: Path) -> dict[str, Row]:
+    """Run a job, or go on with it, to its end; check its promises; return its rows by id."""
+    code, said = call("run", str(folder / "spec.yaml"), "--quiet")
+    assert code == 0, f"run ended with {code}: {said[-1500:]}"
+    code, said = call("verify", str(folder / "run"))
+    assert code == 0, f"verify ended with {code}: {said[-1500:]}"
+    return rows_of(folder)
 
 
 def rows_of(folder: Path) -> dict[str, Row]:
@@ -75,6 +86,22 @@ def call(*arguments: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main(list(arguments))
     return code, said.getvalue()
+
+
+def kill_after(folder: Path, units: int, *, timeout_s: float = 600.0) -> int:
+    """Run a job in a process of its own, kill it when so many units are committed; returns how many there are then."""
+    data = folder / "run" / "data"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draftmill.jobs.cli", "run", str(folder / "spec.yaml"), "--quiet"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until = time.monotonic() + timeout_s
+    while len(list(data.glob("*.parquet"))) < units and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    return len(list(data.glob("*.parquet")))
 
 
 def same(one: Mapping[str, Row], other: Mapping[str, Row], columns: Iterable[str]) -> int:
