@@ -26,7 +26,7 @@ _FIRST, _SEVERAL = 2, 4
 # Iterations that give a rate, and the fewest and most steps for them. A trial that is neither clearly faster nor slower takes
 # twice as many.
 _ITERATIONS, _FEWEST, _MOST = 64, 6, 8
-# Another length must be this much faster to be used: rates are noisy.
+# Another length must be this much faster to be used, since rates are noisy; no drafts at all may be as much slower.
 _MARGIN: Final = 1.03
 # Below this ratio of rates a trial of fewer drafts is not worth its time.
 _HOPELESS: Final = 0.8
@@ -63,6 +63,8 @@ class AutoLength:
             min(1, last),
         ]
         self._best = self._now = self.lengths.index(max(start, least))
+        # A first length that no trial has chosen is compared with no drafts before anything else.
+        self._is_unproved = self._best > 0
         # The rate of the best length just before a trial, and the step in which each length was tried last beside it.
         self._rate, self._tried_at = 0.0, dict[int, int]()
         self._step, self._next_trial, self._batch = 0, 0, 1
@@ -121,6 +123,9 @@ class AutoLength:
         """Try another length if it is time: one that was not tried lately at once, else the one that waits longest."""
         best, last = self._best, len(self.lengths) - 1
         others = self._firsts if best == 0 else [min(best + 1, last), best - 1, 0]
+        if self._is_unproved:
+            others.reverse()
+            self._is_unproved = False
         may_lose = self._lost_s <= _SHARE * self._total_s
         # A shorter length is tried once in any case: a longer one may have won by chance.
         new = [
@@ -137,13 +142,14 @@ class AutoLength:
 
     def _judge(self, ratio: float) -> None:
         """End a trial with this ratio of rates: use its length if it was faster, else go back."""
-        if ratio > _MARGIN:
-            self._best = self._now
+        if ratio > (1.0 / _MARGIN if self._now == 0 else _MARGIN):
+            self._tried_at[self._best], self._best = self._step, self._now
             return
         # Where drafts lose by far, fewer of them do not win.
         tried = range(1, self._now + 1) if self._best == 0 and ratio < _HOPELESS else (self._now,)
         self._tried_at |= dict.fromkeys(tried, self._step)
-        self._lost_s += max(self._trial_tokens / self._rate * (1.0 / ratio - 1.0), 0.0) + self._settling_s
+        self._lost_s += max(self._trial_tokens / self._rate * (1.0 / ratio - 1.0), 0.0)
+        self._lost_s += max(self._settling_s - self._settling_steps * self._usual_s, 0.0)
         self._next_trial = self._step + _TRY_EVERY
         self._use(self._best)
 

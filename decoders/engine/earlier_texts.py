@@ -140,12 +140,15 @@ class EarlierTexts:
         s, worth, most = self._s, self._worth(), min(room, self._most)
         least = 1.0 / (1 + worth)
         self.count()
+        if not worth:
+            self._is_earlier = False
+            return []
         for pointer in self._earlier:
             pointer.read(s.tokens, s.decided)
         best = max(self._earlier, key=lambda pointer: pointer.rate, default=None)
         drafts = best.drafts(most, s.decided, least) if best else []
         self._is_earlier = bool(drafts)
-        if not drafts and worth and most and s.order is None:
+        if not drafts and most and s.order is None:
             self._own = self._own or Pointer(s.tokens, grows=True)
             self._own.read(s.tokens, s.decided)
             drafts = self._own.drafts(most, s.decided, least)
