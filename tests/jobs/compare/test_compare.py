@@ -164,7 +164,7 @@ def test_what_pairs_are_worth_is_printed(tmp_path: Path, capsys: pytest.CaptureF
     found, difference = one["metrics"]["m"]["pairing"], one["metrics"]["m"]["difference"]
     widths = [interval["high"] - interval["low"] for interval in (found["unpaired"], difference)]
     # Welch's degrees of freedom make the two quantiles differ by a few per cent at most
-        assert found["worth"] == pytest.approx((widths[0] / widths[1]) ** 2, rel=0.05) and found["worth"] > 3
+    assert found["worth"] == pytest.approx((widths[0] / widths[1]) ** 2, rel=0.05) and found["worth"] > 3
     assert found["worth"] > found["worth_of_noise"] > 1.5
     assert one["metrics"]["same"]["pairing"]["worth"] is None and one["metrics"]["same"]["sizes"] is None
     for form in ([], ["--markdown"]):
