@@ -55,7 +55,7 @@ METRICS: dict[str, tuple[int, Callable[[np.ndarray], np.ndarray], Callable[[floa
     "zeros and ones, 4 a row": (4, lambda x: (x > CUT).astype(float), lambda m: stats.norm.cdf((m - CUT) / 2**0.5)),
     "shares, 4 a row": (4, stats.norm.cdf, lambda m: float(stats.norm.cdf(m / 3**0.5))),
     "pass@2 of 4": (4, pass_at_2, true_pass_at_2),
-    "log-probabilities": (1, lambda x: -np.exp(x / 4), lambda m: -float(np.exp(m / 4 + 1 / 16))),
+    "log-probabilities": (1, lambda x: -np.exp(x / 2), lambda m: -float(np.exp(m / 2 + 0.25))),
 }
 CASES = [(name, coupled) for name in METRICS for coupled in (True, False)]
 
