@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from draftmill.jobs.compare.comparison import Comparison, RunFigures, compare_runs, is_binary
 from draftmill.jobs.compare.rows import RunRows, read_rows
 from draftmill.jobs.compare.runs import FinishedRun, find_runs, open_run
-from draftmill.jobs.compare.statistics import Interval, Statistic, bootstrap, grouped_sums, wilson
+from draftmill.jobs.compare.statistics import Interval, Statistic, grouped_sums, intervals_of, wilson
 from draftmill.storage.stores.interface import Place
 
 
@@ -166,8 +166,8 @@ Figure = Forwards | Ratio | WithinTokens | Mean
 
 
 def rate(above_N: NDArray[np.float64], below_N: NDArray[np.float64]) -> Interval:
-    """The ratio of two sums over samples, with its bootstrap interval."""
-    return _bootstrapped([above_N, below_N], lambda sums: sums[..., 0] / sums[..., 1])
+    """The ratio of two sums over samples, with its interval."""
+    return _with_interval([above_N, below_N], lambda sums: sums[..., 0] / sums[..., 1])
 
 
 def _between(results: Results, preset: str, first: Sequence[str], second: Sequence[str]) -> Interval:
@@ -179,7 +179,7 @@ def _between(results: Results, preset: str, first: Sequence[str], second: Sequen
     one, other = (results.rows(preset, case).ids for case in (first[0], second[0]))
     if not one.equals(other):
         raise ValueError(f"{preset}: {first[0]} and {second[0]} did not decode the same samples")
-    return _bootstrapped(columns, lambda sums: (sums[..., 2] / sums[..., 3]) / (sums[..., 0] / sums[..., 1]))
+    return _with_interval(columns, lambda sums: (sums[..., 2] / sums[..., 3]) / (sums[..., 0] / sums[..., 1]))
 
 
 def _column(rows: RunRows, name: str) -> NDArray[np.float64]:
@@ -187,6 +187,6 @@ def _column(rows: RunRows, name: str) -> NDArray[np.float64]:
     return np.where(rows.ok_N, values, 0).astype(np.float64)
 
 
-def _bootstrapped(columns: Sequence[NDArray[np.float64]], statistic: Statistic) -> Interval:
+def _with_interval(columns: Sequence[NDArray[np.float64]], statistic: Statistic) -> Interval:
     sums = grouped_sums(columns, np.arange(len(columns[0])))
-    return bootstrap(sums, [statistic])[0]
+    return intervals_of(sums, [statistic])[0]

@@ -17,7 +17,7 @@ from draftmill.jobs.compare.comparison import (
     compare_runs,
 )
 from draftmill.jobs.compare.runs import find_runs
-from draftmill.jobs.compare.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
+from draftmill.jobs.compare.statistics import ALPHA, LEVEL, MIN_ROWS, Interval
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted, table_lines
 from draftmill.storage.errors import printable
@@ -44,7 +44,7 @@ RUN_LABELS: Final = {
     "acceptance": "acceptance",
 }
 HOW: Final = (
-    f'[low, high]: {LEVEL:.0%} bootstrap interval over rows ({RESAMPLES:,} resamples). "not distinguishable": the interval '
+    f'[low, high]: {LEVEL:.0%} Student t interval over rows. "not distinguishable": the interval '
     f"contains no change, or p >= {ALPHA}. No correction is made for the number of figures."
 )
 
@@ -77,7 +77,7 @@ def as_data(comparisons: Comparisons) -> dict[str, Any]:
     return {
         "level": LEVEL,
         "alpha": ALPHA,
-        "resamples": RESAMPLES,
+        "method": "Student t over rows",
         "baselines": comparisons.baselines,
         "runs": [_plain(asdict(run)) for run in comparisons.runs],
         "comparisons": [_comparison_data(comparison) for comparison in comparisons.against],
@@ -158,7 +158,7 @@ def notes(comparisons: Comparisons) -> list[str]:
     """How to read the figures, and what they don't cover."""
     lines = [HOW]
     if any(comparison.pairs.clustered for comparison in comparisons.against):
-        lines.append("Rows have several samples: intervals and tests resample rows, with all their samples.")
+        lines.append("Rows have several samples: intervals and tests take rows as units, with all their samples.")
     if any(comparison.pairs.num_rows < MIN_ROWS for comparison in comparisons.against):
         lines.append(f"Fewer than {MIN_ROWS} rows in a comparison: its intervals are narrower than they should be.")
     if comparisons.unfinished:

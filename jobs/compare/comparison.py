@@ -18,9 +18,9 @@ from draftmill.jobs.compare.statistics import (
     Floats,
     Interval,
     Statistic,
-    bootstrap,
     finite_values,
     grouped_sums,
+    intervals_of,
     mcnemar_p,
     quotient,
     sign_flip_p,
@@ -235,11 +235,11 @@ def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: 
 
 
 def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, RatioFigure], dict[str, MetricFigure]]:
-    """All ratios and differences, from one set of resamples; without those that are not defined, such as ratios to 0."""
+    """All ratios and differences, without those that are not defined, such as ratios to 0."""
     names = [name for name in baseline.metrics if name in rows.metrics]
     sums_GS = grouped_sums(_columns(pairs, baseline, rows, names), pairs.row_P)
     statistics = [*map(_ratio, _FIGURES.values()), *(quotient(8 + 2 * number) for number in range(len(names)))]
-    intervals, total = bootstrap(sums_GS, statistics), sums_GS.sum(axis=0)
+    intervals, total = intervals_of(sums_GS, statistics), sums_GS.sum(axis=0)
     ratios = {
         name: RatioFigure(
             baseline=float(figure(total)),

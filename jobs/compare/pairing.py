@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from draftmill.decoders.common_settings import MOST_SAMPLES
 from draftmill.jobs.compare.rows import RunRows, positions, row_numbers
 from draftmill.jobs.compare.runs import FinishedRun, same_tokenizer
-from draftmill.jobs.compare.statistics import LEVEL, MIN_ROWS, Floats, Interval
+from draftmill.jobs.compare.statistics import LEVEL, MIN_ROWS, Floats, Interval, t_quantile
 from draftmill.jobs.formatting import counted
 
 _ROUNDING: Final = 1e-9
@@ -122,8 +122,8 @@ def _lost_by_settings(first: FinishedRun, run: FinishedRun) -> str | None:
 class Pairing:
     """What pairs do to the mean difference of a metric, over `rows` rows with at most `samples` pairs each.
 
-    `unpaired` is the interval that two independent samples of this size would give: that with pairs, stretched by the ratio of
-    the standard errors. `worth` is the squared ratio of the widths, and `worth_of_noise` the same against these rows with
+    `unpaired` is the interval that two independent samples of this size would give (Welch). `worth` is the ratio of
+    the variances without pairs and with them, and `worth_of_noise` the same against these rows with
     independent noise. `variance` is that of the mean, `between` that of the rows' expectations, `within` that of a sample in its
     row. What can't be computed is None, such as all that needs several samples of a row without them.
     """
@@ -149,16 +149,15 @@ def pairing_of(before_P: Floats, now_P: Floats, row_P: NDArray[np.int64], differ
     if difference.low is None or difference.high is None or difference.high - difference.low <= rounding:
         return Pairing(rows, samples)
     variance = mean_variance(now_P - before_P, row_P)
-    worth = (mean_variance(before_P, row_P) + mean_variance(now_P, row_P)) / variance
-    low, high = (
-        difference.value + math.sqrt(worth) * (end - difference.value) for end in (difference.low, difference.high)
-    )
+    apart = [mean_variance(values_P, row_P) for values_P in (before_P, now_P)]
+    freedom = (rows - 1) * sum(apart) ** 2 / sum(one**2 for one in apart)  # Welch
+    half = t_quantile(freedom) * math.sqrt(sum(apart))
     figures = Pairing(
         rows=rows,
         samples=samples,
         correlation=_correlation(before_P, now_P, rounding),
-        unpaired=Interval(difference.value, low, high),
-        worth=worth,
+        unpaired=Interval(difference.value, difference.value - half, difference.value + half),
+        worth=sum(apart) / variance,
         variance=variance,
     )
     before_P, now_P = _within_rows(before_P, row_P), _within_rows(now_P, row_P)

@@ -33,7 +33,15 @@ from draftmill.jobs.compare.compare import comparison_tables, heading, notes, nu
 from draftmill.jobs.compare.comparison import Comparisons, RunFigures, baselines_of, compare_runs, figures_of
 from draftmill.jobs.compare.rows import RunRows, numbers, read_rows, row_numbers
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, find_runs
-from draftmill.jobs.compare.statistics import LEVEL, Interval, bootstrap, finite_values, grouped_sums, quotient, wilson
+from draftmill.jobs.compare.statistics import (
+    LEVEL,
+    Interval,
+    finite_values,
+    grouped_sums,
+    intervals_of,
+    quotient,
+    wilson,
+)
 from draftmill.jobs.config.sweep_spec import RECORD
 from draftmill.jobs.drive.run_log import Sessions, read_sessions
 from draftmill.jobs.drive.totals import PURPOSES, DeviceSums, device_time_rows, exactness, hours_text, purposes_of
@@ -193,13 +201,13 @@ def read_statistics(run: FinishedRun) -> RunStatistics:
 
 
 def metric_intervals(rows: RunRows) -> dict[str, Interval]:
-    """The mean of each metric with its interval: Wilson's for a proportion over rows with one sample, else the bootstrap's."""
+    """The mean of each metric with its interval: Wilson's for a proportion over rows with one sample, else Student's t."""
     names = list(rows.metrics)
     row_N = row_numbers(rows.ids, rows.ids)
     if not names:
         return {}
     sums_GS = grouped_sums((column_N for name in names for column_N in finite_values(rows.metrics[name])), row_N)
-    intervals = bootstrap(sums_GS, [quotient(2 * place) for place in range(len(names))])
+    intervals = intervals_of(sums_GS, [quotient(2 * place) for place in range(len(names))])
     single = row_N.max(initial=-1) + 1 == len(row_N)
     means = {}
     for name, mean in zip(names, intervals, strict=True):

@@ -1,14 +1,15 @@
-"""Intervals and tests for paired comparisons: the bootstrap over rows, sign flips, McNemar's exact test. Pure.
+"""Intervals and tests for paired comparisons: Student's t over rows, sign flips, McNemar's exact test. Pure.
 
-Samples of one row are not independent, so rows are resampled, never single samples. A statistic here is a function of sums over
-rows, such as a ratio of two sums; one set of resamples serves all statistics of a comparison. The work is bounded: more
-than GROUPS rows are first put at random into GROUPS groups, whose sums are resampled in place of the rows' own. The
+Samples of one row are not independent, so rows are the unit, never single samples. A statistic here is a function of sums over
+rows, such as a ratio of two sums. The work is bounded: more than GROUPS rows are first put at random into GROUPS groups,
+whose sums take the place of the rows' own. The
 groups of a random partition vary as the rows do, so this changes the intervals by less than their own noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 
 LEVEL: Final = 0.95
 ALPHA: Final = 0.05
-RESAMPLES: Final = 9999
+FLIPS: Final = 9999
 GROUPS: Final = 10_000
 SEED: Final = 0
 MIN_ROWS: Final = 20
-"""Below this number of rows a bootstrap interval is too narrow; the reports say so."""
+"""Below this number of rows an interval may be too narrow; the reports say so."""
 
 _BATCH_CELLS: Final = 2_000_000
 _EXACT_UP_TO: Final = 13
@@ -33,7 +34,7 @@ Statistic = Callable[[Floats], Floats]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A figure with its bootstrap interval at LEVEL; without bounds where the rows allow none (fewer than two)."""
+    """A figure with its interval at LEVEL; without bounds where the rows allow none (fewer than two)."""
 
     value: float
     low: float | None = None
@@ -68,56 +69,33 @@ def quotient(place: int) -> Statistic:
 
 
 @np.errstate(divide="ignore", invalid="ignore")
-def bootstrap(sums_GS: Floats, statistics: Sequence[Statistic], *, resamples: int = RESAMPLES) -> list[Interval]:
-    """The statistics of the sums over all groups, each with its BCa interval (Efron 1987): bias-corrected and accelerated.
+def intervals_of(sums_GS: Floats, statistics: Sequence[Statistic]) -> list[Interval]:
+    """The statistics of the sums over all groups, each with its Student t interval by the jackknife's standard error.
 
-    The method of `scipy.stats.bootstrap(..., method="BCa")`, for functions of sums: then a resample is a weighted sum, and the
-    jackknife leaves one summand out. A statistic that is not finite has the value NaN and no interval.
+    For a mean over groups of equal size this is the t interval of the groups' means. A statistic that is not finite, with all
+    groups or without one of them, has no interval.
     """
-    total_S = sums_GS.sum(axis=0)
-    values = [float(statistic(total_S)) for statistic in statistics]
-    if len(sums_GS) < 2:
-        return [Interval(value) for value in values]
-    drawn_RS = np.concatenate([weights_BG @ sums_GS for weights_BG in _weights(len(sums_GS), resamples)])
-    left_out_GS = total_S - sums_GS
-    return [
-        Interval(value, *_bca(value, statistic(drawn_RS), statistic(left_out_GS)))
-        for statistic, value in zip(statistics, values, strict=True)
-    ]
+    total_S, num_groups = sums_GS.sum(axis=0), len(sums_GS)
+    found = []
+    for statistic in statistics:
+        value = float(statistic(total_S))
+        spread = math.nan
+        if num_groups > 1:
+            left_out_G = statistic(total_S - sums_GS)
+            spread = math.sqrt((num_groups - 1) ** 2 / num_groups * float(left_out_G.var(ddof=1)))
+        half = 0.0 if spread <= 1e-12 * abs(value) else t_quantile(num_groups - 1) * spread
+        found.append(Interval(value, value - half, value + half) if math.isfinite(half) else Interval(value))
+    return found
 
 
-def _weights(num_groups: int, resamples: int) -> Iterator[Floats]:
-    """How often each group is in each resample, [batch, G], some resamples at a time."""
-    rng = np.random.default_rng(SEED)
-    batch = max(1, _BATCH_CELLS // num_groups)
-    for start in range(0, resamples, batch):
-        count = min(batch, resamples - start)
-        drawn_BG = rng.integers(0, num_groups, size=(count, num_groups))
-        drawn_BG += np.arange(count)[:, None] * num_groups
-        yield np.bincount(drawn_BG.ravel(), minlength=count * num_groups).reshape(count, num_groups).astype(np.float64)
+def t_quantile(freedom: float) -> float:
+    """How many standard errors an interval at LEVEL reaches to each side."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + LEVEL) / 2)) if freedom > 0 else math.nan
 
 
-def _bca(value: float, drawn_R: Floats, left_out_G: Floats) -> tuple[float, float] | tuple[None, None]:
-    from scipy.special import ndtr, ndtri
-
-    if not (np.isfinite(value) and np.isfinite(drawn_R).all() and np.isfinite(left_out_G).all()):
-        return None, None
-    if np.ptp(drawn_R) <= 1e-12 * abs(value):
-        return value, value
-    below = (np.mean(drawn_R < value) + np.mean(drawn_R <= value)) / 2
-    bias = ndtri(below)
-    influence_G = left_out_G.mean() - left_out_G
-    spread = float((influence_G**2).sum())
-    acceleration = float((influence_G**3).sum()) / (6 * spread**1.5) if spread else 0.0
-    tails = ndtri(np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    shares = ndtr(bias + (bias + tails) / (1 - acceleration * (bias + tails)))
-    if not np.isfinite(shares).all():  # all resamples on one side of the value
-        return None, None
-    low, high = np.quantile(drawn_R, shares)
-    return float(low), float(high)
-
-
-def sign_flip_p(difference_G: Floats, *, resamples: int = RESAMPLES) -> float:
+def sign_flip_p(difference_G: Floats, *, flips: int = FLIPS) -> float:
     """Two-sided p-value of the permutation test for a mean paired difference: under no effect every sign is as likely.
 
     The test of `scipy.stats.permutation_test(..., permutation_type="samples")` for two samples. `difference_G` are sums over
@@ -133,11 +111,11 @@ def sign_flip_p(difference_G: Floats, *, resamples: int = RESAMPLES) -> float:
     rng = np.random.default_rng(SEED)
     batch = max(1, _BATCH_CELLS // len(moved))
     extreme = 0
-    for start in range(0, resamples, batch):
-        shape = (min(batch, resamples - start), len(moved))
+    for start in range(0, flips, batch):
+        shape = (min(batch, flips - start), len(moved))
         signs = rng.integers(0, 2, size=shape, dtype=np.int8).astype(np.float64) * 2 - 1
         extreme += int((np.abs(signs @ moved) >= observed).sum())
-    return (extreme + 1) / (resamples + 1)
+    return (extreme + 1) / (flips + 1)
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:
