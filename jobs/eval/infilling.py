@@ -32,7 +32,7 @@ def hole_of(name: str, task: Any) -> dict[str, str] | None:
         raise UserError(
             f"{given!r}; allowed: a column for each of {', '.join(COLUMNS)}", field=f"{name}: metadata.infill"
         )
-    present = sorted(next(iter(task.eval_docs), {column: "" for column in given.values()}))
+    present = sorted(next(iter(task.eval_docs), dict.fromkeys(given.values(), "")))
     for key, column in given.items():
         if column not in present:
             raise UserError(

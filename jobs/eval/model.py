@@ -25,6 +25,7 @@ from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.sandbox.sandbox import find_sandbox
 from draftmill.actors.task import Complete, Infill, Score
+from draftmill.actors.task import Task as JobTask
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.spec import JobSpec
@@ -97,11 +98,11 @@ class DraftmillLM(LM):  # type: ignore[misc]
                 names.append(rows.add(request.id, row, same=same))
             results = self._finish(kind, rows, self.job_for(kind, generation))
             for place, name in zip(places, names, strict=True):
-                (row,) = self._take(asked[place], results, [name])
+                (answer,) = self._take(asked[place], results, [name])
                 if kind == "infill":
-                    answers[place] = row["fills"][0]["text"] if row["fills"] else ""
+                    answers[place] = answer["fills"][0]["text"] if answer["fills"] else ""
                 else:
-                    answers[place] = self._tokenizer.continuation(row["tokens"] or (), skip_special=True)
+                    answers[place] = self._tokenizer.continuation(answer["tokens"] or (), skip_special=True)
                 for stop in generation.stop:
                     answers[place] = answers[place].split(stop)[0]
         return answers
@@ -216,7 +217,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
         prompts = [request for request in asked if request.request_type == "generate_until"]
         for name, generation in {(each.task_name, self.generation(each.task_name, each.args[1])) for each in prompts}:
             job = self.job_for(self._kind(name), generation)(PLACE, None)
-            if fills_in_middle(job.task, self._info):
+            if isinstance(job.task, Infill) and fills_in_middle(job.task, self._info):
                 template_of(job.task.fim, self._tokenizer, self._info)
         return number_repeats(requests, self._chosen)
 
@@ -284,7 +285,7 @@ class ChosenTasks(TaskManager):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class TaskFinder:
-    """Where tasks are looked for: `include_path` and `TASKS`, then also all that lm_eval ships, whose index takes up to a minute."""
+    """Where tasks are looked for: `include_path` and `TASKS`, then all that lm_eval ships, whose index takes up to a minute."""
 
     options: EvalOptions
     note: Callable[[str], None] = print
@@ -391,7 +392,8 @@ def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, opti
 def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo, *, infills: bool = False) -> None:
     """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
     own, kind = DECODERS[spec.decoder], "infill" if infills else KINDS[request]
-    tasks = {
+    goal = "fill holes" if infills else "complete texts"
+    tasks: dict[str, JobTask] = {
         "complete": Complete(kind="complete"),
         "infill": Infill.model_validate(spec.holes),
         "score": Score(kind="score"),
@@ -401,7 +403,7 @@ def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo, *, infi
         if kind != "score" and kind not in own.tasks:
             allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
             raise UserError(
-                f"the decoder {spec.decoder!r} does not {'fill holes' if infills else 'complete texts'}; decoders of its models that do: "
+                f"the decoder {spec.decoder!r} does not {goal}; decoders of its models that do: "
                 f"{', '.join(allowed) or 'none'}"
             )
     except UserError as error:
