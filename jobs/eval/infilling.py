@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from draftmill.actors.sandbox.sandbox import Limits, find_sandbox
+from draftmill.actors.sandbox.sandbox import find_sandbox
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import pass_at_k as estimate
 
@@ -61,7 +61,7 @@ def build_predictions(resps: Sequence[Sequence[str]], docs: Sequence[Mapping[str
 def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]) -> dict[str, float]:
     """The estimates for one document: its programs run in the sandbox, each with the tests behind it."""
     (tests,), (programs,), sandbox = references, predictions, find_sandbox(field=FIELD)
-    passed = sum(sandbox.run(f"{program}\n{tests}", Limits(timeout_s=3.0)).passed for program in programs)
+    passed = sum(sandbox.run(f"{program}\n{tests}").passed for program in programs)
     return {f"pass@{most}": estimate(len(programs), passed, most) for most in k}
 
 

@@ -48,7 +48,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCUMENTS))
     for file in TASKS.glob("*.yaml"):
         if file.stem != "humaneval_infilling":
-            local = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
+            local: dict[str, Any] = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
             local |= {"dataset_kwargs": {"data_files": {"test": str(data)}}}
             (folder / file.name).write_text(yaml.safe_dump({"include": str(file), "task": file.stem} | local))
     return folder
@@ -62,8 +62,10 @@ def infilled(tasks: Path, folder: Path, model: str, task: dict[str, Any] | None,
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    (file,) = (folder / "eval" / "requests").glob("infill-*.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """What the model was asked for this task."""
+    files = (folder / "eval" / "requests").glob("infill-*.jsonl")
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [row for row in rows if row["id"].startswith(f"{NAME}:")]
 
 
 @pytest.mark.parametrize("model", MODELS)
