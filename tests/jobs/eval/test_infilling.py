@@ -105,8 +105,8 @@ def test_a_free_fill_is_that_of_an_ordinary_infilling(tasks: Path, tmp_path: Pat
         model={"path": f"builtin:{model}", "device": "cpu"},
         decoder=MODELS[model],
         sampling={"temperature": 0.0},
-        columns={"id": "id", "prefix": "prefix", "suffix": "suffix"},
         seed=7,
+        input={"path": str(tmp_path / "rows.jsonl"), "columns": {"prefix": "prefix", "suffix": "suffix"}},
     )
     fills = [row["fills"][0] for row in run_here(spec).values()]
     assert [sample["resps"][0][0] for sample in samples_of(tmp_path, NAME)] == [fill["text"] for fill in fills]
