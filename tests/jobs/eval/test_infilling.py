@@ -10,8 +10,6 @@ import pytest
 import yaml
 
 from draftmill.jobs.eval.infilling import TASKS, pass_at_k
-from draftmill.jobs.eval.spec import read_eval_spec
-from draftmill.storage.errors import UserError
 from tests.jobs.eval.tasks_of_tests import GENERATES, results_of, samples_of, write_eval_spec, write_tasks
 from tests.jobs.eval.test_evaluate import evaluated, offline
 
@@ -173,12 +171,3 @@ def test_wrong_columns_of_a_task_are_refused(tmp_path: Path, capsys: pytest.Capt
         tasks = write_tasks(tmp_path / "tasks", {"hole": GENERATES | {"metadata": {"version": 1, "infill": infill}}})
         assert evaluated(tmp_path, tasks, ["hole"]) == 2
         assert reason in capsys.readouterr().err
-
-
-def test_a_mask_that_says_where_holes_are_is_refused(tmp_path: Path) -> None:
-    path = write_eval_spec(tmp_path, task={"kind": "infill", "mask": {"kind": "lines"}})
-    with pytest.raises(
-        UserError, match=r"'lines'; the tasks say where holes are; allowed: marker, .*; spans"
-    ) as caught:
-        read_eval_spec(path)
-    assert caught.value.field == "task.mask.kind"
