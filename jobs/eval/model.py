@@ -9,6 +9,7 @@ Importing this module imports lm_eval (extra `lm-eval`), which takes some second
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -312,6 +313,7 @@ class TaskFinder:
             first = own if has_pattern else [str(TASKS), *own]
             yield ChosenTasks(include_path=first, include_defaults=False, metadata=self.options.metadata)
         if not only_files:
+            logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)  # TASKS replace some on purpose
             self.note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
             yield ChosenTasks(include_path=[str(TASKS), *own], metadata=self.options.metadata)
 
