@@ -14,7 +14,7 @@ HEAD = """# The five papers in small
 parameters, trained on Python's own sources), so a claim that does not hold here may well hold for the paper's models.
 
 Forwards of the model (NFE), accepted drafts and texts are compared; seconds on a paper's GPUs are only quoted, and marked.
-In brackets: 95 % bootstrap intervals over samples (shares: Wilson). "holds": the whole interval is on the claim's side.
+In brackets: 95 % intervals over samples (shares: Wilson). "holds": the whole interval is on the claim's side.
 "not decided": it is on both sides; more samples (`--full`) decide. That nothing differs "holds" where the interval contains
 no change. Lines marked (ours) are no claims of the paper.
 """

@@ -122,10 +122,10 @@ def _lost_by_settings(first: FinishedRun, run: FinishedRun) -> str | None:
 class Pairing:
     """What pairs do to the mean difference of a metric, over `rows` rows with at most `samples` pairs each.
 
-    `unpaired` is the interval that two independent samples of this size would give (Welch). `worth` is the ratio of
-    the variances without pairs and with them, and `worth_of_noise` the same against these rows with
-    independent noise. `variance` is that of the mean, `between` that of the rows' expectations, `within` that of a sample in its
-    row. What can't be computed is None, such as all that needs several samples of a row without them.
+    `unpaired` is the interval that two independent samples of this size would give (Welch). `worth` is the ratio of the
+    variances without pairs and with them, and `worth_of_noise` the same against these rows with independent noise. `variance`
+    is that of the mean, `between` that of the rows' expectations, `within` that of a sample in its row. What can't be computed is
+    None, such as all that needs several samples of a row without them.
     """
 
     rows: int

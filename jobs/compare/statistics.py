@@ -1,9 +1,9 @@
 """Intervals and tests for paired comparisons: Student's t over rows, sign flips, McNemar's exact test. Pure.
 
 Samples of one row are not independent, so rows are the unit, never single samples. A statistic here is a function of sums over
-rows, such as a ratio of two sums. The work is bounded: more than GROUPS rows are first put at random into GROUPS groups,
-whose sums take the place of the rows' own. The
-groups of a random partition vary as the rows do, so this changes the intervals by less than their own noise.
+rows, such as a ratio of two sums. The work is bounded: more than GROUPS rows are first put at random into GROUPS groups, whose
+sums take the place of the rows' own. The groups of a random partition vary as the rows do, so this changes the intervals by less
+than their own noise.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Importing this module imports lm_eval (extra `lm-eval`), which takes some second
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +22,15 @@ from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.task import Complete, Score
+from draftmill.actors.sandbox.sandbox import find_sandbox
+from draftmill.actors.task import Complete, Infill, Score
+from draftmill.actors.task import Task as JobTask
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.spec import JobSpec
+from draftmill.jobs.eval.infilling import FIELD, TASKS, hole_of, hole_row
 from draftmill.jobs.eval.options import EvalOptions
 from draftmill.jobs.eval.requests import Encoder, Generation, generation_of
 from draftmill.jobs.eval.spec import (
@@ -45,7 +50,7 @@ from draftmill.storage.errors import UserError, brief
 SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")
 """What is added up over the windows of a rolling text."""
 
-NOT_LOGGED: Final = frozenset({"id", "tokens", "logprob", "is_greedy", "error_kind"})
+NOT_LOGGED: Final = frozenset({"id", "tokens", "fills", "logprob", "is_greedy", "error_kind"})
 """Columns that the logged samples have in another form, or not at all."""
 
 
@@ -72,6 +77,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
         self._encoder = Encoder(tokenizer, info)
         self._unchecked, self._chosen = tasks, chosen
         self._sampling = spec.any_job().sampling
+        self._holes = {name: hole for name, task in tasks.items() if (hole := hole_of(name, task)) is not None}
         self._generations: dict[tuple[str, str], Generation] = {}
 
     # ---- generate_until
@@ -79,24 +85,37 @@ class DraftmillLM(LM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the text of each request, before the first of its `until` strings; one job for each generation setting."""
         asked = self._begin(requests)
-        groups: dict[Generation, list[int]] = {}
+        groups: dict[tuple[Kind, Generation], list[int]] = {}
         for place, request in enumerate(asked):
-            groups.setdefault(self.generation(request.task, request.instance.args[1]), []).append(place)
+            generation = self.generation(request.task, request.instance.args[1])
+            groups.setdefault((self._kind(request.task), generation), []).append(place)
         answers = [""] * len(asked)
-        for generation, places in groups.items():
+        for (kind, generation), places in groups.items():
             rows, names = JobRows(), list[str]()
             for request in (asked[place] for place in places):
-                tokens = self._encoder.context(request.instance.args[0])
+                row = self._row(request)
                 # Without noise, the same prompt has the same text.
-                same = tokens if generation.temperature == 0 else None
-                names.append(rows.add(request.id, {"tokens": tokens}, same=same))
-            results = self._finish("complete", rows, self.job_for(generation))
+                same = repr(row) if generation.temperature == 0 else None
+                names.append(rows.add(request.id, row, same=same))
+            results = self._finish(kind, rows, self.job_for(kind, generation))
             for place, name in zip(places, names, strict=True):
-                (row,) = self._take(asked[place], results, [name])
-                answers[place] = self._tokenizer.continuation(row["tokens"] or (), skip_special=True)
+                (answer,) = self._take(asked[place], results, [name])
+                if kind == "infill":
+                    answers[place] = answer["fills"][0]["text"] if answer["fills"] else ""
+                else:
+                    answers[place] = self._tokenizer.continuation(answer["tokens"] or (), skip_special=True)
                 for stop in generation.stop:
                     answers[place] = answers[place].split(stop)[0]
         return answers
+
+    def _kind(self, task: str) -> Kind:
+        return "infill" if task in self._holes else "complete"
+
+    def _row(self, request: AskedAnswer) -> dict[str, Any]:
+        columns = self._holes.get(request.task)
+        if columns is None:
+            return {"tokens": self._encoder.context(request.instance.args[0])}
+        return hole_row(request.instance.doc, columns, spans=self._spec.knows_lengths)
 
     def generation(self, task: str, given: Mapping[str, Any]) -> Generation:
         """The settings for a task's generation_kwargs; UserError if they can't be met."""
@@ -106,19 +125,23 @@ class DraftmillLM(LM):  # type: ignore[misc]
             generation = generation_of(
                 given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
             )
-            if most is not None and generation.max_new_tokens >= most:
+            kind = self._kind(task)
+            is_used = kind == "complete" or self._info.kind == "causal"  # the mask says it to other models that infill
+            if is_used and most is not None and generation.max_new_tokens >= most:
                 raise UserError(
                     f"{generation.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
                     "--gen_kwargs max_gen_toks=N changes it",
                     field=f"{task}: generation_kwargs.max_gen_toks",
                 )
-            if generation.constraint or own.task.get("constraint"):
+            if generation.constraint or (own.task.get("kind") == kind and own.task.get("constraint")):
                 generation = replace(generation, stop=())  # a text ends where it matches; `until` could cut it before
             self._generations[name] = generation
         return self._generations[name]
 
-    def job_for(self, generation: Generation) -> Callable[[str, str | None], JobSpec]:
+    def job_for(self, kind: Kind, generation: Generation) -> Callable[[str, str | None], JobSpec]:
         """Make the spec of the job that generates so."""
+        if kind == "infill":
+            return partial(self._spec.infilling, generation)
         special = self._tokenizer.special.values()
         hidden = any(text in stop for stop in generation.stop for text in special)
         return partial(self._spec.completing, generation, special=hidden)
@@ -190,11 +213,13 @@ class DraftmillLM(LM):  # type: ignore[misc]
         tasks, self._unchecked = self._unchecked, {}
         for name, task in tasks.items():
             for kind in dict.fromkeys(request.request_type for request in task.instances):
-                check_kind(name, kind, self._spec, self._info)
+                check_kind(name, kind, self._spec, self._info, infills=name in self._holes)
         asked = [request for task in tasks.values() for request in task.instances]
         prompts = [request for request in asked if request.request_type == "generate_until"]
-        for generation in {self.generation(prompt.task_name, prompt.args[1]) for prompt in prompts}:
-            self.job_for(generation)(PLACE, None)
+        for name, generation in {(each.task_name, self.generation(each.task_name, each.args[1])) for each in prompts}:
+            job = self.job_for(self._kind(name), generation)(PLACE, None)
+            if isinstance(job.task, Infill) and fills_in_middle(job.task, self._info):
+                template_of(job.task.fim, self._tokenizer, self._info)
         return number_repeats(requests, self._chosen)
 
 
@@ -232,8 +257,6 @@ def render(chat: Chat, messages: Sequence[dict[str, Any]], *, begun: bool) -> st
     raise UserError(f"the tokenizer's chat template refuses a conversation: {reason}", field="--apply_chat_template")
 
 
-FIELD: Final = "--tasks"
-
 KINDS: Final[Mapping[str, Kind]] = {
     "generate_until": "complete",
     "loglikelihood": "score",
@@ -263,7 +286,7 @@ class ChosenTasks(TaskManager):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class TaskFinder:
-    """Where tasks are looked for: `include_path`, and then all that lm_eval ships, whose index takes up to a minute."""
+    """Where tasks are looked for: `include_path` and `TASKS`, then all that lm_eval ships, whose index takes up to a minute."""
 
     options: EvalOptions
     note: Callable[[str], None] = print
@@ -276,19 +299,23 @@ class TaskFinder:
                 return self._load_from(manager)
             except UserError as error:
                 errors.append(error)
-        raise errors[0]
+        raise errors[-1]  # that of all tasks, which knows the nearest names
 
     def _managers(self) -> Iterator[ChosenTasks]:
-        """The tasks in `include_path` alone come first: nothing else is indexed if they are enough."""
+        """The fewest tasks come first: nothing else is indexed if they are enough. A pattern means lm_eval's tasks, too."""
         path = self.options.include_path
         if path is not None and not Path(path).is_dir():
             raise UserError(f"{path!r} is no folder", field="--include_path")
         only_files = all(name.endswith(".yaml") for name in self.options.tasks)
-        if path is not None or only_files:
-            yield ChosenTasks(include_path=path, include_defaults=False, metadata=self.options.metadata)
+        own = [] if path is None else [path]
+        has_pattern = any(set("*?[") & set(name) for name in self.options.tasks)
+        if own or only_files or not has_pattern:
+            first = own if has_pattern else [str(TASKS), *own]
+            yield ChosenTasks(include_path=first, include_defaults=False, metadata=self.options.metadata)
         if not only_files:
+            logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)  # TASKS replace some on purpose
             self.note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
-            yield ChosenTasks(include_path=path, metadata=self.options.metadata)
+            yield ChosenTasks(include_path=[str(TASKS), *own], metadata=self.options.metadata)
 
     def _load_from(self, manager: ChosenTasks) -> ChosenTasks:
         chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
@@ -351,19 +378,34 @@ def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, opti
                 f"{name!r} runs code that the model writes, on this machine; --confirm_run_unsafe_code allows it",
                 field=FIELD,
             )
+        infills = hole_of(name, task) is not None
+        if infills and (options.apply_chat_template or options.num_fewshot):
+            raise UserError(
+                f"{name!r} asks for a hole between two texts, without a conversation or examples; leave out "
+                "--apply_chat_template and --num_fewshot",
+                field=FIELD,
+            )
+        if infills and getattr(task, "UNSAFE_CODE", False):
+            find_sandbox(field=FIELD)
         if str(task.OUTPUT_TYPE) in KINDS:
-            check_kind(name, str(task.OUTPUT_TYPE), spec, info)
+            check_kind(name, str(task.OUTPUT_TYPE), spec, info, infills=infills)
 
 
-def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo) -> None:
+def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo, *, infills: bool = False) -> None:
     """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
-    own, kind = DECODERS[spec.decoder], KINDS[request]
+    own, kind = DECODERS[spec.decoder], "infill" if infills else KINDS[request]
+    goal = "fill holes" if infills else "complete texts"
+    tasks: dict[str, JobTask] = {
+        "complete": Complete(kind="complete"),
+        "infill": Infill.model_validate(spec.holes),
+        "score": Score(kind="score"),
+    }
     try:
-        check_task(Complete(kind="complete") if kind == "complete" else Score(kind="score"), info)
-        if kind == "complete" and kind not in own.tasks:
+        check_task(tasks[kind], info)
+        if kind != "score" and kind not in own.tasks:
             allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
             raise UserError(
-                f"the decoder {spec.decoder!r} does not complete texts; decoders of its models that do: "
+                f"the decoder {spec.decoder!r} does not {goal}; decoders of its models that do: "
                 f"{', '.join(allowed) or 'none'}"
             )
     except UserError as error:

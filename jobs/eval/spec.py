@@ -1,6 +1,6 @@
 """The jobs of an evaluation: its spec, a job spec without `input`, the rows of each job with stable ids, and their results.
 
-generate_until                          task complete, the spec's decoder
+generate_until                          task complete, the spec's decoder; infill for tasks that ask for a hole
 loglikelihood, loglikelihood_rolling    task score, the spec's decoder if it scores, else its family's that does
 
 Requests that must have the same answer are one row. Each job has a run directory that its requests and settings name:
@@ -42,7 +42,7 @@ from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.interface import AlreadyExists
 from draftmill.storage.stores.store import open_store
 
-Kind = Literal["complete", "score"]
+Kind = Literal["complete", "infill", "score"]
 
 PLACE: Final = "requests.jsonl"
 """Stands for the input of a job while a spec is checked."""
@@ -52,9 +52,13 @@ WILD: Final = "*?[{"
 
 OF_TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "complete": ("stop", "chat", "skip_special_tokens", "fim"),
+    "infill": ("skip_special_tokens",),
     "score": ("chat", "mask"),
 }
 """Keys of `task` that the evaluation's tasks decide."""
+
+HOLES: Final[Mapping[str, Any]] = {"kind": "infill", "mask": {"kind": "marker", "length": "auto"}}
+"""The task of jobs that infill, if the spec has none: the model finds the lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,29 @@ class EvalSpec:
         task["skip_special_tokens"] = not special
         if generation.constraint is not None:
             task["constraint"] = json.loads(generation.constraint)
-        job = self._job(task, {"tokens": "tokens"}, path, out)
+        return self._sampled(self._job(task, {"tokens": "tokens"}, path, out), generation)
+
+    @property
+    def holes(self) -> Mapping[str, Any]:
+        """The task of jobs that infill."""
+        return self.task if self.task.get("kind") == "infill" else HOLES
+
+    @property
+    def knows_lengths(self) -> bool:
+        """Whether a hole has the length of its hidden text."""
+        return bool(self.holes["mask"]["kind"] == "spans")
+
+    def infilling(self, generation: Generation, path: str, out: str | None = None) -> JobSpec:
+        """The job that fills holes; a causal model's have the tasks' own maximum number of tokens."""
+        task = dict(self.holes)
+        if DECODERS[self.decoder].runs_on == "causal":
+            task["max_new_tokens"] = generation.max_new_tokens
+        if generation.constraint is not None:
+            task["constraint"] = json.loads(generation.constraint)
+        columns = ("text", "spans") if self.knows_lengths else ("prefix", "suffix")
+        return self._sampled(self._job(task, {name: name for name in columns}, path, out), generation)
+
+    def _sampled(self, job: dict[str, Any], generation: Generation) -> JobSpec:
         cuts = {"temperature": generation.temperature, "top_k": generation.top_k, "top_p": generation.top_p}
         job["sampling"] = {**(self.data.get("sampling") or {}), **cuts, **dict(generation.others)}
         return check_spec(job)
@@ -153,6 +179,8 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
         spec.any_job()
         if spec.task.get("kind") == "score":
             spec.scoring(PLACE)
+        if spec.task.get("kind") == "infill":
+            spec.infilling(Generation(1, (), 0.0), PLACE)
     except UserError as error:
         raise kind_changed(before, data, overrides, error) or error from None
     return spec
@@ -174,10 +202,18 @@ def _check_task(task: Any) -> None:
         return
     if not isinstance(task, dict) or task.get("kind") not in OF_TASKS:
         raise UserError(
-            "evaluation has tasks of its own, which complete and score texts; remove the section, or use kind complete or "
-            "score with the settings that all tasks share",
+            "evaluation has tasks of its own, which complete, infill and score texts; remove the section, or use kind complete, "
+            "infill or score with the settings that all tasks share",
             field="task",
         )
+    if task["kind"] == "infill":
+        mask = task.get("mask")
+        if (kind := mask.get("kind") if isinstance(mask, dict) else None) not in {"marker", "spans"}:
+            raise UserError(
+                f"{kind!r}; the tasks say where holes are; allowed: marker, whose length is a number, a range or auto; spans, "
+                "for the length of the hidden text",
+                field="task.mask.kind",
+            )
     for key in OF_TASKS[task["kind"]]:
         if key in task:
             raise UserError("the tasks decide this; remove the key", field=f"task.{key}")
@@ -259,7 +295,7 @@ class JobRows:
 
 
 COLUMNS: Final = (
-    "id", "status", "error_kind", "error", "tokens", "finish", "logprob", "logprob_stderr", "is_greedy", "prompt_tokens",
+    "id", "status", "error_kind", "error", "tokens", "fills", "finish", "logprob", "logprob_stderr", "is_greedy", "prompt_tokens",
     "new_tokens", "truncated_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s",
 )  # fmt: skip
 

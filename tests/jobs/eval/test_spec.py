@@ -77,7 +77,11 @@ def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_pa
         ({"chat": {"template_kwargs": {"tools": []}}}, "chat.template_kwargs: 'tools' is not allowed"),
         ({"chat": {"template": "x"}}, "chat.template: unknown key"),
         ({"input": {"path": "a.jsonl"}}, "input: the tasks give the rows; remove the section"),
-        ({"task": {"kind": "infill", "mask": {"kind": "marker"}}}, "task: evaluation has tasks of its own"),
+        ({"task": {"kind": "fill"}}, "task: evaluation has tasks of its own"),
+        (
+            {"task": {"kind": "infill", "mask": {"kind": "lines"}}},
+            "task.mask.kind: 'lines'; the tasks say where holes are",
+        ),
         ({"task": {"kind": "complete", "stop": ["a"]}}, "task.stop: the tasks decide this; remove the key"),
         ({"task": {"kind": "score", "chat": True}}, "task.chat: the tasks decide this; remove the key"),
         ({"task": {"kind": "complete", "max_new": 3}}, "task.max_new: unknown key"),
