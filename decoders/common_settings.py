@@ -245,7 +245,7 @@ class RunDrafterSettings(Settings):
 
     kind: Literal["run"]
     path: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list), RUN] = Field(
-        description="a run directory, or several; last: the last finished date of this job"
+        description="a run directory, or several; last: the last finished date or sweep case"
     )
     k: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = Field(
         default="auto", description="most tokens of a draft; auto: as many as pay (not under rejection)"

@@ -41,7 +41,7 @@ def earlier_runs(spec: JobSpec, tokenizer: str, plan: Plan | None, display: Note
     runs, fingerprints = list[FinishedRun](), list[str]()
     for path in drafter.path:
         try:
-            fingerprint, run = _finished_run(path, spec.place(path), tokenizer)
+            fingerprint, run = finished_run(path, spec.place(path), tokenizer)
         except UserError as error:
             if plan is None or spec.sampling.acceptance == "rejection":
                 raise
@@ -55,11 +55,12 @@ def earlier_runs(spec: JobSpec, tokenizer: str, plan: Plan | None, display: Note
     return EarlierRuns(tuple(runs), tuple(fingerprints))
 
 
-def _finished_run(path: str, place: Place, tokenizer: str) -> tuple[str, FinishedRun]:
+def finished_run(path: str, place: Place, tokenizer: str) -> tuple[str, FinishedRun]:
+    """The fingerprint of the run at a place, and its results with all passes; UserError if it is not finished."""
     if path == LAST:
         raise UserError(
-            f"{LAST!r} is the last finished date of a recurring job; allowed: run directories, or with `draftmill run` a date in "
-            "output.path: base/{date:%Y-%m-%d}",
+            f"{LAST!r} is the last finished date of a recurring job, or the last finished case of a sweep; allowed: run "
+            "directories, or with `draftmill run` a date in output.path: base/{date:%Y-%m-%d}",
             field=FIELD,
         )
     with about(FIELD):

@@ -15,6 +15,7 @@ from draftmill.jobs.drive.leases import hold_lease
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
 from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.earlier_runs import FIELD, LAST
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import Resolved, remembering, resolve
@@ -32,7 +33,7 @@ class SweepCase:
     """A case that can run. `plan` is None until it is planned; `code` is its exit code, None while it has not ended.
 
     `is_closed` says that it was decoded before this command started. `problem` is why it can't run after all. `metrics` are
-    those of its spec, checked; None if it has none.
+    those of its spec, checked; None if it has none. `takes_last`: the last case that is finished by then drafts for it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class SweepCase:
     plan: Plan | None
     is_closed: bool
     metrics: CheckedMetrics | None = None
+    takes_last: bool = False
     code: int | None = None
     problem: str | None = None
 
@@ -88,15 +90,32 @@ def check_cases(
                 raise UserError(
                     "a sweep reads files; `draftmill export` makes one of the run, for input.path", field="input.run"
                 )
+            spec, takes_last = without_last(spec)
             resolved = resolve(spec, store, display, loaders=loaders)
             finished = resolved.plan is not None and is_closed(store)
             if not finished:
                 backend.check(spec)
             metrics = ready_for(spec, resolved.plan)
-            usable.append(SweepCase(case.name, case.changes, store, resolved, resolved.plan, finished, metrics))
+            usable.append(
+                SweepCase(case.name, case.changes, store, resolved, resolved.plan, finished, metrics, takes_last)
+            )
         except UNUSABLE_ERRORS as error:
             problems[case.name] = str(error)
     return usable, problems
+
+
+def without_last(spec: JobSpec) -> tuple[JobSpec, bool]:
+    """The job without `last` among the runs that draft, and whether it had it: which case that is turns out when it starts."""
+    names = spec.decoder.drafting_runs
+    if LAST not in names:
+        return spec, False
+    if spec.sampling.acceptance == "rejection":
+        raise UserError(
+            "under rejection texts depend on drafts, so in a sweep on the cases that are finished before; allowed: run "
+            "directories, or sampling.acceptance: coupled",
+            field=FIELD,
+        )
+    return spec.with_drafting_runs(tuple(name for name in names if name != LAST)), True
 
 
 def in_order(cases: Sequence[SweepCase]) -> list[SweepCase]:

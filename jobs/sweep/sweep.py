@@ -13,7 +13,7 @@ import logging
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from draftmill.jobs.config.sweep_spec import CASES, RECORD, Sweep, changes_text, load_sweep
 from draftmill.jobs.drive.backend import Backend, backend_of
@@ -36,6 +36,8 @@ from draftmill.jobs.exit_codes import (
     too_many_failed,
 )
 from draftmill.jobs.formatting import counted, rate_text, table_lines
+from draftmill.jobs.plan.earlier_runs import finished_run
+from draftmill.jobs.plan.resolve import Resolved
 from draftmill.jobs.results.measure import measure_units
 from draftmill.jobs.results.passes import count_failed, passes_of
 from draftmill.jobs.results.summary import figure_text, metric_means, read_summary
@@ -101,7 +103,8 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
     probe(store)
     ready = in_order([case for case in cases if case.is_ready])
     with Display() as display:
-        session = SweepSession(options, backend, display)
+        closed = [case for case in cases if case.is_closed]
+        session = SweepSession(options, backend, display, last=closed[-1] if closed else None)
         with hold_lease(store, session.lost):
             delete_strays(store)
             with backend.opening(display, [case.resolved for case in ready]) as refusals:
@@ -124,13 +127,15 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
 
 @dataclass(slots=True)
 class SweepSession:
-    """Decodes and measures cases. `current` is the stop flag of the case that runs, `reason` why the sweep must stop."""
+    """Decodes and measures cases. `current` is the stop flag of the case that runs, `reason` why the sweep must stop. `last` is
+    the last finished case."""
 
     options: RunOptions
     backend: Backend
     display: Display
     current: StopFlag = field(default_factory=StopFlag)
     reason: str | None = None
+    last: SweepCase | None = None
 
     def lost(self, reason: str) -> None:
         """The sweep's lease is lost: stop this case, and start no other."""
@@ -143,11 +148,13 @@ class SweepSession:
         with self._blame(case) as stop, hold_lease(case.store, stop.set) as lease:
             failpoint("sweep.before_case")
             self.display.log = RunLog()
-            run = Run(case.resolved, case.plan, self.options, lease, stop, self.display, self.backend, loads=loads)
+            run = Run(
+                self._drafted(case), case.plan, self.options, lease, stop, self.display, self.backend, loads=loads
+            )
             finish = decode(run)
             match finish.how:
                 case "done":
-                    case.code = judge_case(case)
+                    case.code, self.last = judge_case(case), case
                 case "hopeless":
                     hint = "raise errors.max_rate or errors.max_count to continue"
                     case.fail(TOO_MANY_FAILED, f"{finish.message}; {hint}")
@@ -159,6 +166,15 @@ class SweepSession:
                     case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
                 case _:
                     case.code = INTERRUPTED
+
+    def _drafted(self, case: SweepCase) -> Resolved:
+        """The case with the texts of the last finished one as drafts, if it wants them."""
+        if not case.takes_last or self.last is None:
+            return case.resolved
+        place = self.last.spec.place(self.last.spec.output.path)
+        _, run = finished_run(place.url, place, case.resolved.results["model"]["tokenizer"])
+        self.display.note(f"{case.name}: the texts of {self.last.name} draft")
+        return replace(case.resolved, earlier=(*case.resolved.earlier, run))
 
     def measure(self, cases: Sequence[SweepCase]) -> None:
         """Measure the metrics that decoded cases lack. It comes last, since the workers that decode must end first."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.storage.stores.store import open_store
@@ -128,6 +129,30 @@ def test_a_recurring_job_takes_its_last_finished_date(world, tmp_path):
         assert paths == ([] if day == "2026-11-01" else [str(tmp_path / "daily/2026-11-01")])
         assert decode(tmp_path, "job", decoder=by_run("last"), output=output) == 0, "it is finished"
     assert found["2026-11-01"] == 0 < found["2026-11-02"] == found["2026-11-03"]
+
+
+def sweep(folder: Path, cases: dict[str, Any]) -> int:
+    base = {key: value for key, value in spec_of(folder, "x").items() if key != "output"}
+    data = {"base": base | {"output": {"unit_rows": 4}}, "cases": cases, "output": {"path": str(folder / "sweep")}}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(data, sort_keys=False))
+    return main(["sweep", str(folder / "sweep.yaml"), "--local"])
+
+
+def test_a_case_of_a_sweep_takes_the_last_finished_one(world, tmp_path):
+    shutil.copy(world / "rows.jsonl", tmp_path)
+    cases: dict[str, Any] = {"plain": {}, "again": {"decoder": by_run("last")}}
+    assert sweep(tmp_path, cases) == 0
+    assert sweep(tmp_path, cases | {"cold": {"decoder": by_run("last"), "sampling.temperature": 0}}) == 0
+    found = {name: sum(row["reused"] for row in rows_of(tmp_path, f"sweep/cases/{name}")) for name in [*cases, "cold"]}
+    assert found["plain"] == 0 < found["again"] and found["cold"] > 0
+    assert texts_of(tmp_path, "sweep/cases/again") == texts_of(world, "warm")
+    assert texts_of(tmp_path, "sweep/cases/cold") == texts_of(world, "cold")
+
+
+def test_a_sweep_refuses_the_last_case_under_rejection(world, tmp_path, capsys):
+    shutil.copy(world / "rows.jsonl", tmp_path)
+    assert sweep(tmp_path, {"a": {"decoder": by_run("last"), "sampling.acceptance": "rejection"}}) == 2
+    assert "decoder.drafter.path: under rejection" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
