@@ -30,6 +30,8 @@ _ITERATIONS, _FEWEST, _MOST = 64, 6, 8
 _MARGIN: Final = 1.03
 # Below this ratio of rates a trial of fewer drafts is not worth its time.
 _HOPELESS: Final = 0.8
+# An iteration with this many tokens needs no proof that drafts pay.
+_PLENTY: Final = 4
 # The steps from a trial that lost to the next one, and to a trial of the same length that needs not wait.
 _TRY_EVERY, _FORGET_AFTER = 32, 512
 # A change of the batch, as a factor, after which no trial counts and none has lost time.
@@ -63,7 +65,7 @@ class AutoLength:
             min(1, last),
         ]
         self._best = self._now = self.lengths.index(max(start, least))
-        # A first length that no trial has chosen is compared with no drafts before anything else.
+        # A first length that no trial has chosen is compared with none before anything else, if few drafts hold.
         self._is_unproved = self._best > 0
         # The rate of the best length just before a trial, and the step in which each length was tried last beside it.
         self._rate, self._tried_at = 0.0, dict[int, int]()
@@ -124,8 +126,9 @@ class AutoLength:
         best, last = self._best, len(self.lengths) - 1
         others = self._firsts if best == 0 else [min(best + 1, last), best - 1, 0]
         if self._is_unproved:
-            others.reverse()
             self._is_unproved = False
+            if sum(tokens for tokens, _ in self._window) < _PLENTY * len(self._window) * self._batch:
+                others.reverse()
         may_lose = self._lost_s <= _SHARE * self._total_s
         # A shorter length is tried once in any case: a longer one may have won by chance.
         new = [

@@ -160,3 +160,14 @@ def test_iterations_of_two_forwards_are_measured_as_wholes():
         auto.note_step(0 if drafts else 16 * drafted, 1.0, 16, has_prompts=False)
         drafted = drafted if drafts else auto()
     assert auto() == MOST
+
+
+@pytest.mark.parametrize(("held", "ends"), [(0.1, True), (9.0, False)], ids=["few drafts hold", "many drafts hold"])
+def test_a_first_length_is_compared_with_none_unless_it_pays(held, ends):
+    auto = AutoLength(16, start=2)
+    used = list[int]()
+    for _ in range(20):
+        used.append(auto())
+        drafts = used[-1]
+        auto.note_step(round(64 * (1 + (held if drafts else 0))), 1.0 + 0.2 * bool(drafts), 64, has_prompts=False)
+    assert used[-1] == 0 if ends else 0 not in used
