@@ -172,7 +172,11 @@ class SweepSession:
         if not case.takes_last or self.last is None:
             return case.resolved
         place = self.last.spec.place(self.last.spec.output.path)
-        _, run = finished_run(place.url, place, case.resolved.results["model"]["tokenizer"])
+        try:
+            _, run = finished_run(place.url, place, case.resolved.results["model"]["tokenizer"])
+        except UserError as error:  # drafts change no text
+            self.display.note(f"{case.name}: {error.message}; its texts do not draft")
+            return case.resolved
         self.display.note(f"{case.name}: the texts of {self.last.name} draft")
         return replace(case.resolved, earlier=(*case.resolved.earlier, run))
 

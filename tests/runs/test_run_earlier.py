@@ -149,6 +149,15 @@ def test_a_case_of_a_sweep_takes_the_last_finished_one(world, tmp_path):
     assert texts_of(tmp_path, "sweep/cases/cold") == texts_of(world, "cold")
 
 
+def test_a_case_whose_last_one_is_gone_decodes_without_it(world, tmp_path):
+    shutil.copy(world / "rows.jsonl", tmp_path)
+    assert sweep(tmp_path, {"plain": {}}) == 0
+    shutil.rmtree(tmp_path / "sweep/cases/plain/data")
+    assert sweep(tmp_path, {"plain": {}, "again": {"decoder": by_run("last")}}) == 0
+    assert texts_of(tmp_path, "sweep/cases/again") == texts_of(world, "warm")
+    assert {row["reused"] for row in rows_of(tmp_path, "sweep/cases/again")} == {0}
+
+
 def test_a_sweep_refuses_the_last_case_under_rejection(world, tmp_path, capsys):
     shutil.copy(world / "rows.jsonl", tmp_path)
     assert sweep(tmp_path, {"a": {"decoder": by_run("last"), "sampling.acceptance": "rejection"}}) == 2
