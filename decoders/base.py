@@ -149,9 +149,10 @@ class EngineStats:
 
     lane_eff = active_slot_steps / slot_steps, where a step that runs only newly admitted samples counts just their slots, and
     slots whose samples wait until others' prompts have run do not count;
-    token_padding_eff = useful_rows / computed_rows; spec_eff = committed / verified. Of the `prompt_rows` of samples' prompts,
+    token_padding_eff = useful_rows / computed_rows. Of the `prompt_rows` of samples' prompts,
     `prompt_rows_shared` were taken over from other samples (both 0 in decoders that take over none). Steps that `raised` decoded
-    nothing: their samples are decoded again, one at a time (actors/loop/runner.py).
+    nothing: their samples are decoded again, one at a time (actors/loop/runner.py). `ways` are the committed tokens by what
+    drafted when the clock chose it (engine/auto.py), `none` without drafts.
     """
 
     steps: int = 0
@@ -165,6 +166,21 @@ class EngineStats:
     prompt_rows: int = 0
     prompt_rows_shared: int = 0
     raised: int = 0
+    ways: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        return self._with(other, 1)
+
+    def __sub__(self, other: EngineStats) -> EngineStats:
+        return self._with(other, -1)
+
+    def _with(self, other: EngineStats, sign: int) -> EngineStats:
+        names = [name for name in EngineStats.__slots__ if name != "ways"]
+        counts = {way: self.ways.get(way, 0) + sign * other.ways.get(way, 0) for way in self.ways | other.ways}
+        return EngineStats(
+            **{name: getattr(self, name) + sign * getattr(other, name) for name in names},
+            ways={way: count for way, count in counts.items() if count},
+        )
 
 
 class Decoder(Protocol):

@@ -171,6 +171,16 @@ class DecoderChoice(Settings):
     scored_with: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def baseline(self) -> DecoderChoice:
+        """The decoder that says what a sample may ask for, and whose text this one has: itself but for `fastest`."""
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only the model will tell the baseline."""
+        return False
+
+    @property
     def drafts_of_neighbours(self) -> bool:
         """Whether what is drafted depends on other samples."""
         return False
@@ -190,6 +200,11 @@ class DecoderChoice(Settings):
     def draft_head(self) -> str:
         """Which draft head to use: `auto`, `none`, or a folder."""
         return "none"
+
+    @property
+    def head_kind(self) -> str:
+        """The decoder that its draft head was made for."""
+        return self.name()
 
     @classmethod
     def name(cls) -> str:

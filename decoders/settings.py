@@ -21,6 +21,7 @@ from draftmill.decoders.causal.settings import (
     SpeculativeSettings,
 )
 from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.fastest import ROOMS, FastestSettings
 from draftmill.decoders.masked.settings import (
     AncestralSettings,
     FactorSettings,
@@ -44,7 +45,8 @@ DecoderSettings = Annotated[
     | SelfSpeculativeSettings
     | AncestralSettings
     | BlockDiffusionSettings
-    | S2d2Settings,
+    | S2d2Settings
+    | FastestSettings,
     Field(discriminator="kind"),
 ]
 DECODERS: dict[str, type[DecoderChoice]] = {choice.name(): choice for choice in get_args(get_args(DecoderSettings)[0])}
@@ -53,7 +55,8 @@ DECODERS: dict[str, type[DecoderChoice]] = {choice.name(): choice for choice in 
 
 def decoders_of(model: ModelKind) -> tuple[str, ...]:
     """The decoders that run on a kind of models."""
-    return tuple(kind for kind, choice in DECODERS.items() if choice.runs_on == model)
+    own = tuple(kind for kind, choice in DECODERS.items() if choice.runs_on == model and choice is not FastestSettings)
+    return (*own, "fastest") if model in ROOMS else own
 
 
 def decoders_for(task: str) -> tuple[str, ...]:
@@ -63,6 +66,7 @@ def decoders_for(task: str) -> tuple[str, ...]:
 
 def scorer_of(settings: DecoderChoice) -> DecoderChoice:
     """The decoder that scores texts under the models of this one, with the settings that its scores depend on."""
+    settings = settings.baseline
     (kind,) = (choice for choice in DECODERS.values() if choice.runs_on == settings.runs_on and "score" in choice.tasks)
     kept = {name: getattr(settings, name) for name in kind.scored_with if name in type(settings).model_fields}
     return kind.model_validate({"kind": kind.name()} | kept, strict=True)
@@ -71,11 +75,11 @@ def scorer_of(settings: DecoderChoice) -> DecoderChoice:
 def check_model(settings: DecoderChoice, info: ModelInfo, task: str | None = None) -> None:
     """Raise ValueError if a decoder cannot run on a model with these settings; the message names the alternatives (for a
     `task`). The driver asks before anything is loaded; the decoder asks again when it is built."""
-    if settings.runs_on != info.kind:
+    if settings.baseline.runs_on != info.kind and not settings.is_open:
         fitting = (kind for kind in decoders_of(info.kind) if task is None or task in DECODERS[kind].tasks)
         allowed = ", ".join(fitting) or "none yet"
         raise ValueError(
-            f"decoder.kind: {settings.name()!r} does not run on models of family {info.family!r}; allowed: {allowed}"
+            f"decoder.kind: {settings.baseline.name()!r} does not run on models of family {info.family!r}; allowed: {allowed}"
         )
     if task == "score" and info.prompt_block:
         raise ValueError(

@@ -21,13 +21,15 @@ _LOOKS: Final = 3
 
 
 def device_facts(decoder: Decoder) -> dict[str, Any]:
-    """The facts of a loaded decoder, as JSON data: `name`, `dtype` and `torch`, `weights` if they are small; on a GPU also the
-    rest."""
+    """The facts of a loaded decoder, as JSON data: `name`, `dtype` and `torch`, `weights` if they are small, `drafts` that are
+    chosen by time; on a GPU also the rest."""
     if not isinstance(decoder, Engine):  # a decoder of the user's own
         return {}
     device = decoder.backbone.device
     facts: dict[str, Any] = {"dtype": str(decoder.backbone.dtype).removeprefix("torch."), "torch": torch.__version__}
     facts |= small_weights(decoder.backbone, decoder.info.num_parameters) | _layers(decoder.backbone)
+    if decoder.algorithm.auto is not None:
+        facts["drafts"] = decoder.algorithm.auto.shown
     if len(decoder.models) > 1:
         facts["drafter"] = _layers(decoder.models[1].backbone)
     if device.type != "cuda":

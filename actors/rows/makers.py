@@ -293,7 +293,7 @@ def maker_for(
     rules = RowRules(
         task,
         columns,
-        decoder.kind,
+        decoder.baseline.name(),
         recipe.sampling,
         tokenizer,
         recipe.ends,

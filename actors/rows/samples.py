@@ -128,7 +128,7 @@ class LoopMeter:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._before = dataclasses.replace(decoder.stats)
+        self._before = decoder.stats + EngineStats()
         self._since_s: float | None = None
         self._step = (0, 0)
         self._wall_s = 0.0
@@ -160,10 +160,8 @@ class LoopMeter:
 
     def take(self) -> tuple[Effort, Tally]:
         """Differences since the last call."""
-        now = dataclasses.replace(self._decoder.stats)
-        names = [item.name for item in dataclasses.fields(EngineStats)]
-        spent = EngineStats(**{name: getattr(now, name) - getattr(self._before, name) for name in names})
-        effort = Effort(spent, self._wall_s, self._tail_s)
+        now = self._decoder.stats + EngineStats()
+        effort = Effort(now - self._before, self._wall_s, self._tail_s)
         tally = tally_of(self._samples)
         self._before, self._wall_s, self._tail_s, self._samples = now, 0.0, 0.0, []
         return effort, tally

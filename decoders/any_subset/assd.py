@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from draftmill.decoders.any_subset.sequential import joint
 from draftmill.decoders.any_subset.settings import AssdSettings
@@ -54,10 +54,13 @@ from draftmill.decoders.engine.asks import (
     Roll,
     SampleFrom,
 )
-from draftmill.decoders.engine.auto import AutoLength
+from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 from draftmill.decoders.engine.setup import Setup
+
+if TYPE_CHECKING:
+    from draftmill.decoders.fastest import FastestSettings
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""
@@ -72,37 +75,48 @@ def assd(s: Sample, length: Length, *, ngram: bool, head: int, auto: bool) -> De
     """Draft, verify, commit. With `auto` a length of one is plain decoding: the n-gram drafts nothing."""
     ngrams = Ngrams(s) if ngram else None
     while s.decided < s.length:
-        n, most = s.decided, length()
-        window = min(most, s.length - n)
-        if ngrams and not (auto and most == 1) and s.order and s.order[n] > 0:
-            drafts, log_ps = yield from by_ngram(s, ngrams, window)
-        else:
-            drafts, log_ps = yield from by_marginals(s, window, head)
-        sure, count = len(log_ps), len(drafts)
-        s.tokens[n : n + count] = drafts
-        accepted, tokens = sure, drafts[:sure]
-        if sure < count:
-            # No query of this window sees the content of the last draft.
-            checks = fresh_queries(n + sure, count - sure)
-            good, judged, judged_log_ps, _ = yield s.two_stream(n + count - 1, checks, JUDGE, drafts[sure:])
-            accepted, tokens, log_ps = sure + good, tokens + judged, log_ps + judged_log_ps
-            s.cached = n + min(accepted, count - 1)
-        s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
+        most = length()
+        yield from window(s, most, None if auto and most == 1 else ngrams, head)
+
+
+def window(s: Sample, most: int, ngrams: Ngrams | None, head: int) -> Decoding:
+    """Draft up to `most` tokens, verify, commit."""
+    n = s.decided
+    size = min(most, s.length - n)
+    if ngrams and s.order and s.order[n] > 0:
+        drafts, log_ps = yield from by_ngram(s, ngrams, size)
+    else:
+        drafts, log_ps = yield from by_marginals(s, size, head)
+    sure, count = len(log_ps), len(drafts)
+    s.tokens[n : n + count] = drafts
+    accepted, tokens = sure, drafts[:sure]
+    if sure < count:
+        # No query of this window sees the content of the last draft.
+        checks = fresh_queries(n + sure, count - sure)
+        good, judged, judged_log_ps, _ = yield s.two_stream(n + count - 1, checks, JUDGE, drafts[sure:])
+        accepted, tokens, log_ps = sure + good, tokens + judged, log_ps + judged_log_ps
+        s.cached = n + min(accepted, count - 1)
+    s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
 
 
 def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Decoding:
-    """Texts of earlier runs draft. One forward verifies, and gives the token after the drafts that hold."""
+    """Texts of earlier runs draft."""
     texts = texts_of(s)
     while s.decided < s.length:
-        n = s.decided
-        drafts = texts.drafts(s.length - n - 1)
-        end = n + len(drafts)
-        s.tokens[n:end] = drafts
-        judged = [*drafts, NO_DRAFT]
-        accepted, tokens, log_ps, _ = yield s.two_stream(end, fresh_queries(n, len(judged)), SURE, judged)
-        s.cached = n + accepted
-        s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
+        yield from by_texts(s, texts)
     texts.count()
+
+
+def by_texts(s: Sample, texts: EarlierTexts) -> Decoding:
+    """One forward verifies what texts draft, and gives the token after the drafts that hold."""
+    n = s.decided
+    drafts = texts.drafts(s.length - n - 1)
+    end = n + len(drafts)
+    s.tokens[n:end] = drafts
+    judged = [*drafts, NO_DRAFT]
+    accepted, tokens, log_ps, _ = yield s.two_stream(end, fresh_queries(n, len(judged)), SURE, judged)
+    s.cached = n + accepted
+    s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
 
 
 def by_marginals(s: Sample, count: int, head: int) -> Drafting:
@@ -166,33 +180,38 @@ class Ngrams:
 
 
 def one_pass(s: Sample, length: Length, *, head: int, ends: bool) -> Decoding:
-    """Verify, commit the drafts that hold and the token after them, draft the next window from the same forward."""
+    """Each forward verifies one window and drafts the next."""
     drafts = list[int]()
     while s.decided < s.length:
-        n, depth = s.decided, len(drafts)
-        # This forward decides at least one token; the next window can hold the remaining ones.
-        reach = min(length(), s.length - n - 1)
-        cuts = stale_rows(depth, reach, ends=ends)
-        # After the last rank of the canvas there is no row for a bonus.
-        num_checks = min(depth + 1, s.length - n)
-        queries: Sequence[int] = fresh_queries(n, num_checks)
-        first_row = dict[int, int]()
-        row = num_checks
-        for cut, count in cuts:
-            inside = min(count, s.length - n - cut - 1)
-            if inside > 0:
-                queries = (*queries, *equal_queries(n + cut + 1, inside, n + cut))
-                first_row[cut], row = row, row + inside
-        judged = [*drafts, NO_DRAFT][:num_checks]
-        accepted, tokens, log_ps, _ = yield s.two_stream(n + depth, queries, JUDGE, judged)
-        s.commit(tokens, log_ps, min(accepted + 1, num_checks), drafts, accepted)
-        s.cached = n + accepted
-        drafts = []
-        if not (count := min(reach, s.length - s.decided)):
-            continue
-        cut = 0 if ends and accepted < depth else accepted
-        _, drafts, _, _ = yield Roll(head, s.decided, count, row=first_row[cut] + accepted - cut, limit=n + cut)
-        s.tokens[s.decided : s.decided + count] = drafts
+        drafts = yield from fused(s, drafts, length(), head, ends=ends)
+
+
+def fused(s: Sample, drafts: list[int], most: int, head: int, *, ends: bool) -> Generator[Any, Any, list[int]]:
+    """Verify, commit the drafts that hold and the token after them, draft the next window from the same forward."""
+    n, depth = s.decided, len(drafts)
+    # This forward decides at least one token; the next window can hold the remaining ones.
+    reach = min(most, s.length - n - 1)
+    cuts = stale_rows(depth, reach, ends=ends)
+    # After the last rank of the canvas there is no row for a bonus.
+    num_checks = min(depth + 1, s.length - n)
+    queries: Sequence[int] = fresh_queries(n, num_checks)
+    first_row = dict[int, int]()
+    row = num_checks
+    for cut, count in cuts:
+        inside = min(count, s.length - n - cut - 1)
+        if inside > 0:
+            queries = (*queries, *equal_queries(n + cut + 1, inside, n + cut))
+            first_row[cut], row = row, row + inside
+    judged = [*drafts, NO_DRAFT][:num_checks]
+    accepted, tokens, log_ps, _ = yield s.two_stream(n + depth, queries, JUDGE, judged)
+    s.commit(tokens, log_ps, min(accepted + 1, num_checks), drafts, accepted)
+    s.cached = n + accepted
+    if not (count := min(reach, s.length - s.decided)):
+        return []
+    cut = 0 if ends and accepted < depth else accepted
+    _, new, _, _ = yield Roll(head, s.decided, count, row=first_row[cut] + accepted - cut, limit=n + cut)
+    s.tokens[s.decided : s.decided + count] = new
+    return list(new)
 
 
 def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
@@ -213,7 +232,7 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     ngram, ends, is_fused = settings.drafter == "ngram", settings.rows == "ends", settings.fused == "rows"
     k, auto = settings.k, None
     if k == "auto":
-        k, auto = MOST_AUTO, AutoLength(MOST_AUTO, least=int(not is_fused), shares_cost=not is_fused)
+        k, auto = MOST_AUTO, AutoLength(Way(MOST_AUTO, least=int(not is_fused), shares_cost=not is_fused))
     length = auto or (lambda: k)
     head = INDEPENDENT if ngram or setup.heads is None else MARKOV
     if is_fused:
@@ -231,4 +250,44 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         auto=auto,
         keeps_laws=True,
         names_laws=ngram,
+    )
+
+
+# ---- whichever is fastest ----------------------------------------------------------------------------------------------
+
+_ROWS, _ENDS, _SELF, _NGRAM, _TEXTS = range(5)
+_WAYS: Final = (
+    Way(4, name="rows"),
+    Way(8, name="ends"),
+    Way(MOST_AUTO, least=1, shares_cost=True, name="self"),
+    Way(8, name="ngram"),
+    Way(MOST_AUTO, name="run"),
+)
+
+
+def by_clock(s: Sample, auto: AutoLength, head: int, texts_of: Callable[[Sample], EarlierTexts] | None) -> Decoding:
+    """Each iteration in the way that the clock says. Fused drafts that are left from the one before are verified first."""
+    ngrams, texts = Ngrams(s), texts_of(s) if texts_of else None
+    drafts = list[int]()
+    while s.decided < s.length:
+        most, way = auto(), auto.way
+        if drafts or not most or way in {_ROWS, _ENDS}:
+            drafts = yield from fused(s, drafts, most if way in {_ROWS, _ENDS} else 0, head, ends=way == _ENDS)
+        elif way == _TEXTS and texts is not None:
+            yield from by_texts(s, texts)
+            texts.count()
+        else:
+            yield from window(s, most, ngrams if way == _NGRAM else None, head)
+
+
+def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
+    """How the engine runs `fastest`: all of the above may draft, and texts of earlier runs if the settings name them."""
+    by_run = isinstance(settings.drafter, RunDrafterSettings)
+    auto, texts_of, most = AutoLength(*_WAYS[: None if by_run else _TEXTS]), None, MOST_AUTO
+    if isinstance(settings.drafter, RunDrafterSettings):
+        texts_of, most, _ = texts_by(settings.drafter, auto)
+    head = INDEPENDENT if setup.heads is None else MARKOV
+    decode = partial(by_clock, auto=auto, head=head, texts_of=texts_of)
+    return any_subset_model(
+        probe=joint, decode=decode, window=max(most, MOST_AUTO) + 1, auto=auto, keeps_laws=True, names_laws=True
     )

@@ -53,7 +53,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.blocks.block_diffusion import algorithm_of, denoise, notes_of
@@ -63,12 +63,20 @@ from draftmill.decoders.blocks.verifier import SelfVerifier, measure_of
 from draftmill.decoders.common_settings import DrafterPlace, RunDrafterSettings
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, SURE, Answer, Ask, Decoding, Run, Span
-from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by
+from draftmill.decoders.engine.auto import AutoLength, Way
+from draftmill.decoders.engine.earlier_texts import MOST_AUTO, EarlierTexts, texts_by
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
+if TYPE_CHECKING:
+    from draftmill.decoders.fastest import FastestSettings
+
 # ---- verifications that draft ------------------------------------------------------------------------------------------
 
+_MOST_AUTO: Final = 8
+"""The most drafts of a model that does not tell the size of its blocks, where the clock chooses."""
+_SELF, _TEXTS = range(2)
+"""The ways to draft, by number: the forward itself, and texts of earlier runs."""
 _AHEAD, _COPIES = range(2)
 """The banks of drafts: a position may be drafted by a mask ahead and by a copy in one forward."""
 
@@ -85,10 +93,10 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class Round:
     """A round after `n` decided tokens: the positions that it verifies, and those that masks ahead of `drafts.guess` predict.
-    With `redraft` the positions after n are drafted once more, from the copies. No draft is longer than `most`."""
+    With `redraft` the positions after n are drafted once more, from the copies. No draft is longer than `longest`."""
 
     n: int
-    most: int
+    longest: int
     drafts: Drafts
     judged: list[int]
     ahead: list[int]
@@ -100,27 +108,31 @@ def s2d2_fused(
     rules: Rules,
     *,
     by_ratio: bool,
-    most: int,
+    longest: int,
     drafter: ModelInfo | None = None,
     texts_of: Callable[[Sample], EarlierTexts] | None = None,
+    auto: AutoLength | None = None,
 ) -> Decoding:
     """Verify in every forward, and draft in it, if neither a `drafter` nor earlier texts do. `by_ratio`: a verified token is no
-    draft, so copies are asked for drafts, too."""
+    draft, so copies are asked for drafts, too. With `auto` the clock says how many drafts there are, and whether texts give
+    them."""
     s.widen(s.length)
     texts = texts_of(s) if texts_of else None
-    drafts_here = texts is None and drafter is None
     purpose, drafts = PREFILL if rules.start(s.prompt) else DRAFTED, Drafts()
     while not s.is_over:
         s.draws += 1
+        most = longest if auto is None else auto()
+        by_texts = texts is not None and (auto is None or auto.way == _TEXTS)
+        drafts_here = drafter is None and not by_texts
         if drafter is not None:
             drafts = yield from drafts_by(s, rules, drafter)
-        elif texts is not None:
+        elif by_texts and texts is not None:
             tokens = texts.drafts(s.length - s.decided - 1)
             drafts = Drafts(tokens, [_AHEAD] * len(tokens))
         n, k, g = s.decided, len(drafts.tokens), drafts.guess
         judged = list(range(n, min(n + k + 1, s.length)))
         ahead = list(range(n + g + 1, min(n + g + 1 + most, s.length))) if drafts_here else []
-        now = Round(n, most, drafts, judged, ahead, redraft=by_ratio and g > 0)
+        now = Round(n, longest, drafts, judged, ahead, redraft=by_ratio and g > 0)
         answer = yield ask_of(s, rules, now, purpose, SURE if texts else JUDGE)
         purpose = VERIFY
         s.proposed += k
@@ -129,10 +141,11 @@ def s2d2_fused(
         s.reveal(news[: answer.accepted + 1], drafts.tokens)
         after = n + min(answer.accepted + 1, len(judged))
         s.cached, s.is_over = after - 1, s.is_complete
+        if texts is not None:
+            texts.count()
+        drafts = Drafts()
         if drafts_here:
             drafts = next_drafts(now, answer, range(after, min(after + most, s.length)))
-    if texts is not None:
-        texts.count()
 
 
 def drafts_by(s: BlockSample, rules: Rules, drafter: ModelInfo) -> Generator[Any, Answer, Drafts]:
@@ -155,7 +168,7 @@ def drafts_by(s: BlockSample, rules: Rules, drafter: ModelInfo) -> Generator[Any
 
 def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int, kind: int) -> Ask:
     """The rows of a round: main, ahead, copies, in this order; what is judged, by rows of a `kind`, comes first."""
-    n, g, size, cached = now.n, now.drafts.guess, now.most, s.cached
+    n, g, size, cached = now.n, now.drafts.guess, now.longest, s.cached
     main = n + len(now.drafts.tokens) - cached
     spans: tuple[int, ...] = Span(main, cached, cached) if main else ()
     masks, column = len(now.ahead) + bool(now.ahead), n + 2 * (size + 1)
@@ -218,16 +231,35 @@ def _fused_algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
         "decoder.drafter names a model, but none was loaded"
     )
     decode = partial(
-        s2d2_fused, rules=rules, by_ratio=by_ratio, most=most, drafter=setup.drafter_info, texts_of=texts_of
+        s2d2_fused, rules=rules, by_ratio=by_ratio, longest=most, drafter=setup.drafter_info, texts_of=texts_of
     )
-    base = algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True)
+    base = _fused(rules, decode, most, by_ratio=by_ratio, auto=auto)
+    windows: Any = "short" if isinstance(settings.drafter, DrafterPlace) else None
+    return replace(base, temper=settings.temper, keeps_laws=texts_of is None, windows=windows)
+
+
+def _fused(
+    rules: Rules, decode: Callable[..., Decoding], most: int, *, by_ratio: bool, auto: AutoLength | None
+) -> Algorithm:
     return replace(
-        base,
+        algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True),
         window=2 * most + 1,
         columns=lambda length: length + 3 * (most + 1),
-        temper=settings.temper,
         auto=auto,
-        keeps_laws=texts_of is None,
+        keeps_laws=True,
         banks=2,
-        windows="short" if isinstance(settings.drafter, DrafterPlace) else None,
     )
+
+
+def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
+    """How the engine runs `fastest` on a block-diffusion model: without drafts a round decodes one token, at block size 1."""
+    size = setup.info.block_size or _MOST_AUTO
+    fused = S2d2Settings(kind="s2d2", fused=True, causal_cache=True, block_size=size)
+    rules, texts_of = Rules.of(fused, setup.info), None
+    by_run = isinstance(settings.drafter, RunDrafterSettings)
+    auto, most = AutoLength(*[Way(rules.size, name="self"), Way(MOST_AUTO, name="run")][: 1 + by_run]), rules.size
+    if isinstance(settings.drafter, RunDrafterSettings):
+        texts_of, longest, _ = texts_by(settings.drafter, auto)
+        most = max(most, longest)
+    decode = partial(s2d2_fused, rules=rules, by_ratio=False, longest=most, texts_of=texts_of, auto=auto)
+    return _fused(rules, decode, most, by_ratio=False, auto=auto)

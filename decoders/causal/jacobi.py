@@ -80,10 +80,10 @@ def jacobi(s: Sample, block_size: int, *, running: bool) -> Decoding:
 
 
 def fill_with_prompt(s: Sample) -> None:
-    """Fill every hole with a random token of the prompt, so that every window has drafts."""
-    positions = np.arange(s.prompt, s.length, dtype=np.int64)
+    """Fill every place that is open with a random token of the prompt, so that every window has drafts."""
+    positions = np.arange(s.decided, s.length, dtype=np.int64)
     places = (keys.uniforms(s.key, positions, keys.JACOBI) * s.prompt).astype(np.int64)
-    s.tokens[s.prompt :] = [s.tokens[place] for place in places.tolist()]
+    s.tokens[s.decided :] = [s.tokens[place] for place in places.tolist()]
 
 
 # ---- several blocks --------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Run, Span
-from draftmill.decoders.engine.auto import AutoLength
+from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
@@ -96,7 +96,7 @@ def by_diffusion(s: Sample, r: Revealing) -> Drafter:
                 drafts[offset] = s.tokens[n + offset] = token
         return s.tokens[n : n + count]
 
-    return draft
+    return Drafter(draft)
 
 
 def _random_order(s: Sample, n: int, count: int) -> list[int]:
@@ -138,7 +138,7 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
     assert not (has_head and settings.order == "native"), "a head corrects for what stands before"
     k, auto = settings.gamma, None
     if k == "auto":
-        k, auto = MOST_AUTO, AutoLength(MOST_AUTO, shares_cost=True)
+        k, auto = MOST_AUTO, AutoLength(Way(MOST_AUTO, shares_cost=True))
     r = Revealing(settings, has_head, info.mask_id, info.shift, info.max_length, drafter.vocab_size)
     return Algorithm(
         decode=partial(speculative, length=auto or (lambda: k), drafter=partial(by_diffusion, r=r), kind=JUDGE),

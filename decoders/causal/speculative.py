@@ -19,15 +19,16 @@ Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023; Saxena, "Prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from draftmill.decoders.causal import autoregressive
 from draftmill.decoders.causal.autoregressive import prompt_but_one
+from draftmill.decoders.causal.jacobi import fill_with_prompt
 from draftmill.decoders.causal.settings import (
     HeadDrafterSettings,
-    ModelDrafterSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
     SuffixDrafterSettings,
@@ -49,19 +50,33 @@ from draftmill.decoders.engine.asks import (
     Run,
     Span,
 )
-from draftmill.decoders.engine.auto import AutoLength
+from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
+if TYPE_CHECKING:
+    from draftmill.decoders.fastest import FastestSettings
+
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""
+_MOST: Final = 64
+"""The largest `k`."""
 # An n-gram is one integer: its tokens in this base, and a leading 1, so that lengths stay apart.
 _BASE: Final = 1 << 20
 
 Drafting = Generator[Any, Any, list[int]]
-Drafter = Callable[[int], Drafting]
-"""Drafts at most so many tokens after the decided ones of its sample, by asking a model or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What drafts for one sample. `draft` gives at most so many tokens after the decided ones, by asking a model or not; `end`
+    comes before another one drafts, and when the sample has ended."""
+
+    draft: Callable[[int], Drafting]
+    end: Callable[[], None] = lambda: None
+
+
 Length = Callable[[], int]
 """How many drafts the next iteration may have."""
 
@@ -78,16 +93,54 @@ class Block(NamedTuple):
 
 def speculative(s: Sample, length: Length, drafter: Callable[[Sample], Drafter], kind: int) -> Decoding:
     """Draft, verify, commit the drafts that hold and the token after them. A length of 0 is plain decoding."""
-    draft = drafter(s)
+    drafts_by = drafter(s)
     while s.decided < s.length:
         n, drafts = s.decided, list[int]()
         if most := length():
-            drafts = yield from draft(min(most, s.length - n - 1))
+            drafts = yield from drafts_by.draft(min(most, s.length - n - 1))
         s.tokens[n : n + len(drafts)] = drafts
         accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
         s.cached = n + accepted
         s.cached_draft = min(s.cached_draft, s.cached)
+        s.tokens[n : n + len(tokens)] = tokens  # those behind the accepted ones are guesses
         s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
+    drafts_by.end()
+
+
+def by_any(s: Sample, auto: AutoLength, makers: Sequence[Callable[[Sample], Drafter]]) -> Drafter:
+    """One of several drafters at a time, as the clock says."""
+    drafters = [make(s) for make in makers]
+    last = drafters[0]
+
+    def draft(most: int) -> Drafting:
+        nonlocal last
+        now = drafters[auto.way]
+        if now is not last:
+            last.end()
+            last = now
+        drafts = yield from now.draft(most)
+        return drafts
+
+    def end() -> None:
+        for drafter in drafters:
+            drafter.end()
+
+    return Drafter(draft, end)
+
+
+def by_guesses(s: Sample) -> Drafter:
+    """What the last forward said of the places behind the accepted drafts: Jacobi decoding (jacobi.py)."""
+    is_filled = False
+
+    def draft(most: int) -> Drafting:
+        nonlocal is_filled
+        yield from ()
+        if not is_filled:
+            fill_with_prompt(s)
+        is_filled = True
+        return s.tokens[s.decided : s.decided + most]
+
+    return Drafter(draft)
 
 
 def by_model(s: Sample, max_length: int | None) -> Drafter:
@@ -103,7 +156,7 @@ def by_model(s: Sample, max_length: int | None) -> Drafter:
         drafts: list[int] = (yield Roll(MODEL, n, most)).tokens
         return drafts
 
-    return draft
+    return Drafter(draft)
 
 
 def by_head(s: Sample, block: Block | None) -> Drafter:
@@ -134,7 +187,7 @@ def by_head(s: Sample, block: Block | None) -> Drafter:
         drafts: list[int] = answer.tokens
         return drafts
 
-    return draft
+    return Drafter(draft)
 
 
 def by_lookup(s: Sample, max_n: int, min_n: int) -> Drafter:
@@ -148,10 +201,10 @@ def by_lookup(s: Sample, max_n: int, min_n: int) -> Drafter:
         s.nfe_draft += 1
         return lookup.drafts(s.tokens, s.decided, most)
 
-    return draft
+    return Drafter(draft)
 
 
-def among_texts(s: Sample, length: Length, index: SuffixIndex) -> Decoding:
+def among_texts(s: Sample, index: SuffixIndex) -> Drafter:
     """All texts of the worker draft, and are read into its index as far as they are decided. Look-ups are counted as above."""
     reader, known = Reader(index), 0
 
@@ -169,20 +222,18 @@ def among_texts(s: Sample, length: Length, index: SuffixIndex) -> Decoding:
         return reader.drafts(most)
 
     read()
-    yield from speculative(s, length, lambda _: draft, SURE)
-    read()
+    return Drafter(draft, read)
 
 
-def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Decoding:
-    """The sample's texts in earlier runs draft. A look-up is counted as above."""
+def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Drafter:
+    """The sample's texts in earlier runs draft: they know how many drafts pay. A look-up is counted as above."""
     texts = texts_of(s)
 
-    def draft(room: int) -> Drafting:
+    def draft(most: int) -> Drafting:
         yield from ()
-        return texts.drafts(room)
+        return texts.drafts(s.length - s.decided - 1)
 
-    yield from speculative(s, lambda: FAR, lambda _: draft, SURE)
-    texts.count()
+    return Drafter(draft, texts.count)
 
 
 class Lookup:
@@ -222,59 +273,87 @@ class Lookup:
         return after
 
 
+class Means(NamedTuple):
+    """What makes a sample's drafter, and how the engine runs it: with `most` tokens a draft, `behind` the canvas so many columns,
+    rows of a `kind` that judge; `settling` and `shares_cost` are AutoLength's."""
+
+    drafter: Callable[[Sample], Drafter]
+    name: str
+    most: int = _MOST
+    kind: int = SURE
+    behind: int = 0
+    shares_cost: bool = False
+    settling: int = 1
+    reads_states: bool = False
+
+    def algorithm(self, length: Length, auto: AutoLength | None) -> Algorithm:
+        """How the engine runs it."""
+        return Algorithm(
+            decode=partial(speculative, length=length, drafter=self.drafter, kind=self.kind),
+            window=self.most + 1,
+            columns=lambda length: length + self.behind,
+            auto=auto,
+            keeps_laws=self.kind == JUDGE,
+            reads_states=self.reads_states,
+            reusable=prompt_but_one,
+        )
+
+
+def means_of(setup: Setup, drafter: Any) -> Means:
+    """How these settings draft, but those of earlier runs."""
+    match drafter:
+        case NgramDrafterSettings(max_n=max_n, min_n=min_n):
+            return Means(partial(by_lookup, max_n=max_n, min_n=min_n), "ngram")
+        case SuffixDrafterSettings():
+            return Means(partial(among_texts, index=SuffixIndex(drafter)), "suffix")
+        case HeadDrafterSettings():
+            return _by_head(setup)
+    assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
+    longest = None if setup.drafter_info is None else setup.drafter_info.max_length
+    return Means(partial(by_model, max_length=longest), "model", kind=JUDGE, settling=2)
+
+
+def _by_head(setup: Setup) -> Means:
+    """Blocks of a head are whole also where the text ends within them, so that a draft's distribution does not depend on how many
+    there are."""
+    assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
+    head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
+    if head.most_drafts is None:
+        return Means(partial(by_head, block=None), "head", _MOST, JUDGE, settling=2, reads_states=True)
+    block = Block(head.block_size, head.mask_id, not head.from_anchor, head.markov_rank > 0)
+    return Means(partial(by_head, block=block), "head", head.most_drafts, JUDGE, block.size, True, 2, True)
+
+
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     """How the engine runs these settings; without drafts they are the baseline."""
     if settings.k == 0:
         return autoregressive.algorithm(setup, settings)
-    if isinstance(settings.drafter, HeadDrafterSettings):
-        return _with_head(setup, settings.k)
     if isinstance(settings.drafter, RunDrafterSettings):
         texts_of, most, auto = texts_by(settings.drafter)
-        decode = partial(by_earlier_texts, texts_of=texts_of)
-        return Algorithm(decode=decode, window=most + 1, auto=auto, reusable=prompt_but_one)
-    k, auto = settings.k, None
-    if k == "auto":
-        k, auto = (
-            MOST_AUTO,
-            AutoLength(MOST_AUTO, settling=2 if isinstance(settings.drafter, ModelDrafterSettings) else 1),
-        )
-    length, kind = auto or (lambda: k), SURE
-    drafter: Callable[[Sample], Drafter]
-    match settings.drafter:
-        case SuffixDrafterSettings():
-            decode = partial(among_texts, length=length, index=SuffixIndex(settings.drafter))
-            return Algorithm(decode=decode, window=k + 1, auto=auto, reusable=prompt_but_one)
-        case NgramDrafterSettings(max_n=max_n, min_n=min_n):
-            drafter = partial(by_lookup, max_n=max_n, min_n=min_n)
-        case _:
-            assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
-            longest, kind = None if setup.drafter_info is None else setup.drafter_info.max_length, JUDGE
-            drafter = partial(by_model, max_length=longest)
-    return Algorithm(
-        decode=partial(speculative, length=length, drafter=drafter, kind=kind),
-        window=k + 1,
-        auto=auto,
-        keeps_laws=kind == JUDGE,
-        reusable=prompt_but_one,
-    )
+        return Means(partial(by_earlier_texts, texts_of=texts_of), "run", most).algorithm(lambda: FAR, auto)
+    means = means_of(setup, settings.drafter)
+    if settings.k != "auto":
+        k = min(settings.k, means.most)
+        return means._replace(most=k).algorithm(lambda: k, None)
+    means = means._replace(most=min(means.most, MOST_AUTO))
+    auto = AutoLength(Way(means.most, 0, means.shares_cost, means.name), settling=means.settling)
+    return means.algorithm(auto, auto)
 
 
-def _with_head(setup: Setup, most: int | Literal["auto"]) -> Algorithm:
-    """How the engine runs a draft head. Its blocks are whole also where the text ends within them, so that a draft's distribution
-    does not depend on how many there are."""
-    assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
-    head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
-    block, k = None, MOST_AUTO if most == "auto" else most
-    if head.most_drafts is not None:
-        block = Block(head.block_size, head.mask_id, not head.from_anchor, head.markov_rank > 0)
-        k = min(k, head.most_drafts)
-    auto = AutoLength(k, shares_cost=block is not None, settling=2) if most == "auto" else None
-    return Algorithm(
-        decode=partial(speculative, length=auto or (lambda: k), drafter=partial(by_head, block=block), kind=JUDGE),
-        window=k + 1,
-        columns=lambda length: length + (block.size if block else 0),
-        auto=auto,
-        keeps_laws=True,
-        reads_states=True,
-        reusable=prompt_but_one,
+def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
+    """How the engine runs `fastest` on a causal model: nothing drafts, or what the settings name, or look-ups, or guesses."""
+    named, means = (
+        settings.drafter,
+        [means_of(setup, NgramDrafterSettings(kind="ngram")), Means(by_guesses, "jacobi", shares_cost=True)],
     )
+    if isinstance(named, RunDrafterSettings):
+        means.insert(0, Means(by_guesses, "run"))  # its texts need the clock
+    elif named is not None:
+        means.insert(0, means_of(setup, named))
+    ways = [Way(min(each.most, MOST_AUTO), 0, each.shares_cost, each.name) for each in means]
+    auto, most = AutoLength(*ways, settling=max(each.settling for each in means)), MOST_AUTO
+    if isinstance(named, RunDrafterSettings):
+        texts_of, most, _ = texts_by(named, auto)
+        means[0] = Means(partial(by_earlier_texts, texts_of=texts_of), "run")
+    drafter = partial(by_any, auto=auto, makers=[each.drafter for each in means])
+    return means[0]._replace(drafter=drafter, most=max(most, MOST_AUTO)).algorithm(auto, auto)

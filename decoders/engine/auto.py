@@ -1,4 +1,5 @@
-"""Chooses how many tokens each slot drafts (`k: auto`): one number for all slots, by the measured tokens per second.
+"""Chooses how many tokens each slot drafts (`k: auto`), and where a decoder has several ways to draft (`fastest`) by which one:
+the same for all slots, by the measured tokens per second.
 
     step      1 .. 7      8 .. 14     15 .. 21    22 .. 24        then
     drafts    0           2           4           8               4, with a trial of 8, 2 or 0 now and then
@@ -6,9 +7,9 @@
 
 The lengths are 0 (plain decoding), 1, 2, 4, .. up to the most that the decoder allows. After each change the first steps do not
 count: they verify drafts of the length before. A trial runs another length for a few steps: twice the drafts, half of them, or
-none. If that was faster than the steps just before, it is used from then on. Neighbouring steps are compared, since all rates
-change as texts grow and samples come and go. Trials stop while they have cost more than a small share of the run's time, so a run
-in which drafts never pay is about as fast as plain decoding.
+none; or the first length of another way. If that was faster than the steps just before, it is used from then on. Neighbouring
+steps are compared, since all rates change as texts grow and samples come and go. Trials stop while they have cost more than a
+small share of the run's time, so a run in which drafts never pay is about as fast as plain decoding.
 
 With coupled acceptance a length changes the cost of a text and never the text. Under the rejection rule it would, so `auto` is an
 error there (common_settings.py, `DecoderChoice.check_sampling`).
@@ -17,6 +18,7 @@ error there (common_settings.py, `DecoderChoice.check_sampling`).
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from math import ceil, sqrt
 from statistics import median
 from typing import Final
@@ -25,7 +27,7 @@ from typing import Final
 _FIRST, _SEVERAL = 2, 4
 # Iterations that give a rate, and the fewest and most steps for them. A trial that is neither clearly faster nor slower takes
 # twice as many.
-_ITERATIONS, _FEWEST, _MOST = 64, 6, 8
+_ITERATIONS, _FEWEST, _MOST = 64, 6, 32
 # Another length must be this much faster to be used, since rates are noisy; no drafts at all may be as much slower.
 _MARGIN: Final = 1.03
 # Below this ratio of rates a trial of fewer drafts is not worth its time.
@@ -36,6 +38,8 @@ _PLENTY: Final = 4
 _TRY_EVERY, _FORGET_AFTER = 32, 512
 # A change of the batch, as a factor, after which no trial counts and none has lost time.
 _OTHER_BATCH: Final = 2.0
+# Steps are not comparable if more than this share of the batch, and more samples than usual, have come meanwhile.
+_RENEWED: Final = 0.25
 # The share of the run's time that trials may lose.
 _SHARE: Final = 0.01
 # A busy machine makes any step long: a step counts as at most this many median ones, and one in which a drafting model catches up
@@ -44,52 +48,99 @@ _HELD_UP: Final = 2.0
 _CATCH_UP: Final = 8.0
 
 
-class AutoLength:
-    """How many drafts an iteration may have, `least` .. `most`: decoders call it, and the engine tells it what steps took.
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to draft, by `name`, with `most` tokens at most. If it `shares_cost`, several drafts cost little more than one, so
+    several are tried first. `least` drafts are none: an iteration of the decoder's baseline."""
 
-    An iteration with `least` drafts must be that of the decoder's baseline; the first ones have `start`. With `shares_cost`
-    several drafts cost little more than one, so several are tried first. The first `settling` steps after a change do not count:
-    one that verifies drafts of the length before, and one in which a drafting model catches up. The number changes in `note_step`
-    alone.
+    most: int
+    least: int = 0
+    shares_cost: bool = False
+    name: str = "drafts"
+
+    @property
+    def lengths(self) -> list[int]:
+        """The numbers of drafts that are tried, ascending: powers of two, and the most."""
+        doubled = {1 << power for power in range(self.most.bit_length())}
+        return sorted(length for length in doubled | {self.most} if length > self.least)
+
+
+class AutoLength:
+    """How many drafts an iteration may have, and by which `way`: decoders call it, and the engine tells it what steps took.
+
+    An iteration with `least` drafts must be that of the decoder's baseline; the first ones have `start`. The first `settling`
+    steps after a change do not count: one that verifies drafts of the length before, and one in which a drafting model catches
+    up. The number and the way change in `note_step` alone.
     """
 
-    def __init__(
-        self, most: int, *, least: int = 0, start: int = 0, shares_cost: bool = False, settling: int = 1
-    ) -> None:
-        doubled = {1 << power for power in range(most.bit_length())}
-        self.lengths = sorted({least, most} | {length for length in doubled if length > least})
-        last = len(self.lengths) - 1
-        first = _SEVERAL if shares_cost else _FIRST
-        self._firsts = [
-            next((index for index, length in enumerate(self.lengths) if length >= first), last),
-            min(1, last),
-        ]
-        self._best = self._now = self.lengths.index(max(start, least))
+    def __init__(self, *ways: Way, start: int = 0, settling: int = 1) -> None:
+        # A choice is an index into these: 0 drafts nothing, then come the lengths of the first way, of the second ..
+        self.lengths, self._way_of, self._ladders = [ways[0].least], [0], list[list[int]]()
+        self._names = [way.name for way in ways]
+        for number, way in enumerate(ways):
+            self._ladders.append([0, *range(len(self.lengths), len(self.lengths) + len(way.lengths))])
+            self.lengths += way.lengths
+            self._way_of += [number] * len(way.lengths)
+        # Of each way the choice with which it is tried, and a smaller one.
+        self._firsts = [self._first_of(ladder, way) for ladder, way in zip(self._ladders, ways, strict=True)]
+        self._best = self._now = self.lengths.index(max(start, ways[0].least))
         # A first length that no trial has chosen is compared with none before anything else, if few drafts hold.
         self._is_unproved = self._best > 0
         # The rate of the best length just before a trial, and the step in which each length was tried last beside it.
-        self._rate, self._tried_at = 0.0, dict[int, int]()
+        self._rate, self._rate_doubt, self._tried_at = 0.0, 0.0, dict[int, int]()
         self._step, self._next_trial, self._batch = 0, 0, 1
         self._settling = self._settling_steps = settling
         self._window = deque[tuple[int, float]](maxlen=2 * _MOST)
         self._trial_tokens, self._lost_s, self._total_s = 0, 0.0, 0.0
         self._settling_s = self._usual_s = 0.0
+        # The samples that came since the steps that are compared, and in all; and when these steps began.
+        self._num_new = self._all_new = self._since = 0
+
+    @property
+    def shown(self) -> str:
+        """What may be chosen, for people."""
+        ways = (
+            f"{name} up to {self.lengths[ladder[-1]]}" for name, ladder in zip(self._names, self._ladders, strict=True)
+        )
+        return f"{', '.join(ways)}, or none"
+
+    def _first_of(self, ladder: list[int], way: Way) -> list[int]:
+        least = _SEVERAL if way.shares_cost else _FIRST
+        return [
+            next((index for index in ladder if self.lengths[index] >= least), ladder[-1]),
+            ladder[min(1, len(ladder) - 1)],
+        ]
 
     def __call__(self) -> int:
         """The number of drafts for an iteration that begins now."""
         return self.lengths[self._now]
 
     @property
+    def way(self) -> int:
+        """The number of the way to draft for such an iteration, if it drafts at all."""
+        return self._way_of[self._now]
+
+    @property
+    def name(self) -> str:
+        """What such an iteration is called in the figures of a run."""
+        return f"{self._names[self.way]} {self()}" if self._now else "none"
+
+    @property
     def is_measuring(self) -> bool:
         """Whether the rate of the length in use is not known yet: only steps without prompts tell it."""
         return self._now != self._best or len(self._window) < _FEWEST
 
-    def note_step(self, tokens: int, seconds: float, num_samples: int, *, has_prompts: bool) -> None:
-        """A step has taken these seconds and committed `tokens` of `num_samples` samples. Steps with prompts say nothing."""
+    def note_step(self, tokens: int, seconds: float, num_samples: int, num_prompts: int = 0) -> None:
+        """A step has taken these seconds and committed `tokens` of `num_samples` samples. Steps with prompts say nothing; where
+        many short texts have come at once, the steps before say nothing, either."""
         self._step += 1
         self._total_s += seconds
-        if has_prompts:
+        if num_prompts:
             self._settling = max(self._settling - 1, 0)
+            self._num_new, self._all_new = self._num_new + num_prompts, self._all_new + num_prompts
+            usual = self._all_new / self._step * (self._step - self._since)
+            if self._num_new > max(_RENEWED * num_samples, _OTHER_BATCH * usual):
+                self._use(self._best)
             return
         self._trial_tokens += tokens
         if self._settling:
@@ -104,27 +155,29 @@ class AutoLength:
         enough = max(_FEWEST, min(_MOST, ceil(_ITERATIONS / num_samples)))
         if self._now == self._best:
             if len(self._window) >= enough:
-                self._rate = self._measured(2 * enough)
+                self._rate, self._rate_doubt = self._measured(2 * enough)
                 self._usual_s = median(taken for _, taken in self._window)
                 self._try()
             return
-        steps, ratio = len(self._window), self._measured(2 * enough) / self._rate
-        doubt = 2.0 / sqrt(steps * num_samples)
+        rate, doubt = self._measured(2 * enough)
+        steps, ratio = len(self._window), rate / self._rate
+        doubt = 2.0 * sqrt(doubt + self._rate_doubt) if steps >= _FEWEST else 2.0 / sqrt(steps * num_samples)
         # Where an iteration takes two forwards, tokens come in every other step.
-        is_slower = steps % 2 == 0 and ratio < 1.0 - doubt
-        if steps >= 2 * enough or is_slower or (steps >= enough and ratio > _MARGIN + doubt):
+        is_clear = steps % 2 == 0 and (ratio < 1.0 - doubt or (ratio > _MARGIN + doubt and steps >= _FEWEST))
+        if steps >= 2 * enough or is_clear:
             self._judge(ratio)
 
-    def _measured(self, count: int) -> float:
-        """The tokens per second of the last `count` steps."""
+    def _measured(self, count: int) -> tuple[float, float]:
+        """The tokens per second of the last `count` steps, and the variance of the tokens' mean, over its square."""
         steps = list(self._window)[-count:]
         longest = _HELD_UP * median(seconds for _, seconds in steps)
-        return max(sum(tokens for tokens, _ in steps), 1e-9) / max(sum(min(taken, longest) for _, taken in steps), 1e-9)
+        tokens = max(sum(tokens for tokens, _ in steps), 1e-9)
+        spread = sum((len(steps) * one / tokens - 1.0) ** 2 for one, _ in steps) / (len(steps) * max(len(steps) - 1, 1))
+        return tokens / max(sum(min(taken, longest) for _, taken in steps), 1e-9), spread
 
     def _try(self) -> None:
-        """Try another length if it is time: one that was not tried lately at once, else the one that waits longest."""
-        best, last = self._best, len(self.lengths) - 1
-        others = self._firsts if best == 0 else [min(best + 1, last), best - 1, 0]
+        """Try another choice if it is time: one that was not tried lately at once, else the one that waits longest."""
+        others, best = self._others(), self._best
         if self._is_unproved:
             self._is_unproved = False
             if sum(tokens for tokens, _ in self._window) < _PLENTY * len(self._window) * self._batch:
@@ -134,22 +187,36 @@ class AutoLength:
         new = [
             index
             for index in others
-            if index != best
-            and self._step - self._tried_at.get(index, -_FORGET_AFTER) >= _FORGET_AFTER
-            and (may_lose or index < best)
+            if self._step - self._tried_at.get(index, -_FORGET_AFTER) >= _FORGET_AFTER
+            and (may_lose or self.lengths[index] < self.lengths[best])
         ]
         if new:
             self._use(new[0])
-        elif may_lose and self._step >= self._next_trial and last:
-            self._use(min((index for index in others if index != best), key=lambda index: self._tried_at[index]))
+        elif may_lose and self._step >= self._next_trial and others:
+            self._use(min(others, key=lambda index: self._tried_at[index]))
+
+    def _others(self) -> list[int]:
+        """The choices that may be tried beside the best one, the most promising first."""
+        firsts = [first for firsts in zip(*self._firsts, strict=True) for first in firsts]
+        if self._best == 0:
+            return [index for index in firsts if index]
+        ladder, way = self._ladders[self._way_of[self._best]], self._way_of[self._best]
+        at = ladder.index(self._best)
+        near = [ladder[min(at + 1, len(ladder) - 1)], ladder[at - 1], 0]
+        others = [firsts[0] for number, firsts in enumerate(self._firsts) if number != way]
+        return [index for index in [*near, *others] if index != self._best]
 
     def _judge(self, ratio: float) -> None:
-        """End a trial with this ratio of rates: use its length if it was faster, else go back."""
+        """End a trial with this ratio of rates: use its choice if it was faster, else go back."""
+        ladder = self._ladders[self._way_of[self._now]]
         if ratio > (1.0 / _MARGIN if self._now == 0 else _MARGIN):
             self._tried_at[self._best], self._best = self._step, self._now
+            if self._now:
+                self._firsts[self._way_of[self._now]][0] = self._now
             return
         # Where drafts lose by far, fewer of them do not win.
-        tried = range(1, self._now + 1) if self._best == 0 and ratio < _HOPELESS else (self._now,)
+        is_hopeless = self._best == 0 and ratio < _HOPELESS
+        tried = ladder[1 : ladder.index(self._now) + 1] if is_hopeless else (self._now,)
         self._tried_at |= dict.fromkeys(tried, self._step)
         self._lost_s += max(self._trial_tokens / self._rate * (1.0 / ratio - 1.0), 0.0)
         self._lost_s += max(self._settling_s - self._settling_steps * self._usual_s, 0.0)
@@ -158,5 +225,6 @@ class AutoLength:
 
     def _use(self, index: int) -> None:
         self._now, self._settling = index, self._settling_steps
+        self._num_new, self._since = 0, self._step
         self._window.clear()
         self._trial_tokens, self._settling_s = 0, 0.0

@@ -25,7 +25,7 @@ from math import log
 from typing import Final
 
 from draftmill.decoders.common_settings import RunDrafterSettings
-from draftmill.decoders.engine.auto import AutoLength
+from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.samples import Sample
 
 MATCHES: Final = (3, 2)
@@ -141,7 +141,6 @@ class EarlierTexts:
         least = 1.0 / (1 + worth)
         self.count()
         if not worth:
-            self._is_earlier = False
             return []
         for pointer in self._earlier:
             pointer.read(s.tokens, s.decided)
@@ -160,7 +159,7 @@ class EarlierTexts:
         s = self._s
         if self._is_earlier:
             s.reused += s.accepted - self._accepted
-        self._accepted = s.accepted
+        self._accepted, self._is_earlier = s.accepted, False
 
 
 class PlacedTexts:
@@ -200,9 +199,12 @@ def texts_by_rank(s: Sample) -> list[list[int]]:
     return [[text[place[position]] for position in holes] if len(text) == len(holes) else text for text in texts]
 
 
-def texts_by(settings: RunDrafterSettings) -> tuple[Callable[[Sample], EarlierTexts], int, AutoLength | None]:
-    """What makes the drafts of a sample, how long they are at most, and what chooses the worth of a token."""
+def texts_by(
+    settings: RunDrafterSettings, auto: AutoLength | None = None
+) -> tuple[Callable[[Sample], EarlierTexts], int, AutoLength | None]:
+    """What makes the drafts of a sample, how long they are at most, and what chooses the worth of a token; by default its own
+    clock."""
     if settings.k == "auto":
-        auto = AutoLength(MOST_AUTO, start=START)
+        auto = auto or AutoLength(Way(MOST_AUTO, name="run"), start=START)
         return partial(EarlierTexts, most=MOST, worth=auto), MOST, auto
     return partial(EarlierTexts, most=settings.k, worth=lambda: 1), settings.k, None

@@ -311,11 +311,13 @@ class Engine:
         has_others = len(turn.samples) > num_prompts
         self.stats.slot_steps += self._shape.possible - turn.num_waiting if has_others else num_prompts
         if self.algorithm.auto is not None:
+            name, tokens = self.algorithm.auto.name, self.stats.committed - committed
+            self.stats.ways[name] = self.stats.ways.get(name, 0) + tokens
             self.algorithm.auto.note_step(
-                self.stats.committed - committed,
+                tokens,
                 self._clock() - began_s,
                 len(turn.samples),
-                has_prompts=num_prompts > 0,
+                num_prompts,
             )
         return done
 
@@ -414,7 +416,10 @@ class Engine:
         samples = turn.samples
         asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
         assert len(asks) == len(samples), "offers and drafts were answered before"
-        b = pack(samples, asks, self.slots, self.target.layout, self.target.rule)
+        rule = self.target.rule
+        if rule.ahead and self.algorithm.auto is not None and self.target.graphs is None:
+            rule = rule._replace(ahead=min(rule.ahead, self.algorithm.auto()))  # a graph draws always as many
+        b = pack(samples, asks, self.slots, self.target.layout, rule)
         if any(sample.is_shaped for sample in samples):
             add_shape(b, samples, self.sampler.masks)
         b.draws.num_tops = min(max(sample.request.settings.top_logprobs for sample in samples), self.info.vocab_size)

@@ -159,7 +159,7 @@ class Sampler:
 
     def draw_part(self, logits_RV: Tensor, draws: Draws, part: slice, *, is_target: bool) -> Tensor:
         """Draw the tokens of some rows, also those ahead; the fields of the rows, [A, F, R]."""
-        warp, ahead = self._warp(draws, part), self.algorithm.ahead if is_target else 0
+        warp, ahead = self._warp(draws, part), draws.rule.ahead
         options = dict[str, Any](
             key_R2=draws.key_2R[:, part].T,
             position_R=draws.place_R[part],

@@ -47,10 +47,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Decoding
+from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import PlacedTexts
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import (
@@ -64,11 +65,19 @@ from draftmill.decoders.masked.canvas import (
     by_node,
     evictions,
 )
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings
+from draftmill.decoders.masked.settings import MaskedSettings, SelfSpeculativeSettings, StepwiseSettings
 from draftmill.decoders.masked.stepwise import algorithm_of, reading_of
+
+if TYPE_CHECKING:
+    from draftmill.decoders.fastest import FastestSettings
 
 MOST_AHEAD: Final = 8
 """The number of later steps that masks are also drawn for; drafts beyond are those of the last of these steps."""
+
+_MOST_AUTO: Final = 4
+"""The most drafts where the clock chooses."""
+_CHAIN, _MIXED = range(2)
+"""The ways to draft, by number."""
 
 Picks = Sequence[Sequence[Pick]]
 """The picks of a node, for each stretch that it was asked about."""
@@ -76,12 +85,17 @@ Picks = Sequence[Sequence[Pick]]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`."""
+    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`; with `auto` as many and in the way that the clock says."""
 
     drafts: int
     mixed: bool
     reading: Reading
     block_length: int | None
+    auto: AutoLength | None = None
+
+    def now(self) -> tuple[int, bool]:
+        """How many drafts the next forward may have, and whether they are mixed."""
+        return (self.drafts, self.mixed) if self.auto is None else (self.auto(), self.auto.way == _MIXED)
 
     @property
     def cached(self) -> bool:
@@ -121,16 +135,17 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
     earlier = PlacedTexts(s, s.holes)
     while s.holes:
         runs = windows.next_runs(s.block(s.holes[0]))
-        drafts = earlier.redraft(candidates(s, tree, windows, known))
-        nodes = build_tree(s.holes, drafts, mixed=tree.mixed)
-        near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0)
-        placed = NodeLayout(s, drafts, reading, count=near, best=tree.drafts + 1)
+        most, mixed = tree.now()
+        drafts = earlier.redraft(candidates(s, tree, windows, known, most))
+        nodes = build_tree(s.holes, drafts, mixed=mixed)
+        near = 1 + most + (s.size if tree.cached and tree.block_length else 0)
+        placed = NodeLayout(s, drafts, reading, count=near, best=most + 1)
         placed.place(nodes, windows, runs, cached=tree.cached)
         answer = yield placed.asked.ask()
         sure_AR = placed.asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
         picks_A = placed.asked.picks(answer, sure_AR)
         node_picks_A = [by_node(picks, nodes) for picks in picks_A]
-        news, last = walk(nodes, node_picks_A[0], drafts, mixed=tree.mixed)
+        news, last = walk(nodes, node_picks_A[0], drafts, mixed=mixed)
         for number in {0, last} if last else (0,):
             step = s.decided - s.prompt + len(nodes[number].gone)
             known.learn(nodes[number], [node_picks[number] for node_picks in node_picks_A], step)
@@ -141,7 +156,7 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
         earlier.learn([pick[1:3] for pick in news])
 
 
-def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions) -> list[tuple[int, int]]:
+def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions, most: int) -> list[tuple[int, int]]:
     """The drafts of a round, in the order in which they are expected; the last mask needs none."""
     ahead, num_open = s.block(s.length), len(s.holes)
     if tree.cached:
@@ -150,7 +165,7 @@ def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions) -> l
         if tree.crosses and num_open < len(s.holes):
             ahead = s.block(s.holes[num_open])
             num_open = bisect_left(s.holes, s.end_of(ahead))
-    most = min(tree.drafts, num_open - 1)
+    most = min(most, num_open - 1)
     if tree.cached and tree.reading.refresh is not None and not tree.relaxed:
         most = min(most, tree.reading.refresh - windows.since() - 1)
     return known.drafts(s, ahead, most)
@@ -216,12 +231,24 @@ class Predictions:
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
     """How the engine runs these settings."""
+    tree = Tree(settings.draft_length, settings.tree == "mixed", reading_of(setup, settings), settings.block_length)
+    return _algorithm_of(setup, settings, tree)
+
+
+def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
+    """How the engine runs `fastest` on a masked-diffusion model: without drafts a round is a step of `stepwise`."""
+    like = settings.baseline
+    assert isinstance(like, StepwiseSettings)
+    auto = AutoLength(Way(_MOST_AUTO, name="chain"), Way(_MOST_AUTO, least=1, name="mixed"))
+    tree = Tree(_MOST_AUTO, True, reading_of(setup, like), like.block_length, auto)
+    return replace(_algorithm_of(setup, like, tree), auto=auto)
+
+
+def _algorithm_of(setup: Setup, settings: MaskedSettings, tree: Tree) -> Algorithm:
     # At temperature 0 all steps draw alike.
     anew = settings.draws_anew and setup.sampling.temperature > 0.0
-    k = settings.draft_length
-    tree = Tree(k, settings.tree == "mixed", reading_of(setup, settings), settings.block_length)
     base = algorithm_of(partial(ssd, tree=tree), setup, settings, knows_logprob=True)
-    base = replace(base, ahead=min(k, MOST_AHEAD) if anew else 0)
+    base = replace(base, ahead=min(tree.drafts, MOST_AHEAD) if anew else 0)
     return (
         replace(base, columns=tree.columns)
         if tree.cached

@@ -105,7 +105,7 @@ def _lost_by_settings(first: FinishedRun, run: FinishedRun) -> str | None:
     if not same_tokenizer(first.plan, run.plan):
         return "the tokenizers differ, and noise belongs to token ids"
     if specs[0].task.kind == "score":  # what an estimate masks is drawn, other scores are computed
-        computed = all(spec.decoder.runs_on in {"causal", "any_subset"} for spec in specs)
+        computed = all(spec.decoder.baseline.runs_on in {"causal", "any_subset"} for spec in specs)
         return "scores are computed without noise" if computed else None
     for one, spec in zip((first, run), specs, strict=True):
         if spec.sampling.temperature == 0 and spec.input.columns.temperature is None:
@@ -113,7 +113,7 @@ def _lost_by_settings(first: FinishedRun, run: FinishedRun) -> str | None:
     ways = {(spec.sampling.acceptance, spec.decoder.kind) for spec in specs}
     if len(ways) > 1 and any(acceptance == "rejection" for acceptance, _ in ways):
         return "with sampling.acceptance 'rejection' each decoder draws from noise of its own"
-    if len({getattr(spec.decoder, "draws_anew", False) for spec in specs}) > 1:  # others draw a position once
+    if len({getattr(spec.decoder.baseline, "draws_anew", False) for spec in specs}) > 1:  # others draw a position once
         return "one of the decoders draws anew in each step"
     return None
 

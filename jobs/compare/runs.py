@@ -132,7 +132,7 @@ def work_of(plan: Plan) -> dict[str, Any]:
     """What a run decoded, as JSON data with the keys of the spec."""
     spec, results = plan.spec, plan.results
     task = {key: value for key, value in spec.task.model_dump(mode="json").items() if key not in FREE_TASK}
-    if isinstance(spec.task, Infill) and spec.decoder.runs_on != "causal":
+    if isinstance(spec.task, Infill) and spec.decoder.baseline.runs_on != "causal":
         task.pop("max_new_tokens")  # only causal models use it; the holes of other models have their lengths
     full = spec.input.model_dump(mode="json")
     columns = {key: value for key, value in full["columns"].items() if key not in FREE_COLUMNS}

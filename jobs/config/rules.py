@@ -49,7 +49,16 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
         or (None if mask is None else mask_problem(mask, columns))
         or (None if mask or isinstance(task, Infill) else prompt_problem(task, columns, has_tokenizer=has_tokenizer))
         or decoder_problem(task, decoder)
-        or _own_settings_problem(task, columns, decoder)
+        or (
+            None if decoder.is_open else _baseline_problem(task, columns, decoder.baseline, has_tokenizer=has_tokenizer)
+        )
+    )
+
+
+def _baseline_problem(task: Task, columns: Columns, decoder: DecoderChoice, *, has_tokenizer: bool) -> str | None:
+    """The same, as far as the model's kind decides it."""
+    return (
+        _own_settings_problem(task, columns, decoder)
         or (score_problem(task, columns, decoder) if isinstance(task, Score) else None)
         or (fim_problem(task, decoder, has_tokenizer=has_tokenizer) if isinstance(task, Infill) else None)
         or (length_problem(task, decoder) if isinstance(task, Infill) else None)
@@ -57,7 +66,7 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
     )
 
 
-def constraint_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
+def constraint_problem(task: Task, columns: Columns, decoder: DecoderChoice, *, has_tokenizer: bool) -> str | None:
     """Why texts of this job can't have constraints; None if they can, or have none."""
     given = getattr(task, "constraint", None)
     if given is None and columns.constraint is None:
@@ -82,25 +91,25 @@ def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
     allowed = decoders_for(task.kind)
     if decoder.kind not in allowed:
         return f"decoder.kind: {decoder.kind!r} does not run the task {task.kind!r}; allowed: {', '.join(allowed)}"
-    if getattr(decoder, "suppress_end", False) and (not isinstance(task, Complete) or task.ignore_eos):
+    if getattr(decoder.baseline, "suppress_end", False) and (not isinstance(task, Complete) or task.ignore_eos):
         return (
             "decoder.suppress_end: true, but only completions without task.ignore_eos have end tokens; allowed: false"
         )
     return None
 
 
-def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings) -> str | None:
+def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderChoice) -> str | None:
     """Why this decoder can't use the rows' own settings; None if it can, or if the rows have none."""
     if isinstance(task, Infill) and columns.max_new_tokens is not None and decoder.runs_on != "causal":
         return (
-            f"input.columns.max_new_tokens: the decoder {decoder.kind!r} does not use it, since the mask fixes the lengths of "
+            f"input.columns.max_new_tokens: the decoder {decoder.name()!r} does not use it, since the mask fixes the lengths of "
             f"its holes; used by: {', '.join(decoders_of('causal'))}"
         )
     for name in ("temperature", "top_p", "top_k"):
         if getattr(columns, name) is not None and not decoder.draws_by_row:
             allowed = sorted(kind for kind, choice in DECODERS.items() if choice.draws_by_row)
             return (
-                f"input.columns.{name}: decoder {decoder.kind!r} uses sampling.{name} for all rows; "
+                f"input.columns.{name}: decoder {decoder.name()!r} uses sampling.{name} for all rows; "
                 f"decoders that use each row's own: {', '.join(allowed)}"
             )
     return None
@@ -235,33 +244,33 @@ def mask_problem(mask: Mask, columns: Columns) -> str | None:
     return None
 
 
-def length_problem(task: Infill, decoder: DecoderSettings) -> str | None:
+def length_problem(task: Infill, decoder: DecoderChoice) -> str | None:
     """Why this decoder can't find the lengths of holes; None if it can, or need not."""
     mask = task.mask
     if not isinstance(mask, Marker) or decoder.runs_on == "causal":
         return None
     if mask.lengths[0] < mask.lengths[1] and not decoder.finds_lengths:
         allowed = ", ".join(kind for kind, choice in DECODERS.items() if choice.finds_lengths)
-        return f"task.mask.length: decoder {decoder.kind!r} can't find lengths; allowed: a number, or a decoder among {allowed}"
+        return f"task.mask.length: decoder {decoder.name()!r} can't find lengths; allowed: a number, or a decoder among {allowed}"
     if mask.bias is not None and decoder.runs_on != "masked":
-        return f"task.mask.bias: decoder {decoder.kind!r} finds lengths without it; allowed: null"
+        return f"task.mask.bias: decoder {decoder.name()!r} finds lengths without it; allowed: null"
     return None
 
 
-def fim_problem(task: Infill, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
+def fim_problem(task: Infill, decoder: DecoderChoice, *, has_tokenizer: bool) -> str | None:
     """Why a causal model's decoder can't fill this task's holes, or why another decoder can't use its keys; None if valid."""
     if decoder.runs_on != "causal":
         for key in ("fim", "max_new_tokens"):
             if getattr(task, key) != Infill.model_fields[key].default:
                 return (
-                    f"task.{key}: the decoder {decoder.kind!r} does not use it, since the mask fixes the lengths of its holes; "
+                    f"task.{key}: the decoder {decoder.name()!r} does not use it, since the mask fixes the lengths of its holes; "
                     f"used by: {', '.join(decoders_of('causal'))}"
                 )
         return None
     if not isinstance(task.mask, Marker | Spans | Lines | SpanFraction):
         return (
             f"task.mask.kind: {task.mask.kind!r} makes holes that a causal model can't fill one after another; "
-            f"allowed with the decoder {decoder.kind!r}: marker, spans, lines, span_fraction"
+            f"allowed with the decoder {decoder.name()!r}: marker, spans, lines, span_fraction"
         )
     if not has_tokenizer:
         return "model.tokenizer: a causal model needs its tokenizer's special tokens to fill a hole; 'none' does not work here"
@@ -271,13 +280,13 @@ def fim_problem(task: Infill, decoder: DecoderSettings, *, has_tokenizer: bool) 
 # ---- score
 
 
-def score_problem(task: Score, columns: Columns, decoder: DecoderSettings) -> str | None:
+def score_problem(task: Score, columns: Columns, decoder: DecoderChoice) -> str | None:
     """Why this decoder can't score what the task asks for; None if it can."""
     if task.mask is not None:
         if not decoder.scores_any:
             return (
-                f"task.mask: the decoder {decoder.kind!r} scores a text from left to right, so it can't see what follows a hole; "
-                f"allowed: null, or one of the decoders {_scoring(lambda choice: choice.scores_any)}"
+                f"task.mask: the decoder {decoder.name()!r} scores a text from left to right, so it can't see what follows a "
+                f"hole; allowed: null, or one of the decoders {_scoring(lambda choice: choice.scores_any)}"
             )
         if task.chat:
             return "task.chat: true scores the answer to a prompt, task.mask what it hides of a text; allowed: only one of them"
@@ -290,12 +299,12 @@ def score_problem(task: Score, columns: Columns, decoder: DecoderSettings) -> st
         return None
     if not decoder.estimates:
         return (
-            f"task.estimate: the decoder {decoder.kind!r} gives exact scores; allowed: null, or one of the decoders "
+            f"task.estimate: the decoder {decoder.name()!r} gives exact scores; allowed: null, or one of the decoders "
             f"{_scoring(lambda choice: bool(choice.estimates))}"
         )
     if task.estimate.kind not in {"auto", *decoder.estimates}:
         return (
-            f"task.estimate.kind: {task.estimate.kind!r} is not for decoder {decoder.kind!r}; "
+            f"task.estimate.kind: {task.estimate.kind!r} is not for decoder {decoder.name()!r}; "
             f"allowed: {', '.join(sorted({'auto', *decoder.estimates}))}"
         )
     return None

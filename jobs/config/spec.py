@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.metrics.settings import Metrics
@@ -64,7 +64,9 @@ class JobSpec(Settings):
     task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings
     model: ModelSettings
-    decoder: DecoderSettings
+    decoder: Annotated[
+        DecoderSettings, BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)
+    ]
     sampling: Sampling = Sampling(temperature=1.0, top_k=None, top_p=None)
     prompt: Prompt = NO_PROMPT
     chat: Chat = NO_CHAT
@@ -132,11 +134,15 @@ class JobSpec(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
+        self.check_together()
+        return self
+
+    def check_together(self) -> None:
+        """Raise ValueError, with the key's path, if keys of several sections do not fit together."""
         for rule in _RULES:
             if problem := rule(self):
                 raise ValueError(problem)
         self.decoder.check_sampling(self.sampling)
-        return self
 
     def results_key(self) -> dict[str, Any]:
         """The part of the spec that changes results, as JSON data; only this part enters the fingerprint.
@@ -148,7 +154,9 @@ class JobSpec(Settings):
         if isinstance(key["decoder"].get("drafter"), dict):
             for place in ("path", "revision"):
                 key["decoder"]["drafter"].pop(place, None)
-        if self.task.kind == "infill" and self.decoder.runs_on != "causal":  # only causal models use these keys
+        if (
+            self.task.kind == "infill" and self.decoder.baseline.runs_on != "causal"
+        ):  # only causal models use these keys
             key["task"] = {name: value for name, value in key["task"].items() if name not in {"fim", "max_new_tokens"}}
         given = self.input.model_dump(mode="json", include=set(RESULT_INPUT_KEYS), exclude_defaults=True)
         model = self.model.model_dump(mode="json", include={"dtype", "exact", "weights"}, exclude_defaults=True)

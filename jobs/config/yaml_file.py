@@ -99,6 +99,8 @@ def apply_change(data: dict[str, Any], dotted: str, value: Any, what: str = "") 
     keys = dotted.split(".")
     for index, key in enumerate(keys[:-1]):
         inner = data.setdefault(key, {})
+        if key == "decoder" and isinstance(inner, str):  # its kind alone
+            inner = data[key] = {"kind": inner}
         if not isinstance(inner, dict):
             raise UserError(f"{what}{inner!r} is not a mapping", field=".".join(keys[: index + 1]))
         data = inner

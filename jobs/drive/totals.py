@@ -10,12 +10,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
-from operator import add
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
-from draftmill.decoders.base import EngineStats
 from draftmill.jobs.formatting import counted, device_text, duration, rate_text
 from draftmill.storage.runs.commit import all_exact
 
@@ -201,21 +199,16 @@ def ratio(above: float, below: float) -> float:
 
 def add_effort(a: Effort, b: Effort) -> Effort:
     """Sum of two efforts, field by field."""
-    engine = EngineStats(*map(add, astuple(a.engine), astuple(b.engine)))
-    return Effort(engine, a.wall_s + b.wall_s, a.tail_s + b.tail_s)
+    return Effort(a.engine + b.engine, a.wall_s + b.wall_s, a.tail_s + b.tail_s)
 
 
 def efficiency(effort: Effort) -> dict[str, float]:
-    """How close a job came to the limit (docs: engine), without figures that were not counted.
-
-    Shares between 0 and 1, except spec_eff: a first self-draft is committed without verification.
-    """
+    """How close a job came to the limit (docs: engine), as shares, without figures that were not counted."""
     engine = effort.engine
     pairs = {
         "token_padding_eff": (engine.useful_rows, engine.computed_rows),
         "lane_eff": (engine.active_slot_steps, engine.slot_steps),
         "engine_eff": (engine.forward_s, effort.wall_s),
-        "spec_eff": (engine.committed, engine.verified),
         "tail_frac": (effort.tail_s, effort.wall_s),
         "prompts_shared": (engine.prompt_rows_shared, engine.prompt_rows),
     }

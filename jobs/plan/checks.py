@@ -76,7 +76,7 @@ def check_stop(recipe: RowRecipe, tokenizer: Tokenizer | None) -> None:
     """Raise UserError if a stop string of the task can never occur."""
     task = recipe.task
     if isinstance(task, Complete) and task.stop:
-        rules = RowRules(task, recipe.columns, recipe.decoder.kind, recipe.sampling, tokenizer, recipe.ends)
+        rules = RowRules(task, recipe.columns, recipe.decoder.baseline.name(), recipe.sampling, tokenizer, recipe.ends)
         problem = rules.unseen_stop(task.stop)
         if problem is not None:
             raise UserError(problem, field="task.stop")

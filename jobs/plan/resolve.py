@@ -39,8 +39,9 @@ from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import ConstraintSettings, Examples, Infill, Prompt, Task, today
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.keys import sample_key
+from draftmill.decoders.fastest import FastestSettings
 from draftmill.decoders.settings import check_model
 from draftmill.jobs.config.dates import read_date
 from draftmill.jobs.config.rules import sampling_problem
@@ -114,14 +115,18 @@ def resolve(
     jobs that have something in common; `inputs` are those that were listed already.
     """
     loaders = loaders or Loaders()
-    recipe = replace(spec.recipe(), task=with_schemas(spec.task), prompt=with_examples(spec))
     plan = load_plan(store)
+    if plan is not None:
+        spec = with_baseline(spec, plan.spec.decoder)
+    recipe = replace(spec.recipe(), task=with_schemas(spec.task), prompt=with_examples(spec))
     if plan is not None:
         recipe = as_planned(spec, recipe, plan)
         compare_settings(plan, recorded(spec, recipe))
     model = spec.model
     folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
     info = inspect(spec, folder)
+    spec = with_baseline(spec, info)
+    recipe = replace(recipe, decoder=spec.recipe().decoder)
     if spec.sampling.from_checkpoint:
         recipe = with_sampling(spec, recipe, folder)
     tokenizer = loaders.tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
@@ -183,6 +188,23 @@ def resolved_of(plan: Plan) -> Resolved:
         earlier = earlier_runs(spec, plan.results["model"]["tokenizer"], plan, Notes())
     drafts = () if earlier is None else earlier.runs
     return Resolved(spec, recipe, plan.results, folder, info, tokenizer, list(plan.files), plan, earlier=drafts)
+
+
+def with_baseline(spec: JobSpec, of: ModelInfo | DecoderChoice) -> JobSpec:
+    """The job with the baseline of `fastest`, unless it names one: a model's, or a plan's; UserError if keys do not fit it."""
+    decoder = spec.decoder
+    if not isinstance(decoder, FastestSettings) or not decoder.is_open:
+        return spec
+    try:
+        if isinstance(of, ModelInfo):
+            decoder = decoder.for_model(of)
+        elif isinstance(of, FastestSettings):
+            decoder = decoder.model_copy(update={"like": of.like})
+        spec = spec.model_copy(update={"decoder": decoder})
+        spec.check_together()
+    except ValueError as error:
+        raise user_error(error, "decoder.kind") from None
+    return spec
 
 
 def with_schemas(task: Task) -> Task:
@@ -384,7 +406,7 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
         check_task(spec.task, info)
-        check_model(spec.decoder, info, spec.task.kind)
+        check_model(with_baseline(spec, info).decoder, info, spec.task.kind)
         for shape in spec.shapes:
             check_split(info.family, folder, shape.gpus_per_model)
         return info

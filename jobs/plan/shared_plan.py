@@ -12,7 +12,6 @@ from functools import lru_cache
 from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.makers import shares_beginnings
 from draftmill.actors.task import Score
-from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.plan.fingerprint import digest, with_files
 from draftmill.jobs.plan.packing import discard_parts
 from draftmill.jobs.plan.plan import Plan, create_plan
@@ -73,7 +72,7 @@ def _files_key(files: tuple[InputFile, ...]) -> str:
 
 def settings_key(resolved: Resolved) -> str:
     """A digest of everything that decides which settings a row may have."""
-    decoder, sampling = DECODERS[resolved.recipe.decoder.kind], resolved.recipe.sampling
+    decoder, sampling = resolved.recipe.decoder.baseline, resolved.recipe.sampling
     return digest([decoder.draws_by_row, decoder.token_logprobs, sampling.model_dump(mode="json")])
 
 

@@ -99,6 +99,9 @@ def machine_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
         rows.append(
             ("steps that raised", f"{raised:,}  (their samples were decoded one at a time; see the workers' log)")
         )
+    if shares := way_shares(sessions):
+        text = ", ".join(f"{share:.1%} {way}" for way, share in shares.items())
+        rows.append(("drafts", f"{text}  (shares of the tokens, by what was chosen by time)"))
     if is_small(results.rows, sessions):
         return rows
     figures = efficiency(sessions.effort)
@@ -117,6 +120,12 @@ def machine_rows(results: Sums, sessions: Sessions) -> list[tuple[str, str]]:
             ("makespan ratio", f"{sessions.wall_s / bound_s:.2f}  (1 is the optimum for {workers:.0f} workers)")
         )
     return rows
+
+
+def way_shares(sessions: Sessions) -> dict[str, float]:
+    """The share of the tokens that each way to draft committed where the clock chose it, the largest first."""
+    ways = sessions.effort.engine.ways
+    return {way: count / sum(ways.values()) for way, count in sorted(ways.items(), key=lambda item: -item[1])}
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:

@@ -24,6 +24,7 @@ from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.resolve import Resolved, weight_bytes
 from draftmill.jobs.plan.worker_job import limits_of, make_job
 from draftmill.jobs.results.run_input import source_of
+from draftmill.jobs.results.summary import way_shares
 from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSizes
@@ -243,6 +244,7 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int
         rows=plan.rows,
         lease=run.lease,
         source=source,
+        ways=way_shares(read_sessions(store)) if run.resolved.spec.decoder.kind == "fastest" else None,
     )
 
 

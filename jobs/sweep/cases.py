@@ -69,7 +69,7 @@ class SweepCase:
     def needs(self) -> dict[str, Hashable]:
         """What decides which of a worker's networks the next case can use, by name: `resources`, and those of its networks."""
         drafter = fetch_drafter(self.spec.decoder, self.spec.s3.options())
-        networks = network_keys(self.resolved.folder, self.spec.model_place(), self.spec.decoder, drafter)
+        networks = network_keys(self.resolved.folder, self.spec.model_place(), self.resolved.recipe.decoder, drafter)
         return {"resources": tuple(shape.resources for shape in self.spec.shapes), **networks}
 
 

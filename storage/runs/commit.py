@@ -182,7 +182,7 @@ class Manifest:
     """What a finished job holds: every unit once, in order. `said` are the totals as the file has them, if it was read.
 
     `source` says of a job whose input is a run which run that is, and how many of its rows were read and kept. `sums` are those
-    over all rows; None if they are unknown.
+    over all rows; None if they are unknown. `ways` are the shares of the tokens by what drafted, where the clock chose it.
     """
 
     fingerprint: str
@@ -191,6 +191,7 @@ class Manifest:
     said: Mapping[str, int] | None = field(default=None, compare=False)
     source: Mapping[str, Any] | None = None
     sums: Sums | None = field(default=None, compare=False)
+    ways: Mapping[str, float] | None = None
 
     def total(self, fact: str) -> int:
         """Sum of rows, ok, failed, skipped or bytes over all units."""
@@ -217,6 +218,7 @@ class _Head:
     totals: dict[str, int] | None = None
     source: dict[str, Any] | None = None
     sums: Sums | None = None
+    ways: dict[str, float] | None = None
 
 
 def read_manifest(store: Store) -> Manifest | None:
@@ -226,7 +228,7 @@ def read_manifest(store: Store) -> Manifest | None:
     units = UnitFacts()
     try:
         head = shaped(_Head, _read_units(store, units))
-        return Manifest(head.fingerprint, head.schema_version, units, head.totals, head.source, head.sums)
+        return Manifest(head.fingerprint, head.schema_version, units, head.totals, head.source, head.sums, head.ways)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         remedy = f"delete it and {SUCCESS}, and `draftmill run` writes them again"
         raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
@@ -278,7 +280,7 @@ def _manifest_lines(manifest: Manifest) -> Iterator[bytes]:
     totals = {"units": len(manifest.units)} | {fact: manifest.total(fact) for fact in FACTS}
     head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "exact": manifest.exact}
     head |= {"totals": totals} | ({} if manifest.sums is None else {"sums": manifest.sums.to_json()})
-    head |= {} if manifest.source is None else {"source": manifest.source}
+    head |= {name: value for name in ("source", "ways") if (value := getattr(manifest, name)) is not None}
     yield json.dumps(head)[:-1].encode() + _OPENS
     for number, unit in enumerate(manifest.units):
         facts = {name: getattr(unit, name) for name in _LISTED}  # asdict takes three times as long
@@ -295,6 +297,7 @@ def write_manifest(
     rows: int,
     lease: Lease | None = None,
     source: Mapping[str, Any] | None = None,
+    ways: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Write `_manifest.json` and then `_SUCCESS`, or raise StoreError and write neither: totals must equal the plan's.
 
@@ -302,7 +305,7 @@ def write_manifest(
     it lost the lease during the call, since what it read before may have changed. Idempotent.
     """
     facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
-    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order(), source=source, sums=facts.sums)
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order(), source=source, sums=facts.sums, ways=ways)
     _check_totals(manifest, units=units, rows=rows)
     failpoint("commit.before_manifest")
     with _manifest_body(manifest) as body:

@@ -91,7 +91,7 @@ class Case:
     @property
     def family(self) -> str:
         """The kind of model that the decoder runs on."""
-        return str(_ADAPTER.validate_python(self.settings).runs_on)
+        return str(_ADAPTER.validate_python(self.settings).baseline.runs_on)
 
 
 def _short(value: Any) -> str:

@@ -118,6 +118,11 @@ def random_lengths(auto):
     return int(torch.randint(auto.lengths[0], auto.lengths[-1] + 1, ()))
 
 
+def random_way(auto):
+    """In place of AutoLength.way: any way to draft for each iteration."""
+    return int(torch.randint(max(auto._way_of) + 1, ()))
+
+
 def pairwise(factors):
     """Cases in which every value of every factor meets every value of every other one; greedy, always the same."""
     names = list(factors)

@@ -20,14 +20,14 @@ from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
 from draftmill.decoders.settings import DECODERS, DecoderSettings
-from tests.decoders.support import random_lengths, run_all
+from tests.decoders.support import random_lengths, random_way, run_all
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 GOLDEN = Path(__file__).parents[1] / "data"
 # What happened when, and what describes the batch by definition (docs/formats.md).
 TIMES = {"wait_s", "prefill_s", "decode_s", "total_s", "device_s", "started_at_s"}
 BATCH = {"batch_rows", "pad_fraction"}
-# What depends on time with lengths `auto`, and on neighbours with drafts from their texts.
+# What depends on time with lengths `auto` and in `fastest`, and on neighbours with drafts from their texts.
 COUNTS = {"nfe", "nfe_draft", "iterations", "proposed", "accepted", "accept_hist", "nfe_kinds", "trace"}
 Case = tuple[str, dict[str, Any]]
 
@@ -49,6 +49,7 @@ def canvas_cases() -> list[Case]:
             ("mdm-tiny", {"kind": "ssd", "tree": tree, "draft_length": 4, **shared}) for tree in ("chain", "mixed")
         ]
     found.append(("mdm-tiny", {"kind": "stepwise", "confidence": "random", "steps": 3}))
+    found.append(("mdm-tiny", {"kind": "fastest", "like": "stepwise", "block_length": 4}))
     return found
 
 
@@ -67,6 +68,7 @@ def causal_cases() -> list[Case]:
         {**diffuses, "head": "none"},
         {**diffuses, "head": "none", "order": "native"},
         {**diffuses, "gamma": "auto"},
+        {"kind": "fastest", "like": "autoregressive", "drafter": small},
     ]
     return [("ar-tiny", one) for one in settings]
 
@@ -76,10 +78,12 @@ def other_cases() -> list[Case]:
     for more in ({}, {"k": "auto"}, {"drafter": "ngram"}, {"head": "none"}):
         any_subset.append({"kind": "assd", **more})
     any_subset += [{"kind": "assd", "fused": "rows", "rows": "ends"}, {"kind": "assd", "fused": "rows"}]
+    any_subset += [{"kind": "fastest", "like": "any_subset"}]
     blocks: list[dict[str, Any]] = [
         *({"kind": "block_diffusion", "schedule": one} for one in ("static", "dynamic", "sequential", "entropy")),
         *({"kind": "s2d2"}, {"kind": "s2d2", "block_size": 8, "causal_cache": True}),
         {"kind": "s2d2", "block_size": 8, "causal_cache": True, "fused": True},
+        {"kind": "fastest", "like": "block_diffusion"},
     ]
     noisy: list[dict[str, Any]] = [{"kind": "ancestral", "steps": 6, "predictor": one} for one in ("analytic", "euler")]
     return [
@@ -126,7 +130,9 @@ def made(case: Case, rows: int, *, scores: bool = False) -> Any:
         sampling=Sampling(temperature=0.9),
         max_rows=rows,
         max_tokens=1 << 20,
-        heads=find_heads(settings, folder, drafting or backbone) if hasattr(settings, "head") else None,
+        heads=find_heads(settings, folder, drafting or backbone)
+        if model == "asarm-tiny" or hasattr(settings, "head")
+        else None,
         drafter=drafting,
         drafter_info=inspect_model(folder) if drafter else None,
         trace=True,
@@ -158,7 +164,7 @@ def told(outcome: Outcome, case: Case) -> dict[str, Any]:
     """The columns that no batch may change."""
     settings = case[1]
     drafter = settings.get("drafter")
-    by_company = drafter == {"kind": "suffix"} or "auto" in settings.values()
+    by_company = drafter == {"kind": "suffix"} or "auto" in settings.values() or settings["kind"] == "fastest"
     left_out = {"index"} | TIMES | BATCH | (COUNTS if by_company else set())
     values = {one.name: getattr(outcome, one.name) for one in fields(outcome) if one.name not in left_out}
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
@@ -185,6 +191,7 @@ def compare(case: Case, requests: list[Request], *, scores: bool = False) -> Non
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_batch_changes_a_bit_of_a_result(monkeypatch, case):
     monkeypatch.setattr(AutoLength, "__call__", random_lengths)
+    monkeypatch.setattr(AutoLength, "way", property(random_way))
     torch.manual_seed(0)
     compare(case, requests_of(case))
 

@@ -75,7 +75,7 @@ def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] |
     head = settings.draft_head
     if head == "none":
         return None
-    kind = cast("HeadKind", settings.name())
+    kind = cast("HeadKind", settings.head_kind)
     if head == "auto":
         return folder, kind
     place = Path(head).expanduser()

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.decoders.engine.auto import AutoLength
+from draftmill.decoders.engine.auto import AutoLength, Way
 
 MOST = 16
 LENGTHS = (0, 1, 2, 4, 8, 16)
@@ -31,7 +31,7 @@ class World:
     ) -> None:
         self.rates, self.base, self.per_row, self.free = np.array(rates), base, per_row, free
         self.drafter, self.shared, self.rng = drafter, shared, np.random.default_rng(seed)
-        self.auto = AutoLength(MOST, shares_cost=shared != (0.0, 0.0), settling=2 if drafter != (0.0, 0.0) else 1)
+        self.auto = AutoLength(Way(MOST, shares_cost=shared != (0.0, 0.0)), settling=2 if drafter != (0.0, 0.0) else 1)
         self.drafted = 0
 
     def noisy(self, seconds: float) -> float:
@@ -47,7 +47,7 @@ class World:
         accepted = (self.rng.random((num, MOST)) < self.rates[:, None]).cumprod(1).sum(1)
         tokens = int(num + np.minimum(accepted, count).sum())
         self.drafted = self.auto()
-        self.auto.note_step(tokens, held_up * self.noisy(seconds), num, has_prompts=False)
+        self.auto.note_step(tokens, held_up * self.noisy(seconds), num)
         return tokens, seconds
 
     def run(self, num_steps: int, length: int | None = None) -> float:
@@ -126,9 +126,9 @@ def test_a_step_that_was_held_up_changes_no_choice():
 
 
 def test_steps_with_prompts_change_nothing():
-    auto = AutoLength(MOST)
+    auto = AutoLength(Way(MOST))
     for _ in range(200):
-        auto.note_step(100, 1e-6, 4, has_prompts=True)
+        auto.note_step(100, 1e-6, 4, num_prompts=1)
     assert auto() == 0 and auto.is_measuring
 
 
@@ -137,37 +137,37 @@ def test_steps_with_prompts_change_nothing():
     [(16, 0, [0, 1, 2, 4, 8, 16]), (16, 1, [1, 2, 4, 8, 16]), (7, 0, [0, 1, 2, 4, 7]), (1, 0, [0, 1]), (1, 1, [1])],
 )
 def test_lengths_double_up_to_the_most_that_is_allowed(most, least, lengths):
-    auto, used = AutoLength(most, least=least), set[int]()
+    auto, used = AutoLength(Way(most, least)), set[int]()
     for _ in range(500):
         used.add(auto())
-        auto.note_step(1 + auto(), 1.0, 1, has_prompts=False)
+        auto.note_step(1 + auto(), 1.0, 1)
     assert auto.lengths == lengths and used >= {least, most}
 
 
 def test_drafts_that_share_a_cost_are_first_tried_together():
-    auto, lengths = AutoLength(MOST, shares_cost=True), list[int]()
+    auto, lengths = AutoLength(Way(MOST, shares_cost=True)), list[int]()
     for _ in range(100):
-        auto.note_step(1, 1.0, 1, has_prompts=False)
+        auto.note_step(1, 1.0, 1)
         lengths.append(auto())
     assert next(filter(None, lengths)) == 4
 
 
 def test_iterations_of_two_forwards_are_measured_as_wholes():
     # Every other step commits nothing, and the second one all tokens of the window.
-    auto, drafted, drafts = AutoLength(MOST, least=1, shares_cost=True), 1, False
+    auto, drafted, drafts = AutoLength(Way(MOST, 1, shares_cost=True)), 1, False
     for _ in range(400):
         drafts = drafted > 1 and not drafts
-        auto.note_step(0 if drafts else 16 * drafted, 1.0, 16, has_prompts=False)
+        auto.note_step(0 if drafts else 16 * drafted, 1.0, 16)
         drafted = drafted if drafts else auto()
     assert auto() == MOST
 
 
 @pytest.mark.parametrize(("held", "ends"), [(0.1, True), (9.0, False)], ids=["few drafts hold", "many drafts hold"])
 def test_a_first_length_is_compared_with_none_unless_it_pays(held, ends):
-    auto = AutoLength(16, start=2)
+    auto = AutoLength(Way(16), start=2)
     used = list[int]()
     for _ in range(20):
         used.append(auto())
         drafts = used[-1]
-        auto.note_step(round(64 * (1 + (held if drafts else 0))), 1.0 + 0.2 * bool(drafts), 64, has_prompts=False)
-    assert used[-1] == 0 if ends else 0 not in used
+        auto.note_step(round(64 * (1 + (held if drafts else 0))), 1.0 + 0.2 * bool(drafts), 64)
+    assert (0 in used) == ends

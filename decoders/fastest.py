@@ -1,0 +1,138 @@
+"""`fastest`: the lossless decoders of one baseline, of which each worker's clock chooses one at a time.
+
+    decoder: fastest
+    decoder: {kind: fastest, block_length: 16}          of a masked-diffusion model: the text of `stepwise` with this setting
+
+Lossless decoders give one text, so a job may change from one to another after any step. All samples of a worker's batch are
+decoded in the same way: by the baseline, or with drafts of some kind and number, whichever gives the most tokens per second
+(engine/auto.py). This module imports no torch; `algorithm` imports the room of the baseline.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from draftmill.decoders.any_subset.settings import AnySubsetSettings
+from draftmill.decoders.base import ModelInfo, ModelKind
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings
+from draftmill.decoders.causal.settings import (
+    AutoregressiveSettings,
+    HeadDrafterSettings,
+    ModelDrafterSettings,
+    SuffixDrafterSettings,
+)
+from draftmill.decoders.common_settings import DecoderChoice, RunDrafterSettings, Sampling, Tasks
+from draftmill.decoders.masked.settings import MaskedSettings, StepwiseSettings
+
+if TYPE_CHECKING:
+    from draftmill.decoders.engine.algorithm import Algorithm
+    from draftmill.decoders.engine.setup import Setup
+
+Like = Literal["autoregressive", "any_subset", "stepwise", "block_diffusion"]
+ROOMS: Final[dict[ModelKind, tuple[Like, str]]] = {
+    "causal": ("autoregressive", "causal.speculative"),
+    "any_subset": ("any_subset", "any_subset.assd"),
+    "masked": ("stepwise", "masked.ssd"),
+    "blocks": ("block_diffusion", "blocks.s2d2"),
+}
+"""The baseline of each kind of models that has lossless decoders, and the module with these."""
+
+
+class FastestSettings(MaskedSettings):
+    """The lossless decoder that takes the least time, chosen anew while the job runs: the text of a baseline. Its settings are
+    those of `stepwise`, for masked-diffusion models."""
+
+    tasks: ClassVar[Tasks] = ("infill", "complete")
+    runs: ClassVar = "draftmill.decoders.fastest:algorithm"
+    kind: Literal["fastest"]
+    like: Like | None = Field(default=None, description="the baseline; null: the model's")
+    drafter: (
+        Annotated[
+            ModelDrafterSettings | HeadDrafterSettings | SuffixDrafterSettings | RunDrafterSettings,
+            Field(discriminator="kind"),
+        ]
+        | None
+    ) = Field(default=None, description="what may draft, too; for other than causal models finished runs")
+
+    @model_validator(mode="after")
+    def _fits_baseline(self) -> Self:
+        if self.like is None:
+            return self
+        if self.cache == "dual_relaxed":
+            raise ValueError("decoder.cache: 'dual_relaxed' is lossy; allowed: none, prefix, dual_strict")
+        other = [name for name in MaskedSettings.model_fields if not self._has_default(name)]
+        if other and self.like != "stepwise":
+            raise ValueError(
+                f"decoder.{other[0]}: {getattr(self, other[0])!r} is for masked-diffusion models, and the baseline is "
+                f"{self.like!r}; leave it out"
+            )
+        if self.like != "autoregressive" and not isinstance(self.drafter, RunDrafterSettings | None):
+            raise ValueError(
+                f"decoder.drafter.kind: {self.drafter.kind!r} drafts for causal models, and the baseline is {self.like!r}; "
+                "allowed: run, or no drafter"
+            )
+        return self
+
+    def _has_default(self, name: str) -> bool:
+        return bool(getattr(self, name) == MaskedSettings.model_fields[name].default)
+
+    @property
+    def baseline(self) -> DecoderChoice:
+        match self.like:
+            case "autoregressive":
+                return AutoregressiveSettings(kind="autoregressive")
+            case "any_subset":
+                return AnySubsetSettings(kind="any_subset")
+            case "stepwise":
+                return StepwiseSettings(
+                    kind="stepwise", **{name: getattr(self, name) for name in MaskedSettings.model_fields}
+                )
+            case "block_diffusion":
+                return BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        return self.like is None
+
+    @property
+    def drafts_of_neighbours(self) -> bool:
+        return isinstance(self.drafter, SuffixDrafterSettings)
+
+    @property
+    def draft_head(self) -> str:
+        return "auto" if self.like == "any_subset" else "none"
+
+    @property
+    def head_kind(self) -> str:
+        return "assd"
+
+    def for_model(self, info: ModelInfo) -> Self:
+        """The settings with the baseline of a model's kind; ValueError if it has none, or if they name another one."""
+        if info.kind not in ROOMS:
+            raise ValueError(f"decoder.kind: 'fastest', but models of family {info.family!r} have no lossless decoders")
+        return self if self.like is not None else self.model_validate(self.model_dump() | {"like": ROOMS[info.kind][0]})
+
+    def check_model(self, info: ModelInfo) -> None:
+        if self.like is not None:
+            self.baseline.check_model(info)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See DecoderChoice; what decodes is chosen by time, so that texts must not depend on it."""
+        if sampling.acceptance == "rejection":
+            raise ValueError(
+                "decoder.kind: 'fastest' chooses by time, and under sampling.acceptance 'rejection' the results would depend on "
+                "it; allowed with 'rejection': any other decoder"
+            )
+        if self.like is not None:
+            self.baseline.check_sampling(sampling)
+
+
+def algorithm(setup: Setup, settings: FastestSettings) -> Algorithm:
+    """What the engine runs: the ways to draft of the room that the baseline belongs to."""
+    _, module = ROOMS[settings.baseline.runs_on]
+    made: Any = importlib.import_module(f"draftmill.decoders.{module}").fastest(setup, settings)
+    return made
