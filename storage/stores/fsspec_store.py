@@ -75,7 +75,7 @@ class FsspecStore:
         return f"{self._bucket}/{name}".rstrip("/")
 
     def _stat(self, info: dict[str, Any]) -> Stat:
-        name = info["name"].removeprefix("/").removeprefix(f"{self._bucket}/")
+        name = info["name"].removeprefix(f"{self._bucket}/")
         if not (version := info.get(self._version)):
             problem = f"its driver gives no {self._version}, without which a change of the object would not be noticed"
             raise StoreRefused(f"{self.url}/{name}: {problem}")
