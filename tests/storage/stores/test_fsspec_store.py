@@ -106,6 +106,14 @@ def test_an_object_that_is_replaced_while_a_range_is_read_is_noticed(scheme, dri
         store.get_range("x", 0, 3, etag=stat.etag)
 
 
+def test_a_cache_of_the_cloud_does_not_answer_with_an_older_version(monkeypatch):
+    driver = register(monkeypatch, "gs")
+    driver.pipe_file("bucket/x", b"new")
+    driver.cached["bucket/x"] = b"old"
+    store = FsspecStore("gs://bucket")
+    assert [store.get_range("x", 0, 3, etag=stat.etag) for stat in store.list("x")] == [b"new"]
+
+
 def test_what_a_driver_unpacks_is_no_range(scheme, driver):
     driver.pipe_file("bucket/x", b"abc")
     store = FsspecStore(f"{scheme}://bucket")
