@@ -1,7 +1,7 @@
 """A bucket of another cloud, from which inputs are read by fsspec's drivers: gcsfs for gs://, adlfs for az:// and abfs://.
 
-These have no read with a condition, as S3's If-Match. So the object's version is compared after each read: it never comes back
-once it has changed, so that bytes that were read before the planned version was seen are those of that version.
+They have no read with a condition, as S3's If-Match. So the object's version is compared after each read. A version that was
+replaced never comes back: an object that is the planned version after a read was so during the read.
 
 A new scheme needs an entry in DRIVERS, once it is known which of the driver's facts changes with every write.
 """

@@ -13,7 +13,7 @@ from draftmill.storage.inputs import inputs
 _versions = count(1)
 
 
-class Driver(MemoryFileSystem):
+class Driver(MemoryFileSystem):  # type: ignore[misc]
     """Objects under `BUCKET/name`; their facts are those of gcsfs or adlfs, by the scheme."""
 
     root_marker = ""
