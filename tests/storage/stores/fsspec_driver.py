@@ -1,4 +1,4 @@
-"""A driver of fsspec as gcsfs and adlfs are, over memory: it caches what it has listed, and each write is another version."""
+"""A driver of fsspec, over memory, that is as gcsfs and adlfs: it caches what it has listed, and each write is another version."""
 
 from collections.abc import Callable
 from itertools import count
@@ -9,12 +9,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from draftmill.storage.inputs import inputs
+from draftmill.storage.stores.fsspec_store import DRIVERS
 
 _versions = count(1)
 
 
 class Driver(MemoryFileSystem):  # type: ignore[misc]
-    """Objects under `BUCKET/name`; their facts are those of gcsfs or adlfs, by the scheme."""
+    """Objects under `BUCKET/name`, of one scheme."""
 
     root_marker = ""
     versions: dict[str, int]
@@ -54,18 +55,14 @@ class Driver(MemoryFileSystem):  # type: ignore[misc]
     def _as_driver(self, info: dict[str, Any]) -> dict[str, Any]:
         info = info | {"name": info["name"].removeprefix("/")}
         if info["type"] == "file":
-            version = self.versions[info["name"]]
-            info |= (
-                {"generation": str(version), "etag": '"same"'} if self.protocol == "gs" else {"etag": f'"{version}"'}
-            )
+            info |= {"etag": '"same"', DRIVERS[self.protocol][1]: f'"{self.versions[info["name"]]}"'}
         return info
 
 
 def register(monkeypatch: pytest.MonkeyPatch, scheme: str) -> Driver:
     """Let `scheme` be an empty Driver for this test, and return it."""
     inputs._open.cache_clear()
-    kind = type(
-        "Driver", (Driver,), {"protocol": scheme, "store": {}, "pseudo_dirs": [""], "versions": {}, "cached": {}}
-    )
+    objects = {"store": {}, "pseudo_dirs": [""], "versions": {}, "cached": {}}
+    kind = type("Driver", (Driver,), {"protocol": scheme, **objects})
     monkeypatch.setitem(_registry, scheme, kind)
     return kind(use_listings_cache=False)
