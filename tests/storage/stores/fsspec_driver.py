@@ -1,4 +1,4 @@
-"""A driver of fsspec, over memory, that is as gcsfs and adlfs: it caches what it has listed, and each write is another version."""
+"""A driver of fsspec, over memory, like gcsfs and adlfs: it caches what it has listed, and each write is another version."""
 
 from collections.abc import Callable
 from itertools import count
