@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from draftmill.decoders.common_settings import Estimate, PathMark, Settings
+from draftmill.storage.stores.fsspec_store import DRIVERS, UNSEEN
 
 Side = Literal["left", "right", "middle"]
 """Which part of a prompt is cut off if the prompt is too long."""
@@ -31,6 +32,7 @@ def as_tuple(value: Any) -> Any:
 
 
 Spelling = Annotated[str, Field(min_length=1)]
+INPUTS: Final = PathMark(("s3", "hf", *DRIVERS), reason=UNSEEN)
 CONSTRAINTS: Final = ("regex", "choice", "json_schema", "grammar")
 
 
@@ -359,9 +361,7 @@ MOST_EXAMPLES: Final = 1000
 class Examples(Settings):
     """Few-shot examples: rows of a file, or rows that the spec has itself. A plan has the rows in place of the file."""
 
-    path: Annotated[Spelling | None, PathMark(("s3", "hf"))] = Field(
-        default=None, description="a file or more, as in input.path"
-    )
+    path: Annotated[Spelling | None, INPUTS] = Field(default=None, description="a file or more, as in input.path")
     k: Annotated[int, Field(ge=1, le=MOST_EXAMPLES)] | None = Field(default=None, description="how many rows of it")
     seed: Seed | None = Field(default=None, description="draw them; null: the first k")
     rows: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple), Field(min_length=1)] | None = Field(

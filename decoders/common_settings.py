@@ -20,12 +20,14 @@ class Settings(BaseModel):
 class PathMark:
     """Marks a setting, in its annotation, as a local path or a URL of one of the `schemes`; jobs/config/paths.py collects them.
 
-    A value that matches `other` is neither. `is_model`: a value that is no local path may be a model id of the hub.
+    A value that matches `other` is neither. `is_model`: a value that is no local path may be a model id of the hub. `reason` is
+    why other schemes are refused.
     """
 
     schemes: tuple[str, ...] = ()
     other: str = ""
     is_model: bool = False
+    reason: str = ""
 
 
 MODEL: Final = PathMark(("s3",), is_model=True)

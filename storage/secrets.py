@@ -16,13 +16,15 @@ HIDDEN = "[hidden]"
 MIN_CHARS = 8
 """Shorter values are not treated as secrets: they would match ordinary words."""
 
-_VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|PRIVATE_KEY", re.IGNORECASE)
+_VARIABLES = re.compile(
+    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|(ACCESS|ACCOUNT|API|PRIVATE)_KEY|CONNECTION_STRING", re.IGNORECASE
+)
 _AUTHORIZATION = re.compile(r"\b(?:bearer|basic)\s+(?!\$)\S{8,}", re.IGNORECASE)
 _USER_INFO = re.compile(
     r"(?<=://)[^/\s@'\"]+@"
 )  # without the scheme: to look for its beginning takes the square of a word's length
 _SIGNED = re.compile(
-    r"((?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|sig|token|api[_-]?key|password)=)[^&\s'\"]+",
+    r"((?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|AccountKey|Signature|sig|token|api[_-]?key|password)=)[^&\s'\"]+",
     re.IGNORECASE,
 )
 

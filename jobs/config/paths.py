@@ -28,7 +28,7 @@ MAX_NAME_BYTES = 255
 def place_problem(data: Any) -> str | None:
     """The first problem with a path in a spec (a JobSpec), starting with its key; None if all are valid."""
     for found in places_of(data):
-        if problem := path_problem(found.value, found.mark.schemes):
+        if problem := path_problem(found.value, found.mark.schemes, found.mark.reason):
             return f"{found.key}: {problem}"
     if problem := date_problem(data.output.path):
         return f"output.path: {problem}"
@@ -49,8 +49,8 @@ def check_places(data: Any) -> None:
         raise UserError(message, field=field)
 
 
-def path_problem(path: str, schemes: tuple[str, ...]) -> str | None:
-    """The problem with a path or URL; None if it is valid."""
+def path_problem(path: str, schemes: tuple[str, ...], reason: str = "") -> str | None:
+    """The problem with a path or URL; None if it is valid. `reason` is why only these schemes are allowed."""
     if any(ord(character) < 32 or ord(character) == 127 for character in path):
         return f"{path[:80]!r} has control characters"
     if len(path.encode()) > MAX_PATH_BYTES or any(len(name.encode()) > MAX_NAME_BYTES for name in path.split("/")):
@@ -60,7 +60,7 @@ def path_problem(path: str, schemes: tuple[str, ...]) -> str | None:
         return "no credentials in a URL; they come from the environment"
     if separator and scheme not in schemes:
         allowed = ", ".join(["a local path", *(f"{name}://..." for name in schemes)])
-        return f"{scheme[:40]}:// is not allowed; allowed: {allowed}"
+        return f"{scheme[:40]}:// is not allowed; allowed: {allowed}{reason}"
     return None
 
 

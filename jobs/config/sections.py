@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from draftmill.actors.task import Columns, Side, as_tuple
+from draftmill.actors.task import INPUTS, Columns, Side, as_tuple
 from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, PathMark, Settings
 from draftmill.jobs.config.dates import format_date, read_date
 from draftmill.storage.inputs.where import parse_where
@@ -45,8 +45,8 @@ class InputSettings(Settings):
 
     path: Annotated[
         Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)] | None,
-        PathMark(("s3", "hf")),
-    ] = Field(default=None, description="file, glob, folder, s3://, hf:// or builtin:python-stdlib")
+        INPUTS,
+    ] = Field(default=None, description="file, glob, folder, s3://, gs://, az://, hf:// or builtin:python-stdlib")
     run: Annotated[Text | None, PathMark(("s3",))] = Field(default=None, description="a finished run, in place of path")
     where: Annotated[Text, AfterValidator(_where)] | None = Field(
         default=None, description="rows of the run, such as `exact_match >= 1`; null: all that are ok"

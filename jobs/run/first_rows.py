@@ -29,7 +29,7 @@ from draftmill.jobs.formatting import device_text
 from draftmill.jobs.plan.planning import check_kinds
 from draftmill.jobs.plan.resolve import Resolved
 from draftmill.storage.errors import RowError, UserError
-from draftmill.storage.inputs.inputs import local_path
+from draftmill.storage.inputs.inputs import is_object, local_path
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 
@@ -82,7 +82,7 @@ def take_sample(resolved: Resolved) -> RowSample:
 
 def estimate_rows(inputs: Sequence[InputFile], rows: Sequence[FirstRow]) -> int:
     """Rows of all inputs: exact for Parquet files, else extrapolated from the sampled rows per byte; at least the sample's."""
-    if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
+    if all(file.format == "parquet" and not is_object(file) for file in inputs):
         return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)
     # The sample's last row begins at `offset`: the bytes before it hold all earlier rows.
     last, offset = inputs[rows[-1].file], rows[-1].offset

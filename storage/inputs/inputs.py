@@ -1,6 +1,6 @@
 """Resolves `input.path` to a sorted list of files, each with its format and version.
 
-Knows the places (local, S3, Hugging Face, the interpreter's own sources) and the file endings; opens no file.
+Knows the places (local, buckets, Hugging Face, the interpreter's own sources) and the file endings; opens no file.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.huggingface import list_dataset
 from draftmill.storage.inputs.rows import FIELD, InputFile
-from draftmill.storage.stores.interface import Place, Stat, about, is_local
+from draftmill.storage.stores.fsspec_store import DRIVERS, UNSEEN, FsspecStore
+from draftmill.storage.stores.interface import Place, ReadStore, Stat, about, is_local
 from draftmill.storage.stores.store import open_store
 
 STDLIB = "builtin:python-stdlib"
@@ -58,7 +60,7 @@ MOST_ALTERNATIVES = 1000
 def list_inputs(*places: Place | str, delimiter: str | None = None) -> list[InputFile]:
     """Return the inputs at a place, sorted by name, never an empty list; for several places one after the other.
 
-    A place is a file, a folder, a glob (`**` for any depth, `{a,b}` for either), the same under s3://, `hf://DATASET` or
+    A place is a file, a folder, a glob (`**` for any depth, `{a,b}` for either), the same in a bucket, `hf://DATASET` or
     `builtin:python-stdlib`. A file or folder of exactly that name comes before the meaning as a glob. In a folder hidden files,
     names with a leading `_` and unknown endings are skipped. A file found at several places is listed once, and names are
     relative to the places' common part. `delimiter` is stored with each csv file. Raises UserError if nothing matches, or a
@@ -95,11 +97,11 @@ def _exists(place: Place) -> bool:
     path = place.url
     if is_local(path):
         return os.path.exists(os.path.expanduser(path))
-    bucket, _, key = path.removeprefix("s3://").partition("/")
-    if not path.startswith("s3://") or _BRACES.search(bucket):
+    if path.startswith("hf://") or _BRACES.search(path.split("/")[2]):
         return False
     with about(FIELD):
-        found = open_store(place.at(f"s3://{bucket}")).list(key.rstrip("/"))
+        bucket, key = open_bucket(place)
+        found = bucket.list(key.rstrip("/"))
         return any(f"{stat.name}/".startswith(f"{key.rstrip('/')}/") for stat in found)
 
 
@@ -111,11 +113,7 @@ def _list_one(place: Place) -> list[InputFile]:
         raise UserError(f"{path!r} is not a builtin input; allowed: {STDLIB}", field=FIELD)
     if path.startswith("hf://"):
         return list_dataset(path, list_inputs)
-    if path.startswith("s3://"):
-        return _list_s3(place)
-    if not is_local(path):
-        raise UserError(f"{path!r}: inputs are local paths, s3://, hf:// or builtin:", field=FIELD)
-    return _list_local(os.path.expanduser(path))
+    return _list_local(os.path.expanduser(path)) if is_local(path) else _list_bucket(place)
 
 
 class NothingThere(UserError):
@@ -194,21 +192,41 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"{error.filename}: {error.strerror}", field=FIELD)
 
 
-def _list_s3(place: Place) -> list[InputFile]:
+def open_bucket(place: Place) -> tuple[ReadStore, str]:
+    """The bucket of a URL, and the name in it. UserError if its scheme is not one of those that inputs may have."""
+    scheme, _, rest = place.url.partition("://")
+    if scheme not in {"s3", *DRIVERS}:
+        allowed = ", ".join(f"{name}://..." for name in ("s3", "hf", *DRIVERS))
+        raise UserError(f"{scheme}:// is not allowed; allowed: a local path, {allowed}{UNSEEN}", field=FIELD)
+    bucket, _, key = rest.partition("/")
+    return _open(place.at(f"{scheme}://{bucket}")), key
+
+
+@lru_cache(maxsize=4)
+def _open(bucket: Place) -> ReadStore:
+    return open_store(bucket) if bucket.url.startswith("s3://") else FsspecStore(bucket.url)
+
+
+def is_object(file: InputFile) -> bool:
+    """Whether an input is an object in a bucket."""
+    return file.format != "hf" and not is_local(file.uri)
+
+
+def _list_bucket(place: Place) -> list[InputFile]:
     path = place.url
-    bucket, _, key = path.removeprefix("s3://").partition("/")
-    wild, folder = bool(_WILD.search(key)), f"{key.rstrip('/')}/" if key else ""
-    root = _fixed_part(key) if wild else key
     with about(FIELD):
-        objects = _without_markers(open_store(place.at(f"s3://{bucket}")).list(root))
+        bucket, key = open_bucket(place)
+        wild, folder = bool(_WILD.search(key)), f"{key.rstrip('/')}/" if key else ""
+        root = _fixed_part(key) if wild else key
+        objects = _without_markers(bucket.list(root))
     if exact := [stat for stat in objects if stat.name == key]:
-        return _sorted(path, [_s3_file(place, os.path.dirname(key), stat) for stat in exact])
+        return _sorted(path, [_object_file(place, os.path.dirname(key), stat) for stat in exact])
     inside = [stat for stat in objects if stat.name.startswith(folder)]
     if inside or not wild:
-        files = [_s3_file(place, folder, stat) for stat in inside]
+        files = [_object_file(place, folder, stat) for stat in inside]
         return _data_files(path, [file for file in files if not any(map(_is_hidden, file.name.split("/")))])
     pattern = glob_pattern(key)
-    return _sorted(path, [_s3_file(place, root, stat) for stat in objects if pattern.fullmatch(stat.name)])
+    return _sorted(path, [_object_file(place, root, stat) for stat in objects if pattern.fullmatch(stat.name)])
 
 
 def _without_markers(objects: Iterable[Stat]) -> list[Stat]:
@@ -220,8 +238,8 @@ def _without_markers(objects: Iterable[Stat]) -> list[Stat]:
     return [stat for stat in files if stat.name not in empty]
 
 
-def _s3_file(place: Place, root: str, stat: Stat) -> InputFile:
-    uri = f"s3://{place.url.split('/')[2]}/{stat.name}"
+def _object_file(place: Place, root: str, stat: Stat) -> InputFile:
+    uri = "/".join([*place.url.split("/")[:3], stat.name])
     name = stat.name.removeprefix(root).lstrip("/")
     return InputFile(uri, name, stat.size, stat.etag, stat.mtime_s, *format_of(stat.name), s3=place.s3)
 

@@ -95,7 +95,7 @@ def read_rows(
 
 
 def fetch_ahead(files: Iterable[tuple[InputFile, Places]]) -> Iterator[tuple[InputFile, Places]]:
-    """Yield files with places in them, in order, while the data of the next ones is fetched from S3.
+    """Yield files with places in them, in order, while the data of the next ones is fetched from its bucket.
 
     Small files are fetched whole, large ones only around the offsets; large tables and compressed files are not fetched ahead,
     since the position of a row in them is unknown.

@@ -1,8 +1,8 @@
-"""Opens inputs as buffered byte streams: local disk or S3, plain or compressed, from the front or at random positions.
+"""Opens inputs as buffered byte streams: local disk or a bucket, plain or compressed, from the front or at random positions.
 
-Memory is constant: a stream holds one buffer, and S3 blocks are cached up to a fixed size. A local file is identified by its size
-and mtime, or by a hash of its content, which recognises a file that was only touched or copied. It is hashed when the job is
-planned, which reads it anyway. On S3 the etag does this, and a listing contains it.
+Memory is constant: a stream holds one buffer, and blocks of objects are cached up to a fixed size. A local file is identified by
+its size and mtime, or by a hash of its content, which recognises a file that was only touched or copied. It is hashed when the
+job is planned, which reads it anyway. In a bucket the etag does this, and a listing contains it.
 
 A compressed file can only be unpacked from its front, so recently unpacked content is kept in temporary files. The units of a
 window lie in one stretch of the file, and the next window comes after it: a reader that continues from its position unpacks a
@@ -27,13 +27,12 @@ from typing import IO, Any, TypeVar
 import pyarrow as pa
 
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.inputs.inputs import STDLIB, local_path
+from draftmill.storage.inputs.inputs import STDLIB, is_object, local_path, open_bucket
 from draftmill.storage.inputs.rows import FIELD, InputFile, damage_error
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, RangeFile, SeekableFile
-from draftmill.storage.stores.interface import Conflict, Place, Store, about, is_local
+from draftmill.storage.stores.interface import Conflict, Place, ReadStore, about, is_local
 from draftmill.storage.stores.local import translate_errors
 from draftmill.storage.stores.parallel import thread_pool
-from draftmill.storage.stores.store import open_store
 
 T = TypeVar("T")
 
@@ -62,7 +61,7 @@ def open_bytes(file: InputFile, *, buffer_bytes: int = BUFFER_BYTES) -> io.Buffe
 
     Opening and reading raise Conflict where the file is not the one that was listed or planned.
     """
-    if file.uri.startswith("s3://"):
+    if is_object(file):
         return io.BufferedReader(RangeFile(*_object(file)), buffer_bytes)
     with translate_errors(local_path(file)):
         return io.BufferedReader(_LocalFile(file), buffer_bytes)
@@ -106,7 +105,7 @@ Stamp = tuple[int, int, int]
 
 def stamp_of(file: InputFile) -> Stamp | None:
     """The stamp of a local file as it is now; None if it is missing, or not local."""
-    if file.uri.startswith("s3://"):
+    if is_object(file):
         return None
     try:
         stat = local_path(file).stat()
@@ -172,23 +171,17 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
-def _object(file: InputFile) -> tuple[Store, str, str | None, int]:
-    """The store, name, etag and size of a file on S3."""
-    assert file.size is not None, "a listing on S3 tells sizes"
-    bucket, _, key = file.uri.removeprefix("s3://").partition("/")
-    return _bucket(Place(f"s3://{bucket}", file.s3)), key, file.etag, file.size
+def _object(file: InputFile) -> tuple[ReadStore, str, str | None, int]:
+    """The store, name, etag and size of an object."""
+    assert file.size is not None, "a listing of a bucket tells sizes"
+    return *open_bucket(Place(file.uri, file.s3)), file.etag, file.size
 
 
 def blocks_at(file: InputFile, offsets: Iterable[int]) -> list[Block]:
-    """The blocks of a file on S3 that are needed to read from these offsets; none for a local file."""
-    if not file.uri.startswith("s3://"):
+    """The blocks of an object that are needed to read from these offsets; none for a local file."""
+    if not is_object(file):
         return []
     return [Block(*_object(file), index) for index in sorted({offset // BLOCK_BYTES for offset in offsets})]
-
-
-@lru_cache(maxsize=4)
-def _bucket(place: Place) -> Store:
-    return open_store(place)
 
 
 @dataclass(slots=True)

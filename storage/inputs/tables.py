@@ -24,7 +24,7 @@ from draftmill.storage.arrow_validation import THREADS, sound
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.fields import lift_batch, outer_columns
 from draftmill.storage.inputs.huggingface import load
-from draftmill.storage.inputs.inputs import local_path
+from draftmill.storage.inputs.inputs import is_object, local_path
 from draftmill.storage.inputs.lines import too_long_message
 from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, FileSlice, InputFile, Row, damage_error, failed_row
 from draftmill.storage.inputs.sources import check_same, open_bytes
@@ -310,7 +310,7 @@ def _open_arrow(source: Any) -> Any:
 
 def _arrow_source(file: InputFile) -> Any:
     # Skipping batches is free with mapped memory.
-    if not file.uri.startswith("s3://") and file.size:
+    if not is_object(file) and file.size:
         path = local_path(file)
         with translate_errors(path):
             check_same(file, path.stat())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from draftmill.storage.stores.interface import NotFound, Store
+from draftmill.storage.stores.interface import NotFound, ReadStore, Store
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ ENTRY_BYTES = 2**10
 class Block:
     """The bytes of an object from `index` * BLOCK_BYTES on. Another version than `etag` is a Conflict."""
 
-    store: Store
+    store: ReadStore
     name: str
     etag: str | None
     object_size: int
@@ -175,7 +175,7 @@ class RangeFile(SeekableFile):
     one for each column.
     """
 
-    def __init__(self, store: Store, name: str, etag: str | None, size: int) -> None:
+    def __init__(self, store: ReadStore, name: str, etag: str | None, size: int) -> None:
         super().__init__(size)
         self._object, self._object_size = (store, name, etag, size), size
         self._recent: deque[int] = deque(maxlen=PLACES)

@@ -139,8 +139,25 @@ def about(field: str) -> Iterator[None]:
         raise StoreError(f"{field}: {error}") from None
 
 
-class Store(Protocol):
-    """Bytes by name. Temporary failures are retried inside; what stays is a StoreError, a refusal StoreRefused."""
+class ReadStore(Protocol):
+    """Bytes by name, to read. Temporary failures are retried inside; what stays is a StoreError, a refusal StoreRefused."""
+
+    def __hash__(self) -> int: ...
+
+    def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
+        """Return `length` bytes from `start`, fewer only at the object's end; NotFound if there is none.
+
+        With `etag`, Conflict if the object is no longer that version.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[Stat]:
+        """Yield in the order of names the objects at the name `prefix` and below it, perhaps with others that begin so."""
+        ...
+
+
+class Store(ReadStore, Protocol):
+    """Bytes by name, to read and write."""
 
     @property
     def place(self) -> Place:
@@ -152,17 +169,8 @@ class Store(Protocol):
         """The store's URL as the user wrote it; never with credentials."""
         ...
 
-    def __hash__(self) -> int: ...
-
     def get(self, name: str) -> bytes:
         """Return the whole object as some one writer left it, never a mixture; NotFound if there is none."""
-        ...
-
-    def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
-        """Return `length` bytes from `start`, fewer only at the object's end; NotFound if there is none.
-
-        With `etag`, Conflict if the object is no longer that version.
-        """
         ...
 
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:

@@ -31,6 +31,7 @@ from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import job_spec, results_of, save_model
+from tests.storage.stores.fsspec_driver import register
 
 PLANNED = [{"id": f"old-{number}", "prompt": f"x = {number}"} for number in range(8)]
 OTHERS = [{"id": f"new-{number}", "prompt": f"y = {number}"} for number in range(8)]
@@ -153,6 +154,25 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path, monkeyp
         same.write("".join(f"{json.dumps(row)}\n" for row in OTHERS))
     with pytest.raises(ChangedInput, match="it was written to while it was read"):
         list(rows)
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_an_object_that_fsspec_reads_and_that_is_replaced_after_the_plan_commits_no_row(folder, scheme, monkeypatch):
+    driver = register(monkeypatch, scheme)
+    spec = job_spec(folder, PLANNED, input={"path": f"{scheme}://bucket/rows.jsonl"})
+
+    def put(letter: str) -> None:
+        rows = [{"id": row["id"], "prompt": row["prompt"].replace("x", letter)} for row in PLANNED]
+        driver.pipe_file("bucket/rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        monkeypatch.setattr(block_cache, "BLOCKS", BlockCache())
+
+    put("x")
+    store = open_store(spec.output.path)
+    plan = make_plan(resolve(spec, store), store, Display())
+    put("y")  # the ids stay, so that only the version tells
+    (failure,) = decode(spec, plan)
+    assert (failure.kind, failure.error_kind) == ("INFRA", CHANGED_INPUT)
+    assert f"{scheme}://bucket/rows.jsonl has changed since it was listed" in failure.error and not results_of(spec)
 
 
 @pytest.mark.s3

@@ -13,7 +13,7 @@ import pytest
 
 from draftmill.storage.errors import StoreRefused, UserError
 from draftmill.storage.inputs.inputs import format_of, glob_pattern, list_inputs
-from draftmill.storage.inputs.reader import iterate, read_rows
+from draftmill.storage.inputs.reader import fetch_ahead, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, InputFiles, default_id
 from draftmill.storage.stores.interface import S3_DEFAULTS, Place, S3Options
 
@@ -288,6 +288,7 @@ def test_a_dataset_of_the_hub_is_one_input_read_by_row_number(tmp_path, monkeypa
     assert (file.format, file.name, file.size) == ("hf", "train", 20)
     rows = list(iterate(file))
     assert [row.values for row in rows] == [{"text": f"row {index}", "n": index} for index in range(20)]
+    assert list(fetch_ahead([(file, [(7, None)])])) == [(file, [(7, None)])]  # its size is no number of bytes
     assert list(read_rows(file, [(7, None), (3, None)], columns={"text": "text"})) == [
         dataclasses.replace(rows[7], values={"text": "row 7"}),
         dataclasses.replace(rows[3], values={"text": "row 3"}),
