@@ -289,5 +289,11 @@ def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     head = INDEPENDENT if setup.heads is None else MARKOV
     decode = partial(by_clock, auto=auto, head=head, texts_of=texts_of)
     return any_subset_model(
-        probe=joint, decode=decode, window=max(most, MOST_AUTO) + 1, auto=auto, keeps_laws=True, names_laws=True
+        probe=joint,
+        decode=decode,
+        window=max(most, MOST_AUTO) + 1,
+        auto=auto,
+        keeps_laws=True,
+        names_laws=True,
+        follows=Sample.two_stream_next,
     )

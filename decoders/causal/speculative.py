@@ -20,7 +20,7 @@ Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023; Saxena, "Prompt
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -356,4 +356,5 @@ def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
         texts_of, most, _ = texts_by(named, auto)
         means[0] = Means(partial(by_earlier_texts, texts_of=texts_of), "run")
     drafter = partial(by_any, auto=auto, makers=[each.drafter for each in means])
-    return means[0]._replace(drafter=drafter, most=max(most, MOST_AUTO)).algorithm(auto, auto)
+    base = means[0]._replace(drafter=drafter, most=max(most, MOST_AUTO)).algorithm(auto, auto)
+    return replace(base, follows=Sample.causal_next)

@@ -83,7 +83,8 @@ class AutoLength:
             self._way_of += [number] * len(way.lengths)
         # Of each way the choice with which it is tried, and a smaller one.
         self._firsts = [self._first_of(ladder, way) for ladder, way in zip(self._ladders, ways, strict=True)]
-        self._best = self._now = self.lengths.index(max(start, ways[0].least))
+        self._best = self._now = self._next = self.lengths.index(max(start, ways[0].least))
+        self._is_held = False
         # A first length that no trial has chosen is compared with none before anything else, if few drafts hold.
         self._is_unproved = self._best > 0
         # The rate of the best length just before a trial, and the step in which each length was tried last beside it.
@@ -124,6 +125,16 @@ class AutoLength:
     def name(self) -> str:
         """What such an iteration is called in the figures of a run."""
         return f"{self._names[self.way]} {self()}" if self._now else "none"
+
+    def hold(self, *, held: bool) -> None:
+        """Whether a change has to wait: while a forward runs unread, asks that follow it were formed by the present choice."""
+        self._is_held = held
+        self._now = self._now if held else self._next
+
+    @property
+    def stays_plain(self) -> bool:
+        """Whether nothing drafts, and nothing is to be tried next."""
+        return self._now == self._next == 0
 
     @property
     def is_measuring(self) -> bool:
@@ -224,7 +235,8 @@ class AutoLength:
         self._use(self._best)
 
     def _use(self, index: int) -> None:
-        self._now, self._settling = index, self._settling_steps
+        self._next, self._settling = index, self._settling_steps
+        self._now = self._now if self._is_held else index
         self._num_new, self._since = 0, self._step
         self._window.clear()
         self._trial_tokens, self._settling_s = 0, 0.0

@@ -28,7 +28,7 @@ from draftmill.decoders.backbones.rows import Host, put
 from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from draftmill.decoders.constraints.constraint import tracker_of
 from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from draftmill.decoders.engine.asks import MODEL, Answer, Ask, Roll, SampleFrom, Wish
+from draftmill.decoders.engine.asks import MODEL, Answer, Ask, Roll, SampleFrom, Span, Wish
 from draftmill.decoders.engine.batch import Batch, answers, bad_samples, best_tokens, pack, steps
 from draftmill.decoders.engine.cuda_graphs import drop_all, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
@@ -52,6 +52,8 @@ class Running:
     samples: Sequence[Sample]
     chunks: frozenset[int]
     started: Started
+    is_plain: bool = True
+    """Whether no draft is verified, and none made."""
 
     def answers(self, sample: Sample) -> bool:
         """Whether the record is for a sample: it has asked for it, or is bad, and has not ended before."""
@@ -407,7 +409,12 @@ class Engine:
         if started is None:
             return ended
         going = [sample for sample in started.samples if sample.decoding]
-        if not self.hides_host or not going or any(sample.is_shaped or sample.request.probe for sample in going):
+        auto = self.algorithm.auto
+        has_next = self.hides_host and going and not any(sample.is_shaped or sample.request.probe for sample in going)
+        if auto is not None:
+            has_next = has_next and auto.stays_plain and started.is_plain
+            auto.hold(held=bool(has_next))
+        if not has_next:
             return ended + self._settle(started)
         self._running = started
         return ended
@@ -427,7 +434,7 @@ class Engine:
         for sample in turn.chunks:
             sample.cached += sample.chunk
             sample.ask, sample.chunk = None, 0
-        return Running(samples, frozenset(sample.slot for sample in turn.chunks), started)
+        return Running(samples, frozenset(sample.slot for sample in turn.chunks), started, all(map(_is_plain, asks)))
 
     def _settle(self, running: Running) -> list[Sample]:
         """Read a forward and send the answers; returns the samples that ended. Rows of earlier ended ones are dropped."""
@@ -543,6 +550,11 @@ def hides_host(backbone: Model) -> bool:
     """Whether steps overlap: a GPU runs one while the host packs the next. Rows of samples that have ended meanwhile write
     columns that nobody sees, which kernels alone never read."""
     return backbone.device.type != "cpu" and backbone.reads_rows
+
+
+def _is_plain(ask: Ask) -> bool:
+    """Whether an ask is for one token: a row of a causal model, or one query."""
+    return len(ask.drafts) <= 1 and (not ask.queries or (len(ask.queries) == len(Span._fields) and ask.queries[0] == 1))
 
 
 def _source(ask: Wish | None) -> str:

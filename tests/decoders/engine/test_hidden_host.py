@@ -4,16 +4,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftmill.decoders.base import Outcome, Request, RowSettings
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.auto import AutoLength
+from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.engine import Engine, Running
 from draftmill.decoders.engine.penalties import Penalties
 from tests.decoders.engine.test_broken_numbers import ANY, BROKEN, CAUSAL, broken_model, engine_of, request
 from tests.decoders.engine.test_chunks import given
-from tests.decoders.engine.test_prefix_cache import made, said
-from tests.decoders.support import run_all, texts
+from tests.decoders.engine.test_prefix_cache import CASES, made, model, said
+from tests.decoders.support import decoder_settings, engine, run_all, texts
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -108,3 +111,37 @@ def test_a_cleared_engine_forgets_the_forward_that_runs(hidden):
     assert decoder._running is not None
     assert sorted(decoder.clear()) == [0, 1, 2, 3]
     assert said(run_all(decoder, requests)) == expected
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
+def test_a_choice_waits_until_no_forward_runs_that_was_formed_without_it(name, hidden, monkeypatch):
+    folder, like = CASES[name][0], CASES[name][1].name()
+    decoder = engine(
+        *model(folder),
+        decoder_settings("fastest", like=like),
+        Sampling(temperature=0.9),
+        rows=4,
+        max_tokens=1 << 16,
+        stops=Stops() if folder != "asarm-tiny" else None,
+        trace=True,
+        prompt_rows=7,
+    )
+    rng, auto = np.random.default_rng(0), decoder.algorithm.auto
+    choices = len(auto.lengths)
+
+    def choose(*_: Any) -> None:
+        if rng.random() < 0.3:
+            auto._use(0 if rng.random() < 0.6 else int(rng.integers(choices)))
+
+    monkeypatch.setattr(AutoLength, "note_step", choose)
+    requests = given(name)
+    expected, found = run_all(made(name, 4), requests), run_all(decoder, requests)
+    assert texts(found) == texts(expected)
+    for index, one in found.items():
+        assert one.logprob == pytest.approx(expected[index].logprob, rel=1e-5)
+        assert sum(count * times for count, times in enumerate(one.accept_hist)) == len(one.tokens)
+        # What a trace shows as proposed was verified: as many as the counts say.
+        assert sum(len(step.proposed) for step in one.trace or []) == one.proposed >= one.accepted
+    assert sum(one.proposed for one in found.values()) > 0
+    reads = hidden[len(hidden) - decoder.stats.steps :]
+    assert {True, False} <= set(reads[:-1])
