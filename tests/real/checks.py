@@ -35,6 +35,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "jacobi": {"kind": "jacobi"},
     "jacobi, running": {"kind": "jacobi", "window": "running"},
     "multiblock_jacobi": {"kind": "multiblock_jacobi"},
+    "fastest": {"kind": "fastest"},
 }
 
 
@@ -182,6 +183,49 @@ def write_drafter(folder: Path, target: Path) -> Path:
     rounded = {name: tensor.to(torch.float8_e4m3fn).to(torch.bfloat16) for name, tensor in weights.items()}
     save_file(rounded, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def check_again(bench: Bench) -> list[Finding]:
+    """Finished runs draft: the same job again, and one whose weights were int8; both give the rows without a drafter."""
+    baseline, found = bench.baseline(), []
+    bench.place.run("sampled-int8", bench.chat, bench.rows[::4], sampling=WARM, model={"weights": "int8"})
+    for name, what in (("sampled", "the same job"), ("sampled-int8", "int8 before")):
+        drafter = {"kind": "run", "path": str(bench.place.root / name / "run")}
+        decoder = {"kind": "speculative", "drafter": drafter}
+        rows = bench.place.run(f"after-{name}", bench.chat, bench.rows[::4], sampling=WARM, decoder=decoder)
+        tokens, nfe, reused = (sum(row[name] for row in rows.values()) for name in ("new_tokens", "nfe", "reused"))
+        note = f"{nfe / tokens:.2f} forwards a token, {reused / tokens:.0%} reused"
+        equal = same(rows, baseline, RESULT)
+        found.append(
+            Finding(f"a run drafts ({what}): autoregressive", equal, len(rows), note, equal == len(rows) and reused > 0)
+        )
+    return found
+
+
+def check_common_noise(bench: Bench) -> list[Finding]:
+    """float32 beside int4: all pairs share their noise, so a difference needs fewer samples."""
+    folders = []
+    for name, model in (("noise-float32", {}), ("noise-int4", {"weights": "int4"})):
+        task = bench.chat | {"max_new_tokens": min(24, bench.new_tokens)}
+        metrics = [{"kind": "length"}]
+        bench.place.run(name, task, bench.rows, sampling=WARM, model=model, metrics=metrics)
+        folders.append(str(bench.place.root / name / "run"))
+    code, said = call("compare", *folders, "--json")
+    assert code == 0, said[-1500:]
+    found = json.loads(said)["comparisons"][0]
+    pairing = found["metrics"]["length_characters"]["pairing"]
+    worth = pairing["worth"] or 0.0
+    note = f"characters: correlation {pairing['correlation'] or 0.0:.2f}, pairs are worth {worth:.1f} times the samples"
+    pairs = found["noise"]["pairs"]
+    return [
+        Finding(
+            "float32 and int4: pairs with common noise",
+            pairs,
+            len(bench.rows),
+            note,
+            worth > 1.0 and pairs == found["pairs"],
+        )
+    ]
 
 
 def check_two_workers(bench: Bench) -> list[Finding]:
@@ -429,6 +473,8 @@ def check_refusals(bench: Bench) -> list[Finding]:
 CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
     "greedy": check_greedy,
     "decoders": check_decoders,
+    "again": check_again,
+    "noise": check_common_noise,
     "workers": check_two_workers,
     "resume": check_resume,
     "scores": check_scores,
