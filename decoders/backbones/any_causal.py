@@ -56,15 +56,13 @@ class AnyCausalBackbone(ModuleBackbone):
     layers_by = "transformers' code"
 
     def __init__(self, name: str, config: Mapping[str, Any], weights: dict[str, Tensor], how: Running) -> None:
-        known, where, small = facts(name, config), how.device, how.small
+        known, where, first, small = facts(name, config), how.device, how.first, how.small
         if how.is_fixed and name not in _FIXED:
             raise ValueError(
                 f"model.exact: true, but models of family {name!r} are not exact on GPUs; allowed there: false"
             )
         model = _load(name, config, known, weights, how.dtype)
         base = model.get_decoder()
-        # Full weights never reach a device that gets small ones.
-        first = where if small == "auto" else torch.device("cpu")
         model.to(first)
         if small != "auto":
             shrink_products(base, small, first)

@@ -32,6 +32,11 @@ class Running(NamedTuple):
         """Whether all products run by kernels of fixed tiles."""
         return self.exact and self.device.type != "cpu"
 
+    @property
+    def first(self) -> torch.device:
+        """Where weights are read to: full ones never reach a device that gets small ones."""
+        return self.device if self.small == "auto" else torch.device("cpu")
+
 
 class Model(ABC):
     """All tensors live on `device`; hidden states have `dtype`, logits float32 or better. Keys and values are in a slot `cache`,
@@ -56,7 +61,7 @@ class Model(ABC):
     tiling: Tiling
     """The tiles of that kernel, where `reads_rows`."""
     num_weights: int = 0
-    """Weights that each row is multiplied by: 2 FLOPs each."""
+    """Weights that each row is multiplied by, without experts: 2 FLOPs each."""
     has_sums: ClassVar[bool] = True
     sums_N: Tensor | None = None
     """With `has_sums`: a float64 sum over each row's state in the last forward, not finite if any number of it is not."""

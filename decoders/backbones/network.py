@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -36,10 +36,11 @@ from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
+from draftmill.decoders.kernels.find import find_layers
 
 Rowwise = Callable[[Tensor], Tensor]
 _tanh_gelu: Final = partial(functional.gelu, approximate="tanh")
-_ACTIVATIONS: Final[dict[str, Rowwise]] = {
+ACTIVATE: Final[dict[str, Rowwise]] = {
     "silu": functional.silu,
     "swish": functional.silu,
     "gelu": functional.gelu,
@@ -153,32 +154,19 @@ class Layer(nn.Module):
             self.down_proj = UnsetLinear(shape.intermediate_size, width, bias=shape.inner_bias)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+def _parts(layer: Any) -> Any:
     """What a forward calls of one layer: looking parts up in modules takes as long as small products."""
-
-    qkv: Rowwise
-    output: Rowwise
-    attention_norm: Any
-    inner_norm: Any
-    head_norms: tuple[Any, Any] | None
-    gate_up: Rowwise | None
-    down: Rowwise | None
-    mixture: Rowwise | None
-
-    @classmethod
-    def of(cls, layer: Any) -> _Parts:
-        is_dense = hasattr(layer, "down_proj")
-        return cls(
-            qkv=layer.qkv_proj.forward,
-            output=layer.o_proj.forward,
-            attention_norm=layer.input_layernorm,
-            inner_norm=layer.post_attention_layernorm,
-            head_norms=(layer.q_norm, layer.k_norm) if hasattr(layer, "q_norm") else None,
-            gate_up=layer.gate_up_proj.forward if is_dense else None,
-            down=layer.down_proj.forward if is_dense else None,
-            mixture=None if is_dense else layer.mlp,
-        )
+    is_dense = hasattr(layer, "down_proj")
+    return SimpleNamespace(
+        qkv=layer.qkv_proj.forward,
+        output=layer.o_proj.forward,
+        attention_norm=layer.input_layernorm,
+        inner_norm=layer.post_attention_layernorm,
+        head_norms=(layer.q_norm, layer.k_norm) if hasattr(layer, "q_norm") else None,
+        gate_up=layer.gate_up_proj.forward if is_dense else None,
+        down=layer.down_proj.forward if is_dense else None,
+        mixture=None if is_dense else layer.mlp,
+    )
 
 
 class RotaryNetwork(nn.Module):
@@ -200,10 +188,12 @@ class RotaryNetwork(nn.Module):
 
     def bind(self, rotation: Rotation, kernels: Any) -> None:
         """Note what a forward calls, after products have been replaced. `kernels` as in decoders/kernels/layers.py."""
-        self._parts = [_Parts.of(layer) for layer in self.layers]
-        self._rotation, self._scores = rotation, Scores(self.shape.head_dim**-0.5)
-        self._activation = _ACTIVATIONS[self.shape.hidden_act]
-        self.kernels = kernels
+        shape, self.kernels = self.shape, kernels
+        self._parts = [_parts(layer) for layer in self.layers]
+        self._rotation, self._scores = rotation, Scores(shape.head_dim**-0.5)
+        self._activation = ACTIVATE[shape.hidden_act]
+        num_heads, num_keys = shape.num_attention_heads, shape.num_key_value_heads
+        self._num_heads, self._all_heads = num_heads, (-1, num_heads + 2 * num_keys, shape.head_dim)
 
     def forward(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         """Run flat rows; final normed states [P, D]."""
@@ -212,9 +202,8 @@ class RotaryNetwork(nn.Module):
         return self._run_kernels(tokens_P, positions_P, layout)
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
-        num_heads, half = self.shape.num_attention_heads, self.shape.head_dim // 2
+        num_heads, half = self._num_heads, self.shape.head_dim // 2
         num_turned = num_heads + self.shape.num_key_value_heads
-        all_heads = (-1, num_turned + self.shape.num_key_value_heads, self.shape.head_dim)
         if isinstance(layout, FlatLayout):
             turns_2Pd = self._rotation.at(positions_P)
         else:
@@ -222,7 +211,7 @@ class RotaryNetwork(nn.Module):
         cos_P1d, sin_P1d = turns_2Pd.unsqueeze(2).unbind(0)
         states_PD: Tensor = self.word_embeddings(tokens_P)
         for index, layer in enumerate(self._parts):
-            heads_PJd = layer.qkv(layer.attention_norm(states_PD)).view(all_heads)
+            heads_PJd = layer.qkv(layer.attention_norm(states_PD)).view(self._all_heads)
             turned_PJd = heads_PJd[:, :num_turned]
             if layer.head_norms is not None:
                 query_norm, key_norm = layer.head_norms
@@ -239,11 +228,10 @@ class RotaryNetwork(nn.Module):
         final_PD: Tensor = self.norm(states_PD)
         return final_PD
 
-    def _inner(self, layer: _Parts, rows_PD: Tensor) -> Tensor:
+    def _inner(self, layer: Any, rows_PD: Tensor) -> Any:
         """What the feed-forward network or the mixture of a layer adds to the states."""
         if layer.mixture is not None:
             return layer.mixture(rows_PD)
-        assert layer.gate_up is not None and layer.down is not None, "a layer without experts is dense"
         both_PI = layer.gate_up(rows_PD)
         if self.kernels is not None and self._activation is functional.silu:
             return layer.down(self.kernels.gated(both_PI))
@@ -252,18 +240,14 @@ class RotaryNetwork(nn.Module):
 
     def _run_kernels(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         assert isinstance(layout, FlatLayout), "kernels attend"
-        kernels, cache, shape = self.kernels, layout.cache, self.shape
-        num_heads, all_heads = (
-            shape.num_attention_heads,
-            (-1, shape.num_attention_heads + 2 * shape.num_key_value_heads, shape.head_dim),
-        )
+        kernels, cache = self.kernels, layout.cache
         states_PD: Tensor = self.word_embeddings(tokens_P)
         count, padding = layout.count, len(tokens_P) - layout.count
         turn = self._rotation.angle_h, self._rotation.factor
         norms = [*(layer.attention_norm for layer in self._parts), self.norm]
         rows_PD: Tensor = kernels.add_norm(states_PD, None, norms[0].weight, norms[0].eps)
         for index, layer in enumerate(self._parts):
-            heads_PJd = layer.qkv(rows_PD).view(all_heads)
+            heads_PJd = layer.qkv(rows_PD).view(self._all_heads)
             head_norms = None
             if layer.head_norms is not None:
                 query_norm, key_norm = layer.head_norms
@@ -271,7 +255,7 @@ class RotaryNetwork(nn.Module):
             rotated = heads_PJd[:count], positions_P[:count], layout.places
             kernels.rotate(*rotated, cache.pools_2CKd[index], turn, head_norms)
             mixed_PHd = layout.attend(
-                heads_PJd[:count, :num_heads],
+                heads_PJd[:count, : self._num_heads],
                 cache.layers_2SKWd[index],
                 layout.seen,
                 scaling=self._scores.scaling,
@@ -303,8 +287,6 @@ def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: 
     same rows are joined. `order_d` is the Rotation's; `num_turned` heads are rotated. They are removed from the dict."""
     ready: dict[str, Tensor] = {}
     for name in list(weights):
-        if name not in weights:
-            continue  # joined with one before it
         found = _OF_LAYER.fullmatch(name)
         if found is None:
             own = name.replace("embed_tokens", "word_embeddings").replace(".gate.expert_bias", ".expert_bias")
@@ -318,16 +300,10 @@ def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: 
         tensors = [weights.pop(one) for one in names]
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         if order_d is not None and joined in {"qkv_proj", "q_norm", "k_norm"}:
-            tensor = _reordered(tensor, order_d, num_turned if joined == "qkv_proj" else 1)
+            heads, turned = tensor.unflatten(0, (-1, len(order_d))), num_turned if joined == "qkv_proj" else 1
+            tensor = torch.cat([heads[:turned, order_d.to(tensor.device)], heads[turned:]]).flatten(0, 1)
         ready[f"{layer}.{joined}.{kind}"] = tensor
     return ready
-
-
-def _reordered(tensor: Tensor, order_d: Tensor, num_turned: int) -> Tensor:
-    """The rows of the heads that are turned, each in another order."""
-    heads = tensor.unflatten(0, (-1, len(order_d)))
-    order_d = order_d.to(tensor.device)
-    return torch.cat([heads[:num_turned, order_d], heads[num_turned:]]).flatten(0, 1)
 
 
 class RotaryBackbone(NetworkBackbone):
@@ -337,12 +313,10 @@ class RotaryBackbone(NetworkBackbone):
     base: RotaryNetwork
 
     def __init__(self, shape: RotaryShape, weights: dict[str, Tensor], how: Running) -> None:
-        # Full weights never reach a device that gets small ones.
-        first = how.device if how.small == "auto" else torch.device("cpu")
         for name in list(weights):
             is_wide = shape.has_groups and _WIDE in name
             dtype = torch.promote_types(how.dtype, torch.float32) if is_wide else how.dtype
-            weights[name] = weights[name].to(device=first, dtype=dtype)
+            weights[name] = weights[name].to(device=how.first, dtype=dtype)
         rope = shape.rope, shape.head_dim, shape.rotary_dim, shape.max_position_embeddings
         self._rotation = Rotation(*rope, how.dtype, how.device)
         ready = own_weights(weights, self._rotation.order_d, shape.num_attention_heads + shape.num_key_value_heads)
@@ -354,9 +328,10 @@ class RotaryBackbone(NetworkBackbone):
 
     def bind(self) -> None:
         """Note the products of the network, once they are in their final form (packed, fixed or quantized)."""
-        self.base.bind(self._rotation, self.find_layers())
+        kernels = None if self._attend is None else find_layers(self.device, self.dtype, **self._heads)
+        self.base.bind(self._rotation, kernels)
         if self.device.type != "cpu":
-            self.layers_by = f"own network, {'by' if self.base.kernels is not None else 'without'} kernels"
+            self.layers_by = f"own network, {'by' if kernels is not None else 'without'} kernels"
 
     def tap(self, reader: Any) -> None:
         self.reader = reader

@@ -34,7 +34,7 @@ from draftmill.decoders.backbones.packed import (
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly, shrink_products
-from draftmill.decoders.kernels.find import Attend, find_attention, find_layers, find_product
+from draftmill.decoders.kernels.find import Attend, find_attention, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
@@ -63,15 +63,13 @@ class ModuleBackbone(Model):
         of_experts = {id(part) for mixture in mixtures for part in mixture.experts.modules()}
         dense = [(num_in, num_out) for part, num_in, num_out, _ in products(self.base) if id(part) not in of_experts]
         self.num_weights = sum(num_in * num_out for num_in, num_out in dense)
-        """The weights that multiply a row in a forward, without experts."""
         if kind is not None:
             replace_products(self.base, kind)
             if not isinstance(self.head, SmallLinear):
                 self.head = kind(self.head.weight, self.head.bias)
-        if on_cpu and adds_exactly():
-            for part in model.modules():
-                if isinstance(part, SmallLinear):
-                    part.pack()
+        for part in model.modules():
+            if isinstance(part, SmallLinear) and on_cpu and adds_exactly():
+                part.pack()
         self.embedding_VD: Any = embeddings if isinstance(embeddings, SmallEmbedding) else embeddings.weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         key_heads, width = parsed.num_key_value_heads, parsed.head_dim
@@ -96,9 +94,8 @@ class ModuleBackbone(Model):
         self.reader: Any = None
         """The draft head that reads states of the layers, if any (heads/published.py); its cache follows this one's."""
         self._hooks, self._tapped = list[Any](), dict[int, Tensor]()
-        # Experts that are multiplied one by one read their row counts back.
+        # Experts that are multiplied one by one read their row counts back, and a captured forward may not wait.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
-        """Whether a forward never waits for the device: then it can be captured as a CUDA graph."""
         self.cache_shape = len(windows), key_heads, width
         self.forget()
 
@@ -113,10 +110,6 @@ class ModuleBackbone(Model):
         super().clear_slot(slot)
         if self.reader is not None:
             self.reader.clear_slot(slot)
-
-    def find_layers(self) -> Any:
-        """The kernels for norms, rotations and gates, where they are used and attention is a kernel, too."""
-        return None if self._attend is None else find_layers(self.device, self.dtype, **self._heads)
 
     @property
     def row_bytes(self) -> int:
