@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,42 +33,27 @@ def _exact(rows: Tensor) -> Tensor:
 
 
 class Expert(nn.Module):
-    """down(activate(up(x), ..)), [N, D] -> [N, D], for any number of leading dimensions; `ups` are the names of the first
-    products."""
+    """down(activate(up(x), ..)), [N, D] -> [N, D], for any number of leading dimensions."""
 
-    ups: Sequence[str]
-    down_proj: nn.Module
-    activate: Callable[..., Tensor]
+    def __init__(self, activate: Callable[..., Tensor], down: nn.Module, **ups: nn.Module) -> None:
+        super().__init__()
+        self.activate, self.down_proj, self.ups = activate, down, tuple(ups)
+        for name, up in ups.items():
+            self.add_module(name, up)
 
     def forward(self, rows_ND: Tensor) -> Tensor:
         mixed: Tensor = self.down_proj(self.activate(*[getattr(self, name)(rows_ND) for name in self.ups]))
         return mixed
 
 
-class GatedMLP(Expert):
+def _gated(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    return functional.silu(gate_NI) * up_NI
+
+
+def gated_expert(width: int, inner: int) -> Expert:
     """down(silu(gate(x)) * up(x))."""
-
-    ups = ("gate_proj", "up_proj")
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (UnsetLinear(width, inner, bias=False) for _ in range(2))
-        self.down_proj = UnsetLinear(inner, width, bias=False)
-
-    @staticmethod
-    def activate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-        """The inner numbers of both products' results."""
-        return functional.silu(gate_NI) * up_NI
-
-
-class GivenExpert(Expert):
-    """down(activate(up(x))) with the weights of transformers' experts; `activate` is theirs."""
-
-    ups = ("up_proj",)
-
-    def __init__(self, up: nn.Linear, down: nn.Linear, activate: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj, self.activate = up, down, activate
+    gate, up = (UnsetLinear(width, inner, bias=False) for _ in range(2))
+    return Expert(_gated, UnsetLinear(inner, width, bias=False), gate_proj=gate, up_proj=up)
 
 
 Stacked = tuple[Tensor, Tensor | None]
@@ -91,8 +76,8 @@ class Experts(nn.Module):
         return self._product is not None
 
     def gather(self, product: Product) -> None:
-        """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them.
-        Memory grows by one kind of one layer's weights at most, provided that nothing else holds the weights."""
+        """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of
+        them; memory grows by one kind of one layer's weights at most."""
         first: Any = self.experts[0]
         self._stacked = [self._stack(name) for name in (*first.ups, "down_proj")]
         self._product = product
@@ -126,13 +111,11 @@ class Experts(nn.Module):
         if self._product is not None:
             asked_PD = rows_ND.index_select(0, order_P // num_chosen)
             answer_PD.index_copy_(0, order_P, self._ask_at_once(self._product, asked_PD, sorted_P))
-            return answer_PD.view(*expert_NK.shape, -1)
-        counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
-        for expert, pairs in zip(self.experts, order_P.split(counts), strict=True):
-            count = pairs.shape[0]
-            if count:
-                asked = rows_ND[pairs // num_chosen]
-                answer_PD[pairs] = at_least_rows(self.padded(count), expert, asked)
+        else:
+            counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
+            for expert, pairs in zip(self.experts, order_P.split(counts), strict=True):
+                if count := len(pairs):
+                    answer_PD[pairs] = at_least_rows(self.padded(count), expert, rows_ND[pairs // num_chosen])
         return answer_PD.view(*expert_NK.shape, -1)
 
     def _ask_at_once(self, product: Product, rows_PD: Tensor, expert_P: Tensor) -> Tensor:
@@ -157,7 +140,7 @@ class GivenExperts(Experts):
         """`module` is transformers' own and loses its weights."""
         name, activate = ("gate_up_proj", module._apply_gate) if module.has_gate else ("up_proj", module.act_fn)
         ups, downs = _linears(module, name), _linears(module, "down_proj")
-        super().__init__(GivenExpert(up, down, activate) for up, down in zip(ups, downs, strict=True))
+        super().__init__(Expert(activate, down, up_proj=up) for up, down in zip(ups, downs, strict=True))
         self.norm = module.post_expert_norm if module.has_post_expert_norm else None
         self.forced: tuple[Tensor, Tensor] | None = None
         """Experts and weights that replace the router's choice."""
@@ -207,7 +190,7 @@ class Mixture(Experts, ABC):
     """A layer of experts; a subclass implements the router. Choices, weights and sums are in float32 or better."""
 
     def __init__(self, width: int, shape: MixtureShape) -> None:
-        super().__init__(GatedMLP(width, shape.inner) for _ in range(shape.num_experts))
+        super().__init__(gated_expert(width, shape.inner) for _ in range(shape.num_experts))
         self.shape = shape
         self.gate = UnsetLinear(width, shape.num_experts, bias=False)
 
@@ -241,7 +224,7 @@ class SigmoidMixture(Mixture):
         assert shape.groups is not None, "experts in groups"
         self.num_groups, self.groups_kept = shape.groups
         self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts))
-        self.shared_experts = GatedMLP(width, shape.shared) if shape.shared else None
+        self.shared_experts = gated_expert(width, shape.shared) if shape.shared else None
 
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
         score_NE = self.gate(_exact(rows_ND)).sigmoid()
