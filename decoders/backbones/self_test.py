@@ -10,7 +10,8 @@ Legend: K key heads, G queries of a key head.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 # Of each row, beside the row: rounding is far below it, the effect of a wrong mask far above.
 _TOLERANCE: Final = 0.1
-Product = tuple[nn.Module, int, int, torch.dtype]
+Product = tuple[Callable[[Tensor], Tensor], int, int, torch.dtype]
 
 
 @torch.no_grad()
@@ -55,8 +56,8 @@ def model_rules(
 
     def rows_exact_from(min_rows: int) -> bool:
         return all(
-            rows_exact(module, normal(0, NUM_PROBE_ROWS, width).to(number), min_rows)
-            for module, width, _, number in by_kind.values()
+            rows_exact(product, normal(0, NUM_PROBE_ROWS, width).to(number), min_rows)
+            for product, width, _, number in by_kind.values()
         )
 
     rules = find_rules(rows_exact_from, _grouped_attention(heads, how.dtype, longest), longest=longest, least_rows=1)
@@ -81,7 +82,7 @@ def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest:
 
 
 def products(module: nn.Module) -> Iterator[Product]:
-    """Yield the modules at or below `module` that multiply rows by a matrix: the widths of input and output, the dtype."""
+    """Yield what multiplies rows by a matrix at or below `module`: the widths of input and output, the dtype."""
     for part in module.modules():
         if isinstance(part, PackedLinear | SmallLinear):
             yield part, part.in_features, part.out_features, part.dtype
@@ -90,25 +91,9 @@ def products(module: nn.Module) -> Iterator[Product]:
         elif is_conv1d(part):
             matrix: Any = part
             yield part, matrix.nx, matrix.nf, matrix.weight.dtype
-        elif (weight_MK := _own_matrix(part)) is not None:
-            yield _Plain(weight_MK), weight_MK.shape[1], weight_MK.shape[0], weight_MK.dtype
-
-
-class _Plain(nn.Module):
-    """The product of a module that does more with its weight than multiply by it."""
-
-    def __init__(self, weight_MK: Tensor) -> None:
-        super().__init__()
-        self.weight_MK = weight_MK
-
-    def forward(self, rows_RK: Tensor) -> Tensor:
-        return nn.functional.linear(rows_RK, self.weight_MK)
-
-
-def _own_matrix(part: nn.Module) -> Tensor | None:
-    """A matrix that a module multiplies by itself, as those do that choose experts; None for tables and for all others."""
-    weight = part._parameters.get("weight")
-    return None if weight is None or weight.ndim != 2 or isinstance(part, nn.Embedding) else weight
+        elif getattr(weight := part._parameters.get("weight"), "ndim", 0) == 2 and not isinstance(part, nn.Embedding):
+            assert weight is not None, "a matrix of a module that chooses experts, say"
+            yield partial(nn.functional.linear, weight=weight), weight.shape[1], weight.shape[0], weight.dtype
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------

@@ -44,12 +44,8 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
     own_kind = sizes.pop("kind", "assd")
     if own_kind != kind:
         raise ValueError(f"decoder.head: {path} is of kind {own_kind!r}; allowed here: {kind}")
-    missing = {"width", "markov_hidden"} - sizes.keys()
-    unknown = sizes.keys() - {"width", "markov_hidden"}
-    if missing or unknown:
-        raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    if not all(type(size) is int and size > 0 for size in sizes.values()):
-        raise ValueError(f"decoder.head: {path}: {sizes}; allowed: whole numbers from 1 on")
+    if sizes.keys() != {"width", "markov_hidden"} or not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise ValueError(f"decoder.head: {path}: {sizes}; allowed: width and markov_hidden, whole numbers from 1 on")
     return sizes
 
 
