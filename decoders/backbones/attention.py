@@ -62,8 +62,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the `count` flat rows of one forward sit in the cache, and the tiles in which they attend. `windows` gives the window
-    of each layer, None for one that sees everything."""
+    """Where the `count` flat rows of one forward sit in the cache, their tiles, and each layer's window, None for all."""
 
     cache: SlotCache
     count: int
@@ -129,15 +128,9 @@ def cut_rows(
     def joined(cut: Cut, other: Cut) -> Cut | None:
         """Both as one tile, where that costs less and is not too large."""
         follows = slots[other.first_slot] == slots[other.first_slot - 1] + 1
-        both = Cut(
-            cut.first_row,
-            cut.num_rows + other.num_rows,
-            cut.first_slot,
-            cut.num_slots + 1,
-            max(cut.num_lines, other.num_lines),
-            max(cut.num_columns, other.num_columns),
-            cut.is_copied or other.is_copied or not follows,
-        )
+        lines, columns = max(cut.num_lines, other.num_lines), max(cut.num_columns, other.num_columns)
+        sizes = cut.num_rows + other.num_rows, cut.first_slot, cut.num_slots + 1, lines, columns
+        both = Cut(cut.first_row, *sizes, cut.is_copied or other.is_copied or not follows)
         cells = both.num_slots * both.num_columns
         fits = cells * num_heads * both.num_lines <= _CPU_SCORES
         fits &= not both.is_copied or cells * 2 * key_heads * width <= _MOST_COPIED
@@ -240,10 +233,11 @@ def slot_attention(
     return mixed[..., :value_width].unsqueeze(0), None
 
 
-def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scores: Scores, layout: AnyLayout) -> Tensor:
-    """Write the valid rows' keys and, beside them, values (X = 2 K), and attend; what padding rows get is 0. [P, H, d]."""
+def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor | None, *, scores: Scores, layout: AnyLayout) -> Tensor:
+    """Write the valid rows' keys and, beside them, values (X = 2 K), if given, and attend, [P, H, d]; padding rows get 0."""
     count = layout.count
-    layout.cache.write(layer, layout.places, held_PXd[:count])
+    if held_PXd is not None:
+        layout.cache.write(layer, layout.places, held_PXd[:count])
     window = layout.windows[layer]
     if isinstance(layout, FlatLayout):
         held_2SKWd = layout.cache.layers_2SKWd[layer]

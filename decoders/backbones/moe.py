@@ -13,9 +13,8 @@ Knows nothing of caches and masks. Legend: E experts, K experts of a row, G grou
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,21 +77,15 @@ class Experts(nn.Module):
     def gather(self, product: Product) -> None:
         """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of
         them; memory grows by one kind of one layer's weights at most."""
-        first: Any = self.experts[0]
-        self._stacked = [self._stack(name) for name in (*first.ups, "down_proj")]
-        self._product = product
-
-    def _stack(self, name: str) -> Stacked:
-        """One kind of weights of all experts, which share its memory from now on."""
-        layers: list[nn.Linear] = [getattr(expert, name) for expert in self.experts]
-        first = layers[0].weight
-        stacked = first.new_empty(len(layers), *first.shape)
-        del first  # each weight is freed as soon as it is copied
-        for layer, weight in zip(layers, stacked, strict=True):
-            weight.copy_(layer.weight.detach())
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-        biases: list[Any] = [layer.bias for layer in layers]
-        return stacked, None if biases[0] is None else torch.stack(biases).detach()
+        self._product, first = product, cast("Expert", self.experts[0])
+        for name in (*first.ups, "down_proj"):
+            layers: list[nn.Linear] = [getattr(expert, name) for expert in self.experts]
+            stacked = layers[0].weight.new_empty(len(layers), *layers[0].weight.shape)
+            for layer, weight in zip(layers, stacked, strict=True):
+                weight.copy_(layer.weight.detach())
+                layer.weight = nn.Parameter(weight, requires_grad=False)  # frees the one before
+            biases: list[Any] = [layer.bias for layer in layers]
+            self._stacked.append((stacked, None if biases[0] is None else torch.stack(biases).detach()))
 
     def mix(self, rows_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
         """The sum of each row's experts' answers, weighted, [N, D] in the weights' dtype."""
@@ -186,51 +179,34 @@ def take_experts(module: nn.Module) -> None:
                 setattr(parent, name, GivenExperts(child))
 
 
-class Mixture(Experts, ABC):
-    """A layer of experts; a subclass implements the router. Choices, weights and sums are in float32 or better."""
+class Mixture(Experts):
+    """A layer of experts and its router, of a kind of MixtureShape. Choices, weights and sums are in float32 or better."""
 
     def __init__(self, width: int, shape: MixtureShape) -> None:
         super().__init__(gated_expert(width, shape.inner) for _ in range(shape.num_experts))
         self.shape = shape
         self.gate = UnsetLinear(width, shape.num_experts, bias=False)
+        self.shared_experts = gated_expert(width, shape.shared) if shape.shared else None
+        if shape.groups is not None:
+            self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts))
 
-    @abstractmethod
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, best first (int64 [N, K]), and their weights (float32 or better, [N, K])."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        rows_ND = hidden.reshape(-1, hidden.shape[-1])
-        return self.mix(rows_ND, *self.choose(rows_ND)).to(hidden.dtype).view(hidden.shape)
-
-
-class SoftmaxMixture(Mixture):
-    """The K experts of highest probability; with `normalise` their probabilities are scaled to a sum of one (Qwen3-MoE)."""
-
-    def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
+        if self.shape.groups is not None:
+            return self._choose_in_groups(rows_ND, *self.shape.groups)
         weight_NK, expert_NK = _exact(self.gate(rows_ND)).softmax(-1).topk(self.shape.num_chosen, dim=-1)
         return expert_NK, weight_NK / weight_NK.sum(-1, keepdim=True) if self.shape.normalise else weight_NK
 
+    def _choose_in_groups(self, rows_ND: Tensor, num_groups: int, num_kept: int) -> tuple[Tensor, Tensor]:
+        """By sigmoid scores, with a bias that has no part in the weights (DeepSeek-V3's rule; LLaDA2).
 
-class SigmoidMixture(Mixture):
-    """Sigmoid scores, chosen in groups with a bias that has no part in the weights (DeepSeek-V3's rule; LLaDA2).
-
-    Of equal groups of experts those are kept whose two best biased scores have the largest sum; of their experts the K best by
-    biased score are chosen. Weights are the scores without the bias, scaled. Besides, every row gets the answer of a shared
-    network, if there is one. The router's weights are float32 or better.
-    """
-
-    def __init__(self, width: int, shape: MixtureShape) -> None:
-        super().__init__(width, shape)
-        assert shape.groups is not None, "experts in groups"
-        self.num_groups, self.groups_kept = shape.groups
-        self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts))
-        self.shared_experts = gated_expert(width, shape.shared) if shape.shared else None
-
-    def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
+        Of equal groups of experts those are kept whose two best biased scores have the largest sum; of their experts the K best
+        by biased score are chosen. Weights are the scores without the bias, scaled. The router's weights are float32 or better.
+        """
         score_NE = self.gate(_exact(rows_ND)).sigmoid()
-        biased_NGe = (score_NE + self.expert_bias).unflatten(1, (self.num_groups, -1))
+        biased_NGe = (score_NE + self.expert_bias).unflatten(1, (num_groups, -1))
         best_NG2 = biased_NGe.topk(2, dim=-1).values
-        kept_NG = (best_NG2[..., 0] + best_NG2[..., 1]).topk(self.groups_kept, dim=-1).indices
+        kept_NG = (best_NG2[..., 0] + best_NG2[..., 1]).topk(num_kept, dim=-1).indices
         dropped_NG = torch.ones_like(biased_NGe[..., 0], dtype=torch.bool).scatter_(1, kept_NG, False)
         # Not zero, which would exceed a negative biased score.
         left_NE = biased_NGe.masked_fill(dropped_NG.unsqueeze(-1), -torch.inf).flatten(1)
@@ -241,6 +217,7 @@ class SigmoidMixture(Mixture):
         return expert_NK, weight_NK * self.shape.scale
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """See Mixture; the shared experts' answer is added."""
-        mixed = super().forward(hidden)
+        """The answers of each row's experts, and of the shared network, if there is one."""
+        rows_ND = hidden.reshape(-1, hidden.shape[-1])
+        mixed = self.mix(rows_ND, *self.choose(rows_ND)).to(hidden.dtype).view(hidden.shape)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)

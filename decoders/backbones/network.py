@@ -32,7 +32,7 @@ from torch.nn import functional
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Scores, attend_rows
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.rotary import RotaryShape
-from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
@@ -121,8 +121,11 @@ class Rotation:
         cos_Ph, sin_Ph = (angle_Ph.cos() * self.factor).to(self._dtype), (angle_Ph.sin() * self.factor).to(self._dtype)
         return torch.stack([torch.cat([cos_Ph, cos_Ph], 1), torch.cat([-sin_Ph, sin_Ph], 1)])
 
-    def kept(self, positions_P: Tensor, num_positions: int) -> Tensor:
-        """The same for positions below `num_positions`, from a table that is computed once."""
+    def of(self, positions_P: Tensor, layout: AnyLayout) -> Tensor:
+        """The same, from a table that is computed once, where no graph could keep it."""
+        if isinstance(layout, FlatLayout):
+            return self.at(positions_P)
+        num_positions = layout.cache.num_columns
         if self._turns_2Wd.shape[1] < num_positions:
             self._turns_2Wd = self.at(torch.arange(num_positions, device=self.angle_h.device))
         return self._turns_2Wd.index_select(1, positions_P)
@@ -148,7 +151,7 @@ class Layer(nn.Module):
         if shape.head_norms:
             self.q_norm, self.k_norm = Norm(shape.head_dim, eps), Norm(shape.head_dim, eps)
         if shape.mixture is not None and index not in shape.dense:
-            self.mlp = (SoftmaxMixture if shape.mixture.groups is None else SigmoidMixture)(width, shape.mixture)
+            self.mlp = Mixture(width, shape.mixture)
         else:
             self.gate_up_proj = UnsetLinear(width, 2 * shape.intermediate_size, bias=shape.inner_bias)
             self.down_proj = UnsetLinear(shape.intermediate_size, width, bias=shape.inner_bias)
@@ -197,36 +200,52 @@ class RotaryNetwork(nn.Module):
 
     def forward(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         """Run flat rows; final normed states [P, D]."""
-        if self.kernels is None:
-            return self._run(tokens_P, positions_P, layout)
-        return self._run_kernels(tokens_P, positions_P, layout)
-
-    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
-        num_heads, half = self._num_heads, self.shape.head_dim // 2
-        num_turned = num_heads + self.shape.num_key_value_heads
-        if isinstance(layout, FlatLayout):
-            turns_2Pd = self._rotation.at(positions_P)
-        else:
-            turns_2Pd = self._rotation.kept(positions_P, layout.cache.num_columns)
-        cos_P1d, sin_P1d = turns_2Pd.unsqueeze(2).unbind(0)
         states_PD: Tensor = self.word_embeddings(tokens_P)
+        norms = [*(layer.attention_norm for layer in self._parts), self.norm]
+        rows_PD = self._add_norm(states_PD, None, norms[0])
+        turns_2P1d = None if self.kernels is not None else self._rotation.of(positions_P, layout).unsqueeze(2)
         for index, layer in enumerate(self._parts):
-            heads_PJd = layer.qkv(layer.attention_norm(states_PD)).view(self._all_heads)
-            turned_PJd = heads_PJd[:, :num_turned]
-            if layer.head_norms is not None:
-                query_norm, key_norm = layer.head_norms
-                turned_PJd[:, :num_heads] = query_norm(turned_PJd[:, :num_heads])
-                turned_PJd[:, num_heads:] = key_norm(turned_PJd[:, num_heads:])
-            swapped_PJd = turned_PJd.roll(half, -1).mul_(sin_P1d)
-            turned_PJd.mul_(cos_P1d).add_(swapped_PJd)
-            query_PHd, held_PXd = heads_PJd[:, :num_heads], heads_PJd[:, num_heads:]
+            heads_PJd = layer.qkv(rows_PD).view(self._all_heads)
+            query_PHd, held_PXd = heads_PJd[:, : self._num_heads], None
+            if turns_2P1d is None:
+                self._rotate_and_write(index, layer, heads_PJd, positions_P, layout)
+            else:
+                held_PXd = self._rotate(layer, heads_PJd, turns_2P1d)
             mixed_PHd = attend_rows(index, query_PHd, held_PXd, scores=self._scores, layout=layout)
-            states_PD = states_PD + layer.output(mixed_PHd.flatten(1))
-            states_PD = states_PD + self._inner(layer, layer.inner_norm(states_PD))
+            rows_PD = self._add_norm(states_PD, layer.output(mixed_PHd.flatten(1)), layer.inner_norm)
+            rows_PD = self._add_norm(states_PD, self._inner(layer, rows_PD), norms[index + 1])
             if index + 1 in self.taps:
-                self.tapped[index + 1] = states_PD
-        final_PD: Tensor = self.norm(states_PD)
-        return final_PD
+                self.tapped[index + 1] = states_PD.clone()  # the next layer adds in place
+        return rows_PD
+
+    def _add_norm(self, states_PD: Tensor, added_PD: Tensor | None, norm: Any) -> Any:
+        """Add to the states, in place, and return them normed."""
+        if self.kernels is not None:
+            return self.kernels.add_norm(states_PD, added_PD, norm.weight, norm.eps)
+        return norm(states_PD if added_PD is None else states_PD.add_(added_PD))
+
+    def _rotate(self, layer: Any, heads_PJd: Tensor, turns_2P1d: Tensor) -> Tensor:
+        """Turn queries and keys, in place, and return keys and values."""
+        num_heads, (cos_P1d, sin_P1d) = self._num_heads, turns_2P1d
+        turned_PJd = heads_PJd[:, : -self.shape.num_key_value_heads]
+        if layer.head_norms is not None:
+            query_norm, key_norm = layer.head_norms
+            turned_PJd[:, :num_heads] = query_norm(turned_PJd[:, :num_heads])
+            turned_PJd[:, num_heads:] = key_norm(turned_PJd[:, num_heads:])
+        swapped_PJd = turned_PJd.roll(self.shape.head_dim // 2, -1).mul_(sin_P1d)
+        turned_PJd.mul_(cos_P1d).add_(swapped_PJd)
+        return heads_PJd[:, num_heads:]
+
+    def _rotate_and_write(
+        self, index: int, layer: Any, heads_PJd: Tensor, positions_P: Tensor, layout: AnyLayout
+    ) -> None:
+        """The same by a kernel, which also writes keys and values to the cache."""
+        count, head_norms = layout.count, None
+        if layer.head_norms is not None:
+            query_norm, key_norm = layer.head_norms
+            head_norms = query_norm.weight, key_norm.weight, query_norm.eps
+        turn, pool_2CKd = (self._rotation.angle_h, self._rotation.factor), layout.cache.pools_2CKd[index]
+        self.kernels.rotate(heads_PJd[:count], positions_P[:count], layout.places, pool_2CKd, turn, head_norms)
 
     def _inner(self, layer: Any, rows_PD: Tensor) -> Any:
         """What the feed-forward network or the mixture of a layer adds to the states."""
@@ -237,39 +256,6 @@ class RotaryNetwork(nn.Module):
             return layer.down(self.kernels.gated(both_PI))
         gate_PI, up_PI = both_PI.chunk(2, 1)
         return layer.down(self._activation(gate_PI).mul_(up_PI))
-
-    def _run_kernels(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
-        assert isinstance(layout, FlatLayout), "kernels attend"
-        kernels, cache = self.kernels, layout.cache
-        states_PD: Tensor = self.word_embeddings(tokens_P)
-        count, padding = layout.count, len(tokens_P) - layout.count
-        turn = self._rotation.angle_h, self._rotation.factor
-        norms = [*(layer.attention_norm for layer in self._parts), self.norm]
-        rows_PD: Tensor = kernels.add_norm(states_PD, None, norms[0].weight, norms[0].eps)
-        for index, layer in enumerate(self._parts):
-            heads_PJd = layer.qkv(rows_PD).view(self._all_heads)
-            head_norms = None
-            if layer.head_norms is not None:
-                query_norm, key_norm = layer.head_norms
-                head_norms = query_norm.weight, key_norm.weight, query_norm.eps
-            rotated = heads_PJd[:count], positions_P[:count], layout.places
-            kernels.rotate(*rotated, cache.pools_2CKd[index], turn, head_norms)
-            mixed_PHd = layout.attend(
-                heads_PJd[:count, : self._num_heads],
-                cache.layers_2SKWd[index],
-                layout.seen,
-                scaling=self._scores.scaling,
-                window=layout.windows[index],
-            )
-            if padding:  # only where a CPU stands in for a GPU
-                mixed_PHd = functional.pad(mixed_PHd, (0, 0, 0, 0, 0, padding))
-            added_PD, norm = layer.output(mixed_PHd.flatten(1)), layer.inner_norm
-            rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight, norm.eps)
-            added_PD, norm = self._inner(layer, rows_PD), norms[index + 1]
-            rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight, norm.eps)
-            if index + 1 in self.taps:
-                self.tapped[index + 1] = states_PD.clone()  # the next layer adds in place
-        return rows_PD
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------------
@@ -307,8 +293,7 @@ def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: 
 
 
 class RotaryBackbone(NetworkBackbone):
-    """Runs a RotaryNetwork. `weights` are the checkpoint's tensors by the names of transformers' Llama, already checked for
-    completeness; they are removed from the dict."""
+    """Runs a RotaryNetwork. `weights` are the checkpoint's tensors by the names of transformers' Llama; they are removed."""
 
     base: RotaryNetwork
 
