@@ -10,7 +10,7 @@ Legend: K key heads, G queries of a key head.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from draftmill.decoders.backbones.attention import Scores, attend_grouped
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.invariance import (
-    EXACT_DTYPES,
     NO_RULES,
     NUM_PROBE_ROWS,
     Attention,
+    Product,
     ShapeRules,
     find_rules,
     normal,
     probe_columns,
-    rows_exact,
 )
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import PackedLinear, is_conv1d
@@ -40,35 +39,25 @@ if TYPE_CHECKING:
 
 # Of each row, beside the row: rounding is far below it, the effect of a wrong mask far above.
 _TOLERANCE: Final = 0.1
-Product = tuple[Callable[[Tensor], Tensor], int, int, torch.dtype]
 
 
 @torch.no_grad()
 def model_rules(
     all_products: Sequence[Product], heads: tuple[int, int, int], how: Running, longest: int | None = None
 ) -> ShapeRules:
-    """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d). `longest` is the
-    model's longest text, None where it has no limit. Half precision on a CPU is never exact: there the products of attention are
-    torch's own. On a GPU a model is exact if it was made so, by kernels that need no rules."""
+    """The cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d), `longest` as in find_rules. On
+    a GPU a model is exact if it was made so, by kernels that need no rules."""
     if how.device.type != "cpu":
         return dataclasses.replace(NO_RULES, exact=how.exact)
     by_kind = {(type(product[0]), *product[1:]): product for product in all_products}
-
-    def rows_exact_from(min_rows: int) -> bool:
-        return all(
-            rows_exact(product, normal(0, NUM_PROBE_ROWS, width).to(number), min_rows)
-            for product, width, _, number in by_kind.values()
-        )
-
-    rules = find_rules(rows_exact_from, _grouped_attention(heads, how.dtype, longest), longest=longest, least_rows=1)
-    return dataclasses.replace(rules, exact=rules.exact and how.dtype in EXACT_DTYPES)
+    attention = _grouped_attention(heads, how.dtype, longest)
+    return find_rules([*by_kind.values()], attention, how.dtype, longest=longest, least_rows=1)
 
 
 def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest: int | None) -> Attention:
     key_heads, group, width = heads
     key, value = (probe_columns(seed, longest, heads=key_heads, width=width).to(dtype) for seed in (1, 2))
     query = normal(3, 2, NUM_PROBE_ROWS, key.shape[1] * group, width).to(dtype)
-
     scores = Scores(width**-0.5)
 
     def attention(slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:

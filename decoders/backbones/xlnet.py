@@ -42,10 +42,10 @@ from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.backbones.families.xlnet import XLNetShape
 from draftmill.decoders.backbones.invariance import (
-    EXACT_DTYPES,
     NO_RULES,
     NUM_PROBE_ROWS,
     Attention,
+    Product,
     ShapeRules,
     at_least_rows,
     attend,
@@ -53,7 +53,6 @@ from draftmill.decoders.backbones.invariance import (
     normal,
     position_scores,
     probe_columns,
-    rows_exact,
 )
 from draftmill.decoders.backbones.network import ACTIVATE
 from draftmill.decoders.backbones.rows import StreamRows
@@ -107,21 +106,16 @@ _AnyLayout = _Layout | _FlatLayout
 @functools.lru_cache(maxsize=8)
 @torch.no_grad()
 def xlnet_rules(widths: tuple[int, int, int, int], num_heads: int, dtype: torch.dtype, threads: int) -> ShapeRules:
-    """Return the cheapest rules under which rows of these widths agree bit by bit on this machine; cached. `widths` are those
-    of the model, of all heads together, of the inner layer and of the vocabulary. `threads` is part of the question, since it
-    moves the boundaries between kernels."""
+    """The shape rules of a model of these `widths`: its own, that of all heads together, of the inner layer, of the vocabulary.
+    `threads` moves the boundaries between the libraries' kernels."""
     width, heads_width, inner, vocab_size = widths
     shapes = {(width, heads_width), (heads_width, width), (width, inner), (inner, width), (width, vocab_size)}
 
-    def rows_exact_from(min_rows: int) -> bool:
-        for num_in, num_out in shapes:
-            weight, rows = normal(0, num_out, num_in).to(dtype), normal(1, 512, num_in).to(dtype)
-            if not rows_exact(functools.partial(functional.linear, weight=weight), rows, min_rows):
-                return False
-        return True
-
-    rules = find_rules(rows_exact_from, _relative_attention(num_heads, heads_width // num_heads, dtype), longest=None)
-    return replace(rules, exact=rules.exact and dtype in EXACT_DTYPES)
+    products: list[Product] = [
+        (functools.partial(functional.linear, weight=normal(1, num_out, num_in).to(dtype)), num_in, num_out, dtype)
+        for num_in, num_out in shapes
+    ]
+    return find_rules(products, _relative_attention(num_heads, heads_width // num_heads, dtype), dtype, longest=None)
 
 
 def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Attention:
@@ -244,7 +238,14 @@ class XLNetBackbone(Model):
     @torch.no_grad()
     def forward(self, rows: StreamRows) -> Tensor:
         """Write the content rows' keys and values and return the query rows' last hidden states, [Q, D]."""
-        layout = self._layout_of(rows)
+        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
+        column_N = torch.cat([rows.column_N, rows.rank_Q])
+        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
+        layout: _AnyLayout
+        if self._attend is None:
+            layout = self._layout(rows, limit_N, column_N, slot_N)
+        else:
+            layout = self._flat_layout(rows, limit_N, column_N, slot_N, self._attend)
         num_query = rows.rank_Q.shape[0]
         content_ND = self.embedding_VD[rows.token_N]
         states_ND = torch.cat([content_ND, self.mask_embedding_D.expand(num_query, self.width)])
@@ -257,14 +258,6 @@ class XLNetBackbone(Model):
         num_content = len(entering_ND) - num_query
         self.sums_N = torch.cat([entering_ND[:num_content], states_ND]).sum(1, dtype=torch.float64)
         return states_ND
-
-    def _layout_of(self, rows: StreamRows) -> _AnyLayout:
-        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
-        column_N = torch.cat([rows.column_N, rows.rank_Q])
-        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
-        if self._attend is None:
-            return self._layout(rows, limit_N, column_N, slot_N)
-        return self._flat_layout(rows, limit_N, column_N, slot_N, self._attend)
 
     def _layout(self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor) -> _Layout:
         shape, order_SW = rows.shape, self.cache.positions_SW
@@ -307,16 +300,9 @@ class XLNetBackbone(Model):
             start_N = torch.cat([rows.start_N, rows.start_Q])
         start_N, cells_N = self.cache.cells(slot_N, column_N, start_N)
         position_N, places = order_SW[0].index_select(0, cells_N), cells_N[:num_content]
-        seen = Seen(
-            slot_N,
-            torch.zeros_like(limit_N).unsqueeze(0),
-            limit_N.unsqueeze(0),
-            position_N=position_N,
-            positions_SW=order_SW,
-            tables=rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q])),
-            start_N=start_N,
-            num_columns=self.cache.num_columns,
-        )
+        sight = slot_N, torch.zeros_like(limit_N).unsqueeze(0), limit_N.unsqueeze(0), position_N
+        tables = rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q]))
+        seen = Seen(*sight, order_SW, tables, start_N, self.cache.num_columns)
         span = self.rules.columns(shape.num_positions or 0, self.cache.num_columns)
         return _FlatLayout(
             num_content=num_content,
@@ -362,16 +348,13 @@ class XLNetBackbone(Model):
         held_2SHWd, mixed = self.cache.layers_2SKWd[index], []
         for first in range(0, self.num_heads, layout.at_once):
             some = slice(first, first + layout.at_once)
-            relative_NHP = self._score_distances(position_NHd[:, some], keys_Hdp[some])
+            if self._product is not None:
+                relative_NHP = self._product(position_NHd[:, some], keys_Hdp[some].transpose(1, 2))
+            else:
+                relative_NHP = torch.bmm(position_NHd[:, some].transpose(0, 1), keys_Hdp[some]).transpose(0, 1)
             asked = content_NHd[:, some], held_2SHWd[:, :, some], seen
             mixed.append(layout.attend(*asked, scaling=1.0, relative_NHP=relative_NHP))
         return torch.cat(mixed, 1).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
-
-    def _score_distances(self, position_NHd: Tensor, keys_Hdp: Tensor) -> Tensor:
-        """Products of every query with the keys of all distances, [N, H, p]."""
-        if self._product is not None:
-            return self._product(position_NHd, keys_Hdp.transpose(1, 2))
-        return torch.bmm(position_NHd.transpose(0, 1), keys_Hdp).transpose(0, 1)
 
     def _attention(self, layer: Any, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
         """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]. Positions are
@@ -384,7 +367,7 @@ class XLNetBackbone(Model):
         num_columns = sight[0].shape[2]
         key, value = self.cache.read(index, layout.slots, num_columns)
         at_once = max(1, _MAX_BIAS_NUMBERS // (self.num_heads * num_rows * 2 * layout.span))
-        parts = list[Tensor]()
+        parts: list[Tensor] = []
         for first in range(0, num_slots, at_once):
             part = slice(first, first + at_once)
             rows_bT = rows_BT[part]
