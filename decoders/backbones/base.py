@@ -103,7 +103,7 @@ class Model(ABC):
         self.cache.resize(num_slots, rounded(num_columns, self.column_multiple))
 
     def reserve(self, num_cells: int) -> None:
-        """Take the memory for this many columns of all slots together, where a cache is one pool."""
+        """Take the memory for this many columns of all slots together, where the cache is one pool."""
         self.cache.reserve(num_cells)
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
@@ -116,8 +116,8 @@ class Model(ABC):
         return self.cache.is_pooled
 
     def spread(self, num_slots: int, num_columns: int) -> bool:
-        """Have this many slots of up to this many columns, which get their cells by `place`; those that are placed stay. False if
-        something that a captured forward reads has moved."""
+        """Have this many slots of up to this many columns, which get cells by `place`. False if what a captured forward reads
+        has moved."""
         self.cache.spread(num_slots, rounded(num_columns, self.column_multiple))
         return True
 
@@ -155,8 +155,7 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, rows: Any) -> Tensor:
-        """Write the rows into the cache and return hidden states: of all rows, [N, D], for TokenRows; of the query rows, [Q, D],
-        for the Rows of two streams."""
+        """Write the rows into the cache; hidden states of all rows, [N, D], or of a two-stream model's query rows, [Q, D]."""
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return the raw logits of hidden states, [R, V], in float32 or better; nothing is suppressed yet."""

@@ -39,8 +39,7 @@ from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
 class ModuleBackbone(Model):
-    """Runs a `model`, whose `parts` are all but its output layer, the output layer, and the embeddings; `windows` holds one entry
-    a layer."""
+    """Runs a `model` of `parts`: all but its output layer, that layer, and the embeddings. `windows` has an entry a layer."""
 
     layers_by = "own network"
     """The code that runs the layers, as users are shown it."""
@@ -120,8 +119,7 @@ class ModuleBackbone(Model):
 
     @torch.no_grad()
     def forward(self, rows: TokenRows) -> Tensor:
-        """Write every row into the cache and return all rows' final hidden states (normed), [N, D]. `num_rows_computed` counts
-        the rows of the model's products with their padding, but not the padding of the attention's rectangle."""
+        """See Model; states are normed. `num_rows_computed` counts the rows of products, not those of attention's rectangles."""
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
@@ -134,8 +132,7 @@ class ModuleBackbone(Model):
         return hidden_ND
 
     def tap(self, reader: Any) -> None:
-        """Hand the states after some layers to a draft head, from the next forward on; None stops it. ValueError where the layers
-        can't be found."""
+        """See Model. ValueError where the layers can't be found."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.reader = [], reader
@@ -168,8 +165,7 @@ class ModuleBackbone(Model):
         assert shape.num_columns <= self.cache.num_columns, "rows see columns beyond the cache"
         if self._attend is not None:
             return self._flat_layout(rows, self._attend)
-        self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
-        places = self.cache.places(rows.slot_N, rows.column_N)
+        places = self.cache.places(rows.slot_N, rows.column_N, rows.position_N)
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         order_BW = None
         if shape.num_positions is not None:
@@ -188,16 +184,9 @@ class ModuleBackbone(Model):
         start_N, places = self.cache.cells(rows.slot_N, rows.column_N, rows.start_N)
         if any(self.windows):
             self.cache.positions_SW[0].index_copy_(0, places, rows.position_N)
-        seen = Seen(
-            rows.slot_N,
-            rows.low_IN,
-            rows.high_IN,
-            position_N=rows.position_N,
-            positions_SW=self.cache.positions_SW,
-            tables=rows.tables or self.tiling.tables(rows.line_N),
-            start_N=start_N,
-            num_columns=self.cache.num_columns,
-        )
+        sight = rows.slot_N, rows.low_IN, rows.high_IN, rows.position_N
+        tables = rows.tables or self.tiling.tables(rows.line_N)
+        seen = Seen(*sight, self.cache.positions_SW, tables, start_N, self.cache.num_columns)
         return FlatLayout(self.cache, rows.num_rows, places, self.windows, seen, attend)
 
     def _biases(self, rows: TokenRows, num_columns: int, order_BW: Tensor | None) -> dict[int | None, Tensor]:
