@@ -41,8 +41,8 @@ def load_weights(
     form: Form | None = None,
     share: Share | None = None,
 ) -> dict[str, Tensor]:
-    """Read every tensor of the checkpoint, one by one onto a device and into a dtype, or the `share` of it; matrices that are
-    quantized in `form` are unpacked. ValueError where a file is damaged."""
+    """Read every tensor of a checkpoint, or the `share` of it, onto a device and into a dtype; what is quantized in `form` is
+    unpacked."""
 
     def ready(name: str, tensor: Tensor) -> Tensor:
         part = tensor if share is None else share_of_weight(name, tensor, share)

@@ -30,8 +30,7 @@ HeadKind = Literal["assd", "specdiff"]
 
 
 def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
-    """The sizes of the heads in a folder; None if it has none. Raises ValueError if one of the two files is missing, or the
-    heads are of another kind."""
+    """The sizes of the heads in a folder; None if it has none. ValueError if a file is missing, or they are of another kind."""
     path, weights = folder / CONFIG, folder / WEIGHTS
     if not path.exists() and not weights.exists():
         return None
@@ -66,8 +65,8 @@ def _head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
 
 
 def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] | None:
-    """The folder and kind of the draft head that the settings name; None without one. 'auto' is the one in `folder`. Raises
-    ValueError if the named folder has none."""
+    """The folder and kind of the draft head that the settings name ('auto': `folder`); None without one. ValueError if it has
+    none."""
     head = settings.draft_head
     if head == "none":
         return None
@@ -193,7 +192,8 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
 def check_speculator(folder: Path, target: Path, info: ModelInfo) -> None:
     """Raise ValueError as read_speculator, and where the head does not fit the target model in its folder: its vocabulary, the
     numbers of layers, or the shape of a tensor."""
-    head, found, config = read_speculator(folder), checkpoint.header_shapes(folder), checkpoint.read_config(target)
+    head, config = read_speculator(folder), checkpoint.read_config(target)
+    found = checkpoint.each_tensor(folder, checkpoint.stored_shape, "np")
     shape = find_family(config, info.family).shape(config)
     num_layers, width = shape.num_hidden_layers, shape.hidden_size
     vocab_size = head.parsed.vocab_size

@@ -43,8 +43,7 @@ Attend = Callable[..., Tensor]
 
 
 class _Layer(nn.Module):
-    """A layer of Llama or Qwen3 by the names of transformers. The first one of an EAGLE-3 head reads tokens and states side by
-    side (`is_wide`)."""
+    """A layer of Llama or Qwen3. If `is_wide` it is EAGLE-3's first one, which reads tokens and states side by side."""
 
     def __init__(self, shape: Any, index: int, *, is_wide: bool) -> None:
         super().__init__()
