@@ -252,17 +252,9 @@ def attend(
             num_warps=8 if lines * padded > 1 << 13 else 4, num_stages=_STAGES, enable_fp_fusion=True,
         )  # fmt: skip
     if most_shares > 1:
-        add_shares[(num_rows * num_heads,)](
-            sums,
-            largest,
-            totals,
-            out_NHd,
-            num_rows * num_heads,
-            most_shares,
-            WIDTH=width,
-            PADDED=padded,
-            MOST=_MOST_SHARES,
-        )
+        sizes = {"WIDTH": width, "PADDED": padded, "MOST": _MOST_SHARES}
+        num_answers = num_rows * num_heads
+        add_shares[(num_answers,)](sums, largest, totals, out_NHd, num_answers, most_shares, **sizes)
     return out_NHd
 
 
