@@ -265,14 +265,13 @@ def _attend_tile(query_NHd: Tensor, layer: int, layout: Layout, tile: Tile, scor
         spread[tile.place_N] = query_NHd
     query_BTHd = spread.unflatten(0, (tile.num_slots, tile.num_lines))
     lines = max(1, _GPU_SCORES // (query_NHd.shape[1] * bias_BTW.shape[2]))
+    whole = query_BTHd, *held, bias_BTW
     if tile.num_slots * tile.num_lines <= lines:
-        mixed = attend_grouped(query_BTHd, *held, bias_BTW, scores=scores, rules=layout.rules).flatten(0, 1)
+        mixed = attend_grouped(*whole, scores=scores, rules=layout.rules).flatten(0, 1)
     else:  # on a GPU
         parts = [
             attend_grouped(query, key, value, bias, scores=scores, rules=layout.rules).flatten(0, 1)
-            for query_slot, key, value, bias_slot in zip(
-                *(x.split(1) for x in (query_BTHd, *held, bias_BTW)), strict=True
-            )
+            for query_slot, key, value, bias_slot in zip(*(each.split(1) for each in whole), strict=True)
             for query, bias in zip(query_slot.split(lines, 1), bias_slot.split(lines, 1), strict=True)
         ]
         mixed = torch.cat(parts)

@@ -214,11 +214,6 @@ class TokenRows(Rows[A]):
     sigma_G: A | None = None
     takes_drafts: bool = False
 
-    @property
-    def fills(self) -> bool:
-        """Whether all slots have equally many rows."""
-        return self.num_rows == self.shape.num_slots * self.shape.num_lines
-
     def told(self: TokenRows) -> tuple[list[Any], list[Tensor]]:
         """The same on the device as what JSON holds, and int64 arrays of one dimension: noise as the bits of float64. Nothing
         waits for the device."""

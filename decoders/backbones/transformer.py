@@ -24,13 +24,7 @@ from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout
 from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
-from draftmill.decoders.backbones.packed import (
-    PackedLinear,
-    UnsetLinear,
-    block_of_rows,
-    product_kind,
-    replace_products,
-)
+from draftmill.decoders.backbones.packed import PackedLinear, UnsetLinear, block_of_rows, product_kind, replace_products
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly, shrink_products
@@ -60,8 +54,8 @@ class ModuleBackbone(Model):
         self._inner = max(inner)
         mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
         of_experts = {id(part) for mixture in mixtures for part in mixture.experts.modules()}
-        dense = [(num_in, num_out) for part, num_in, num_out, _ in products(self.base) if id(part) not in of_experts]
-        self.num_weights = sum(num_in * num_out for num_in, num_out in dense)
+        dense = (product for product in products(self.base) if id(product[0]) not in of_experts)
+        self.num_weights = sum(num_in * num_out for _, num_in, num_out, _ in dense)
         if kind is not None:
             replace_products(self.base, kind)
             if not isinstance(self.head, SmallLinear):
@@ -124,9 +118,8 @@ class ModuleBackbone(Model):
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
         if self.reader is not None:
-            states = [
-                self._tapped.pop(number).view(-1, self.width)[:count] for number in self.reader.speculator.layer_ids
-            ]
+            layers = self.reader.speculator.layer_ids
+            states = [self._tapped.pop(number).view(-1, self.width)[:count] for number in layers]
             self.reader.read(torch.cat(states, 1), rows)
         self.sums_N = hidden_ND.sum(1, dtype=torch.float64)
         return hidden_ND

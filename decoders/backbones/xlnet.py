@@ -29,10 +29,10 @@ Legend: N token rows (content first, then queries), P distances.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -68,17 +68,15 @@ _DISTANCES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see. `rows_P` and, of
-    query rows alone, `last_rows_P` are the rows at the rectangle's places; places without one repeat the first. `blind_N` says
+    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see. `rows_BT` and, of
+    query rows alone, `last_rows_BT` are the rows at the rectangle's places; places without one repeat the first. `blind_N` says
     which rows see nothing; None if all see something."""
 
     num_content: int
-    num_slots: int
-    num_rows: int
     span: int
     rectangle_N: Tensor
-    rows_P: Tensor
-    last_rows_P: Tensor
+    rows_BT: Tensor
+    last_rows_BT: Tensor
     places: Tensor
     slots: Tensor | slice
     hidden_N1W: Tensor
@@ -97,7 +95,6 @@ class _FlatLayout:
     seen: Seen
     last: Seen
     at_once: int
-    attend: Attend
 
 
 _AnyLayout = _Layout | _FlatLayout
@@ -241,11 +238,8 @@ class XLNetBackbone(Model):
         limit_N = torch.cat([rows.limit_N, rows.limit_Q])
         column_N = torch.cat([rows.column_N, rows.rank_Q])
         slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
-        layout: _AnyLayout
-        if self._attend is None:
-            layout = self._layout(rows, limit_N, column_N, slot_N)
-        else:
-            layout = self._flat_layout(rows, limit_N, column_N, slot_N, self._attend)
+        make: Callable[..., _AnyLayout] = self._flat_layout if self.reads_rows else self._layout
+        layout = make(rows, limit_N, column_N, slot_N)
         num_query = rows.rank_Q.shape[0]
         content_ND = self.embedding_VD[rows.token_N]
         states_ND = torch.cat([content_ND, self.mask_embedding_D.expand(num_query, self.width)])
@@ -278,12 +272,10 @@ class XLNetBackbone(Model):
         hidden_NW = torch.arange(num_columns, device=self.device) >= limit_N.clamp(min=1).unsqueeze(1)
         return _Layout(
             num_content=num_content,
-            num_slots=shape.num_slots,
-            num_rows=num_rows,
             span=span,
             rectangle_N=rectangle_N,
-            rows_P=rows_P,
-            last_rows_P=last_rows_P,
+            rows_BT=rows_P.view(-1, num_rows),
+            last_rows_BT=last_rows_P.view(-1, num_rows),
             places=self.cache.places(slot_N[:num_content], rows.column_N),
             slots=rows.slots_G if shape.slots is None else shape.slots,
             hidden_N1W=hidden_NW.unsqueeze(1),
@@ -291,9 +283,7 @@ class XLNetBackbone(Model):
             blind_N=limit_N == 0 if shape.some_blind else None,
         )
 
-    def _flat_layout(
-        self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor, attend: Attend
-    ) -> _FlatLayout:
+    def _flat_layout(self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor) -> _FlatLayout:
         shape, num_content, order_SW = rows.shape, rows.token_N.shape[0], self.cache.positions_SW
         start_N = None
         if rows.start_N is not None and rows.start_Q is not None:
@@ -304,15 +294,8 @@ class XLNetBackbone(Model):
         tables = rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q]))
         seen = Seen(*sight, order_SW, tables, start_N, self.cache.num_columns)
         span = self.rules.columns(shape.num_positions or 0, self.cache.num_columns)
-        return _FlatLayout(
-            num_content=num_content,
-            span=span,
-            places=places,
-            seen=seen,
-            last=seen.after(num_content),
-            at_once=max(1, _MAX_RELATIVE_NUMBERS // (len(limit_N) * 2 * span)),
-            attend=attend,
-        )
+        at_once = max(1, _MAX_RELATIVE_NUMBERS // (len(limit_N) * 2 * span))
+        return _FlatLayout(num_content, span, places, seen, seen.after(num_content), at_once)
 
     def _layer_forward(self, layer: Any, index: int, states_ND: Tensor, layout: _AnyLayout) -> Tensor:
         key_value = self._linear(states_ND[: layout.num_content], layer.key_value_DD, None)
@@ -345,7 +328,7 @@ class XLNetBackbone(Model):
         seen = layout.last if index == self.num_layers - 1 else layout.seen
         query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
         position_NHd, content_NHd = query_NHd + layer.position_bias_Hd, query_NHd + layer.content_bias_Hd
-        held_2SHWd, mixed = self.cache.layers_2SKWd[index], []
+        held_2SHWd, mixed, attend = self.cache.layers_2SKWd[index], [], cast("Attend", self._attend)
         for first in range(0, self.num_heads, layout.at_once):
             some = slice(first, first + layout.at_once)
             if self._product is not None:
@@ -353,15 +336,15 @@ class XLNetBackbone(Model):
             else:
                 relative_NHP = torch.bmm(position_NHd[:, some].transpose(0, 1), keys_Hdp[some]).transpose(0, 1)
             asked = content_NHd[:, some], held_2SHWd[:, :, some], seen
-            mixed.append(layout.attend(*asked, scaling=1.0, relative_NHP=relative_NHP))
+            mixed.append(attend(*asked, scaling=1.0, relative_NHP=relative_NHP))
         return torch.cat(mixed, 1).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
 
     def _attention(self, layer: Any, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
         """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]. Positions are
         scored before rows are spread, unless there are so many scores that slots go in parts."""
-        num_slots, num_rows, is_last = layout.num_slots, layout.num_rows, index == self.num_layers - 1
-        first_row = layout.num_content if is_last else 0
-        rows_BT = (layout.last_rows_P if is_last else layout.rows_P).view(num_slots, num_rows)
+        is_last = index == self.num_layers - 1
+        first_row, rows_BT = (layout.num_content, layout.last_rows_BT) if is_last else (0, layout.rows_BT)
+        num_slots, num_rows = rows_BT.shape
         query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
         sight = layout.distance_N1W[first_row:], layout.hidden_N1W[first_row:]
         num_columns = sight[0].shape[2]
