@@ -45,14 +45,11 @@ class Expert(nn.Module):
         return mixed
 
 
-def _gated(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    return functional.silu(gate_NI) * up_NI
-
-
 def gated_expert(width: int, inner: int) -> Expert:
     """down(silu(gate(x)) * up(x))."""
     gate, up = (UnsetLinear(width, inner, bias=False) for _ in range(2))
-    return Expert(_gated, UnsetLinear(inner, width, bias=False), gate_proj=gate, up_proj=up)
+    down = UnsetLinear(inner, width, bias=False)
+    return Expert(lambda gate_NI, up_NI: functional.silu(gate_NI) * up_NI, down, gate_proj=gate, up_proj=up)
 
 
 Stacked = tuple[Tensor, Tensor | None]

@@ -265,7 +265,6 @@ _JOINED: Final = {
     "gate_proj": ("gate_up_proj", "gate_proj", "up_proj"),
 }
 _OF_LAYER: Final = re.compile(r"(model\.layers\.\d+)\.(?:self_attn|mlp)\.(\w+_(?:proj|norm))\.(weight|bias)")
-_WIDE: Final = ".mlp.gate."
 
 
 def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: int) -> dict[str, Tensor]:
@@ -299,7 +298,7 @@ class RotaryBackbone(NetworkBackbone):
 
     def __init__(self, shape: RotaryShape, weights: dict[str, Tensor], how: Running) -> None:
         for name in list(weights):
-            is_wide = shape.has_groups and _WIDE in name
+            is_wide = shape.has_groups and ".mlp.gate." in name
             dtype = torch.promote_types(how.dtype, torch.float32) if is_wide else how.dtype
             weights[name] = weights[name].to(device=how.first, dtype=dtype)
         rope = shape.rope, shape.head_dim, shape.rotary_dim, shape.max_position_embeddings

@@ -33,7 +33,6 @@ from draftmill.decoders.backbones.rows import TokenRows
 # An idle leader says nothing for as long as the driver has no work. A killed process is noticed by its closed connection; by GPUs
 # in the middle of a forward it is not: then the actor that watches the group ends it (actors/ray/pool.py).
 _PATIENCE: Final = timedelta(days=30)
-_HERE: Final = "127.0.0.1"
 _TORCH: Any = distributed  # its types leave out TCPStore
 # Its second name is the one before torch 2.13.
 _all_gather: Any = getattr(_TORCH, "all_gather_single", None) or _TORCH.all_gather_into_tensor
@@ -48,7 +47,7 @@ class GroupLostError(RuntimeError):
 
 def open_meeting(count: int, port: int = 0) -> Any:
     """Where the processes of a model find each other, on this machine. Rank 0 opens it, at a free `port`; the others give it."""
-    return _TORCH.TCPStore(_HERE, port, count, is_master=not port, wait_for_workers=bool(port))
+    return _TORCH.TCPStore("127.0.0.1", port, count, is_master=not port, wait_for_workers=bool(port))
 
 
 def join(meeting: Any, share: Share) -> None:

@@ -48,7 +48,6 @@ _HIGH: Final = [
     [0, 0, 180, 0, 0, 0, 0, 190],
     [0, 0, 299, 0, 0, 0, 0, 230],
 ]
-_MOST_REASON: Final = 200
 
 
 @lru_cache
@@ -67,7 +66,7 @@ def problem(name: str, device: torch.device, dtype: torch.dtype, **asked: Any) -
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-        reason = "fails here: " + f"{type(error).__name__}: {lines[0]}"[:_MOST_REASON]
+        reason = "fails here: " + f"{type(error).__name__}: {lines[0]}"[:200]
     else:
         reason = f"is wrong here by up to {max(wrong):g}" if wrong else ""
     if reason:

@@ -48,22 +48,6 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
     return sizes
 
 
-def _head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    width, hidden = sizes["width"], sizes["markov_hidden"]
-    distances = (2 * MAX_DISTANCE + 1, width)
-    return {
-        "markov.distance_prev.weight": distances,
-        "markov.distance_before.weight": distances,
-        "markov.age.weight": (MAX_UNSEEN + 1, width),
-        "markov.norm.weight": (3 * width,),
-        "markov.norm.bias": (3 * width,),
-        "markov.up.weight": (hidden, 3 * width),
-        "markov.up.bias": (hidden,),
-        "markov.down.weight": (width, hidden),
-        "markov.down.bias": (width,),
-    }
-
-
 def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] | None:
     """The folder and kind of the draft head that the settings name ('auto': `folder`); None without one. ValueError if it has
     none."""
@@ -85,8 +69,13 @@ def check_heads(settings: DecoderChoice, folder: Path) -> None:
     sizes = None if place is None else read_sizes(*place)
     if place is None or sizes is None:
         return
+    width, hidden = sizes["width"], sizes["markov_hidden"]
+    expected: Shapes = dict.fromkeys(("distance_prev.weight", "distance_before.weight"), (2 * MAX_DISTANCE + 1, width))
+    expected |= {"age.weight": (MAX_UNSEEN + 1, width), "norm.weight": (3 * width,), "norm.bias": (3 * width,)}
+    expected |= product_shapes("up", hidden, 3 * width) | product_shapes("down", width, hidden)
     config, path = place[0] / CONFIG, place[0] / WEIGHTS
-    if checkpoint.file_tensors(path, checkpoint.stored_shape, "np", field="decoder.head") != _head_shapes(sizes):
+    found = checkpoint.file_tensors(path, checkpoint.stored_shape, "np", field="decoder.head")
+    if found != {f"markov.{name}": shape for name, shape in expected.items()}:
         raise ValueError(f"decoder.head: {path} does not fit {config}")
 
 
