@@ -120,15 +120,10 @@ the first slots and columns and some of its `NUM_PROBE_ROWS` rows; columns from 
 
 
 def find_rules(
-    products: Sequence[Product],
-    attention: Attention,
-    dtype: torch.dtype,
-    *,
-    longest: int | None,
-    least_rows: int | None = None,
+    products: Sequence[Product], attention: Attention, dtype: torch.dtype, *, longest: int | None, least_rows: int = 0
 ) -> ShapeRules:
     """Return the cheapest rules under which rows of a model agree bit by bit on this machine, or `INEXACT_RULES`. `longest` is
-    its longest text where that is known. `least_rows` is the fewest rows that attention is ever asked for; None stands for
+    its longest text where that is known. `least_rows` is the fewest rows that attention is ever asked for; 0 stands for
     `min_queries`."""
 
     def are_exact(min_rows: int) -> bool:
