@@ -44,27 +44,22 @@ _FIXED: Final = ("gpt2", "gpt_neo")
 
 Chosen = tuple[Tensor, Tensor]
 """The experts of each row of a text, and their weights."""
-Choices = dict[str, list[Chosen]]
-"""The choices of each text, by the names of the modules of experts."""
 
 
 class AnyCausalBackbone(ModuleBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by their names there; they are removed from the dict.
-    ValueError where our forward gives other numbers than the model's own."""
+    """See the module's docstring. `weights` are the checkpoint's tensors, which are removed from the dict."""
 
     is_foreign = True
     layers_by = "transformers' code"
 
     def __init__(self, name: str, config: Mapping[str, Any], weights: dict[str, Tensor], how: Running) -> None:
-        known, where, small = facts(name, config), how.device, how.small
+        known, where, first, small = facts(name, config), how.device, how.first, how.small
         if how.is_fixed and name not in _FIXED:
             raise ValueError(
                 f"model.exact: true, but models of family {name!r} are not exact on GPUs; allowed there: false"
             )
         model = _load(name, config, known, weights, how.dtype)
         base = model.get_decoder()
-        # Full weights never reach a device that gets small ones.
-        first = where if small == "auto" else torch.device("cpu")
         model.to(first)
         if small != "auto":
             shrink_products(base, small, first)
@@ -88,13 +83,9 @@ class AnyCausalBackbone(ModuleBackbone):
         self._compare(name, own, choices)
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
-        hidden_1PD: Tensor = self._forward(
-            input_ids=tokens_P.unsqueeze(0),
-            position_ids=positions_P.unsqueeze(0),
-            attention_mask=self._no_mask,
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state
+        flat = {"input_ids": tokens_P.unsqueeze(0), "position_ids": positions_P.unsqueeze(0)}
+        output = self._forward(**flat, attention_mask=self._no_mask, use_cache=False, layout=layout)
+        hidden_1PD: Tensor = output.last_hidden_state
         return hidden_1PD[0]
 
     @torch.no_grad()
@@ -110,7 +101,7 @@ class AnyCausalBackbone(ModuleBackbone):
 
     # ---- the comparison ------------------------------------------------------------------------------------------
 
-    def _compare(self, name: str, own: list[Tensor], choices: Choices) -> None:
+    def _compare(self, name: str, own: list[Tensor], choices: dict[str, list[Chosen]]) -> None:
         """ValueError if a row differs from the model's own forward by more than rounding. The cache is empty afterwards."""
         experts = {which: part for which, part in self.base.named_modules() if isinstance(part, GivenExperts)}
         windows, errors = self.windows, (AttributeError, IndexError, KeyError, TypeError)
@@ -176,9 +167,9 @@ def _texts(vocab_size: int, device: torch.device) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _own_states(model: Any, known: CausalFacts, device: torch.device) -> tuple[list[Tensor], Choices]:
-    """The hidden states of the texts by transformers' own forward, one text at a time, and the experts that they chose in half
-    precision, where rounding may lead to another choice and so to other states of all rows that see it."""
+def _own_states(model: Any, known: CausalFacts, device: torch.device) -> tuple[list[Tensor], dict[str, list[Chosen]]]:
+    """The hidden states of the texts by transformers' own forward, one text at a time. In half precision, where rounding may lead
+    to other experts and so to other states of all rows that see it, also the experts chosen, by the names of their modules."""
     base, choices = model.get_decoder(), dict[str, list[Chosen]]()
     base.config._attn_implementation = base.config._experts_implementation = "eager"
     for name, part in base.named_modules():
@@ -195,8 +186,7 @@ def _own_states(model: Any, known: CausalFacts, device: torch.device) -> tuple[l
 
 @contextmanager
 def _narrow(base: Any, windows: tuple[int | None, ...]) -> Iterator[set[int]]:
-    """Within the `with` block, the layers with a window have one of _WINDOW positions, if the modules ask for its size in each
-    forward. Yields the sizes that were replaced."""
+    """Gives the layers with a window, if they ask for it in each forward, one of _WINDOW positions. Yields the sizes replaced."""
     sizes = {window for window in windows if window is not None}
     holders = [base.config, *base.modules()]
     held = [(one, value) for one in holders if (value := getattr(one, "sliding_window", None)) in sizes]

@@ -62,8 +62,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the `count` flat rows of one forward sit in the cache, and the tiles in which they attend. `windows` gives the window
-    of each layer, None for one that sees everything."""
+    """Where the `count` flat rows of one forward sit in the cache, their tiles, and each layer's window, None for all."""
 
     cache: SlotCache
     count: int
@@ -129,15 +128,9 @@ def cut_rows(
     def joined(cut: Cut, other: Cut) -> Cut | None:
         """Both as one tile, where that costs less and is not too large."""
         follows = slots[other.first_slot] == slots[other.first_slot - 1] + 1
-        both = Cut(
-            cut.first_row,
-            cut.num_rows + other.num_rows,
-            cut.first_slot,
-            cut.num_slots + 1,
-            max(cut.num_lines, other.num_lines),
-            max(cut.num_columns, other.num_columns),
-            cut.is_copied or other.is_copied or not follows,
-        )
+        lines, columns = max(cut.num_lines, other.num_lines), max(cut.num_columns, other.num_columns)
+        sizes = cut.num_rows + other.num_rows, cut.first_slot, cut.num_slots + 1, lines, columns
+        both = Cut(cut.first_row, *sizes, cut.is_copied or other.is_copied or not follows)
         cells = both.num_slots * both.num_columns
         fits = cells * num_heads * both.num_lines <= _CPU_SCORES
         fits &= not both.is_copied or cells * 2 * key_heads * width <= _MOST_COPIED
@@ -240,10 +233,11 @@ def slot_attention(
     return mixed[..., :value_width].unsqueeze(0), None
 
 
-def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor, *, scores: Scores, layout: AnyLayout) -> Tensor:
-    """Write the valid rows' keys and, beside them, values (X = 2 K), and attend; what padding rows get is 0. [P, H, d]."""
+def attend_rows(layer: int, query_PHd: Tensor, held_PXd: Tensor | None, *, scores: Scores, layout: AnyLayout) -> Tensor:
+    """Write the valid rows' keys and, beside them, values (X = 2 K), if given, and attend, [P, H, d]; padding rows get 0."""
     count = layout.count
-    layout.cache.write(layer, layout.places, held_PXd[:count])
+    if held_PXd is not None:
+        layout.cache.write(layer, layout.places, held_PXd[:count])
     window = layout.windows[layer]
     if isinstance(layout, FlatLayout):
         held_2SKWd = layout.cache.layers_2SKWd[layer]
@@ -271,14 +265,13 @@ def _attend_tile(query_NHd: Tensor, layer: int, layout: Layout, tile: Tile, scor
         spread[tile.place_N] = query_NHd
     query_BTHd = spread.unflatten(0, (tile.num_slots, tile.num_lines))
     lines = max(1, _GPU_SCORES // (query_NHd.shape[1] * bias_BTW.shape[2]))
+    whole = query_BTHd, *held, bias_BTW
     if tile.num_slots * tile.num_lines <= lines:
-        mixed = attend_grouped(query_BTHd, *held, bias_BTW, scores=scores, rules=layout.rules).flatten(0, 1)
+        mixed = attend_grouped(*whole, scores=scores, rules=layout.rules).flatten(0, 1)
     else:  # on a GPU
         parts = [
             attend_grouped(query, key, value, bias, scores=scores, rules=layout.rules).flatten(0, 1)
-            for query_slot, key, value, bias_slot in zip(
-                *(x.split(1) for x in (query_BTHd, *held, bias_BTW)), strict=True
-            )
+            for query_slot, key, value, bias_slot in zip(*(each.split(1) for each in whole), strict=True)
             for query, bias in zip(query_slot.split(lines, 1), bias_slot.split(lines, 1), strict=True)
         ]
         mixed = torch.cat(parts)

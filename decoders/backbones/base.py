@@ -32,6 +32,11 @@ class Running(NamedTuple):
         """Whether all products run by kernels of fixed tiles."""
         return self.exact and self.device.type != "cpu"
 
+    @property
+    def first(self) -> torch.device:
+        """Where weights are read to: full ones never reach a device that gets small ones."""
+        return self.device if self.small == "auto" else torch.device("cpu")
+
 
 class Model(ABC):
     """All tensors live on `device`; hidden states have `dtype`, logits float32 or better. Keys and values are in a slot `cache`,
@@ -56,7 +61,7 @@ class Model(ABC):
     tiling: Tiling
     """The tiles of that kernel, where `reads_rows`."""
     num_weights: int = 0
-    """Weights that each row is multiplied by: 2 FLOPs each."""
+    """Weights that each row is multiplied by, without experts: 2 FLOPs each."""
     has_sums: ClassVar[bool] = True
     sums_N: Tensor | None = None
     """With `has_sums`: a float64 sum over each row's state in the last forward, not finite if any number of it is not."""
@@ -98,7 +103,7 @@ class Model(ABC):
         self.cache.resize(num_slots, rounded(num_columns, self.column_multiple))
 
     def reserve(self, num_cells: int) -> None:
-        """Take the memory for this many columns of all slots together, where a cache is one pool."""
+        """Take the memory for this many columns of all slots together, where the cache is one pool."""
         self.cache.reserve(num_cells)
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
@@ -111,8 +116,8 @@ class Model(ABC):
         return self.cache.is_pooled
 
     def spread(self, num_slots: int, num_columns: int) -> bool:
-        """Have this many slots of up to this many columns, which get their cells by `place`; those that are placed stay. False if
-        something that a captured forward reads has moved."""
+        """Have this many slots of up to this many columns, which get cells by `place`. False if what a captured forward reads
+        has moved."""
         self.cache.spread(num_slots, rounded(num_columns, self.column_multiple))
         return True
 
@@ -150,8 +155,7 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, rows: Any) -> Tensor:
-        """Write the rows into the cache and return hidden states: of all rows, [N, D], for TokenRows; of the query rows, [Q, D],
-        for the Rows of two streams."""
+        """Write the rows into the cache; hidden states of all rows, [N, D], or of a two-stream model's query rows, [Q, D]."""
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return the raw logits of hidden states, [R, V], in float32 or better; nothing is suppressed yet."""

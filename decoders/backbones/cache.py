@@ -14,18 +14,17 @@ Legend: B slots read, K key heads, X = 2 K keys and values, C cells.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from draftmill.decoders.backbones.rows import TokenRows
+from draftmill.decoders.backbones.rows import TokenRows
 
 
 class SlotCache:
-    """Keys and values of `num_layers` layers; resizing keeps the content that still fits. `pooled`: see above."""
+    """Keys and values of `num_layers` layers. Methods that Model has, too, are explained there."""
 
     def __init__(
         self,
@@ -77,62 +76,59 @@ class SlotCache:
         return layers + self.positions_SW.element_size()
 
     def resize(self, num_slots: int, num_columns: int) -> None:
-        """Resize to exactly this many slots and columns; content within them stays. One layer at a time, so that the old and
-        the new cache are never both whole in memory. If memory runs out, the cache becomes empty."""
         if self.is_pooled:
             self._lay_out(num_slots, num_columns)
-            return
-        if (self.num_slots, self.num_columns) == (num_slots, num_columns):
-            return
+        elif (self.num_slots, self.num_columns) != (num_slots, num_columns):
+            self._remake(num_slots, num_columns)
+            self.num_slots, self.num_columns = num_slots, num_columns
+            self._note_offsets()
+
+    def _remake(self, num_slots: int, num_columns: int) -> None:
+        """One layer at a time, so that the old and the new cache are never both whole in memory."""
         try:
             for index, layer in enumerate(self.layers_2SKWd):
-                self.layers_2SKWd[index] = _resize(layer, 1, 3, num_slots, num_columns)
+                if self.is_pooled:
+                    pool = self.pools_2CKd[index] = _resize(self.pools_2CKd[index], 1, 2, num_columns, layer.shape[2])
+                    self.layers_2SKWd[index] = pool.unsqueeze(1).transpose(2, 3)
+                else:
+                    self.layers_2SKWd[index] = _resize(layer, 1, 3, num_slots, num_columns)
             self.positions_SW = _resize(self.positions_SW, 0, 1, num_slots, num_columns)
         except BaseException:
             self._free()
             raise
-        self.num_slots, self.num_columns = num_slots, num_columns
-        self._note_offsets()
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
         if self.is_pooled and num_slots * num_columns:
-            return self.holds(num_slots * num_columns) and num_slots <= len(self._starts_S)
+            return num_slots * num_columns <= self.dead_cell and num_slots <= len(self._starts_S)
         return (self.num_slots, self.num_columns) == (num_slots, num_columns)
 
     # ---- one pool ------------------------------------------------------------------------------------------------
-
-    def holds(self, num_cells: int) -> bool:
-        """Whether the pool has this many cells for slots."""
-        return num_cells < self.positions_SW.shape[1]
 
     @property
     def dead_cell(self) -> int:
         return self.positions_SW.shape[1] - 1
 
     def reserve(self, num_cells: int) -> None:
-        """Give an empty pool `num_cells` cells, or none if memory runs out: it then grows by need."""
+        """Does nothing unless the pool is empty. If memory runs out, it has no cells: it then grows by need."""
         if self.is_pooled and not self.num_slots:
-            try:
+            with suppress(torch.OutOfMemoryError):
                 self._grow(num_cells)
-            except torch.OutOfMemoryError:
-                self._free()
 
     def spread(self, num_slots: int, num_columns: int) -> None:
-        """Have this many slots of up to this many columns, which `place` gives their cells; those that are placed stay."""
         self._places += [(0, 0)] * (num_slots - len(self._places))
         self._starts_S = self._starts_S[:0]
         self.num_slots, self.num_columns = num_slots, num_columns
 
     def place(self, slot: int, start: int, num_columns: int) -> bool:
-        """Give a slot the cells from `start` on, with what they hold; False if the pool had to grow, and has moved."""
+        """See Model; False if the pool had to grow, and has moved."""
         self._places[slot] = start, num_columns
-        stays = self.holds(start + num_columns)
+        stays = start + num_columns <= self.dead_cell
         if not stays:
             self._grow(max(start + num_columns, self.dead_cell * 3 // 2))
         return stays
 
     def _lay_out(self, num_slots: int, num_columns: int) -> None:
-        """Give each slot equally many cells, one behind the other. If memory runs out, the cache becomes empty."""
+        """Give each slot equally many cells, one behind the other."""
         if not num_slots * num_columns:
             self._free()
             return
@@ -155,21 +151,13 @@ class SlotCache:
         self.num_slots, self.num_columns = num_slots, num_columns
 
     def _grow(self, num_cells: int) -> None:
-        """Have at least this many cells and one more; what they hold stays. If memory runs out, the cache becomes empty."""
-        if self.holds(num_cells):
-            return
-        try:
-            for index, held in enumerate(self.pools_2CKd):
-                pool = self.pools_2CKd[index] = _resize(held, 1, 2, num_cells + 1, held.shape[2])
-                self.layers_2SKWd[index] = pool.unsqueeze(1).transpose(2, 3)
-            self.positions_SW = _resize(self.positions_SW, 0, 1, 1, num_cells + 1)
-        except BaseException:
-            self._free()
-            raise
+        """Have at least this many cells and one more; what they hold stays."""
+        if num_cells > self.dead_cell:
+            self._remake(1, num_cells + 1)
 
     def cells(self, slots_N: Tensor, columns_N: Tensor, starts_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of a pooled cache: the cell at which each row's slot begins, and that of its column; int64 [N] each. Who places slots
-        gives the first ones."""
+        """Of a pooled cache: the cell at which each row's slot begins, given where slots are placed, and that of its column, [N]
+        each."""
         if starts_N is None:
             starts_N = self._starts_S.index_select(0, slots_N)
         return starts_N, starts_N + columns_N
@@ -179,7 +167,6 @@ class SlotCache:
         return (0, *self._places[slot]) if self.is_pooled else (slot, 0, self.num_columns)
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of slot `source` onto those of slot `target`; its others stay."""
         (there, start, _), (here, first, _) = self._extent(source), self._extent(target)
         theirs, own = slice(start, start + num_columns), slice(first, first + num_columns)
         for layer in self.layers_2SKWd:
@@ -187,8 +174,6 @@ class SlotCache:
         self.positions_SW[here, own] = self.positions_SW[there, theirs]
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy columns of slots onto others of the same slots; none is both read and written. Where slots are placed these are
-        cells, and slots do not count."""
         if self.is_pooled:
             starts_R = self._starts_S.index_select(0, slots_R) if len(self._starts_S) else 0
             slots_R, from_R, to_R = torch.zeros_like(slots_R), starts_R + from_R, starts_R + to_R
@@ -202,21 +187,18 @@ class SlotCache:
             layer[:, slot, :, start : start + count] = 0
 
     def set_positions(self, slot: int, positions_L: Tensor) -> None:
-        """Note the positions of a slot's first columns."""
         slot, start, _ = self._extent(slot)
         self.positions_SW[slot, start : start + len(positions_L)] = positions_L
 
-    def places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
-        """Return the cells for each row's keys and values, for `write`; int64 [N * 2 K], for any layer."""
-        assert not self.is_pooled, "rows of a pooled cache go to `cells`"
+    def places(self, slots_N: Tensor, columns_N: Tensor, positions_N: Tensor | None = None) -> Tensor:
+        """Of a cache that is not pooled: the cells for each row's keys and values, for `write`; int64 [N * 2 K], for any layer.
+        Notes the rows' positions if there are any; all rows must have different cells."""
+        if positions_N is not None:
+            cells_N = torch.add(columns_N, slots_N, alpha=self.num_columns)
+            self.positions_SW.view(-1).index_copy_(0, cells_N, positions_N)
         per_slot = self.layers_2SKWd[0].shape[2] * self.num_columns
         first_N1 = torch.add(columns_N, slots_N, alpha=per_slot).unsqueeze(1)
         return (first_N1 + self._offsets_X).flatten()
-
-    def note_positions(self, slots_N: Tensor, columns_N: Tensor, positions_N: Tensor) -> None:
-        """Note the positions of rows that are written; all rows must have different cells."""
-        cells_N = torch.add(columns_N, slots_N, alpha=self.num_columns)
-        self.positions_SW.view(-1).index_copy_(0, cells_N, positions_N)
 
     def add_layer(self, width: int) -> None:
         """Give an empty cache one more layer, which holds `width` numbers a column."""

@@ -38,8 +38,7 @@ _MOST_LEVELS: Final = 100
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as a dict, of a multimodal model the part of its text model; ValueError if it is missing or not a JSON
-    object."""
+    """config.json, of a multimodal model the part of its text model; ValueError if it is missing or no JSON object."""
     config = read_object(folder / "config.json")
     if config is None:
         raise ValueError(f"model.path: {folder} has no config.json")
@@ -93,9 +92,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def inspect_model(folder: Path, *, family: str = "auto", mask_id: int | None = None) -> ModelInfo:
-    """Describe a checkpoint from config.json and the headers of its weight files, without reading the weights. Raises
-    ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a tensor is
-    missing, unexpected, or of another shape."""
+    """Describe a checkpoint from config.json and the headers of its weight files. Raises ValueError, with the field path, where
+    the family is unknown, the config does not fit it, a file is damaged, or a tensor is missing, unexpected, or of another
+    shape."""
     config = read_config(folder)
     bos_id(folder), stop_ids(folder)
     entry = find_family(config, family)
@@ -110,11 +109,6 @@ def inspect_model(folder: Path, *, family: str = "auto", mask_id: int | None = N
     return info
 
 
-def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor by its name in the files; ValueError where a file is missing or damaged."""
-    return each_tensor(folder, stored_shape, "np")
-
-
 def stored_shape(file: Any, name: str) -> tuple[int, ...]:
     """The shape of a tensor in an open safetensors file."""
     return tuple(file.get_slice(name).get_shape())
@@ -122,7 +116,7 @@ def stored_shape(file: Any, name: str) -> tuple[int, ...]:
 
 def check_weights(family: Family, config: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError unless the tensors in the weight files, once unpacked, are those that config.json describes."""
-    form, shapes = find_form(config), header_shapes(folder)
+    form, shapes = find_form(config), each_tensor(folder, stored_shape, "np")
     shapes = shapes if form is None else form.dense_shapes(shapes)
     check_counts(config, shapes, folder)
     check_names(family, config, shapes, folder)
@@ -135,11 +129,15 @@ def check_split(family: str, folder: Path, count: int) -> None:
 
 
 def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> dict[str, T]:
-    """Call `take` for every tensor of the checkpoint, opened for `framework`; ValueError where a file is damaged."""
+    """Call `take` for every tensor of the checkpoint, opened for `framework`; ValueError where a file is damaged. Of a multimodal
+    one only the text model's tensors, by their names in a checkpoint of that model alone."""
     taken: dict[str, T] = {}
     for path in weight_files(folder):
         taken |= file_tensors(path, take, framework)
-    return _of_text_model(taken)
+    if not any(_TEXT_PART.match(name) for name in taken):
+        return taken
+    named = {name: _TEXT_PART.sub("" if "lm_head." in name else "model.", name, count=1) for name in taken}
+    return {named[name]: value for name, value in taken.items() if named[name] != name or name.startswith("lm_head.")}
 
 
 def file_tensors(path: Path, take: Callable[[Any, str], T], framework: str, field: str = "model.path") -> dict[str, T]:
@@ -150,14 +148,6 @@ def file_tensors(path: Path, take: Callable[[Any, str], T], framework: str, fiel
     except (SafetensorError, OSError) as error:
         problem = pointer_problem(path) or f"{path} is damaged or not a safetensors file: {error}"
         raise ValueError(f"{field}: {problem}") from error
-
-
-def _of_text_model(taken: dict[str, T]) -> dict[str, T]:
-    """Of a multimodal checkpoint only the text model's tensors, by their names in a checkpoint of that model alone."""
-    if not any(_TEXT_PART.match(name) for name in taken):
-        return taken
-    named = {name: _TEXT_PART.sub("" if "lm_head." in name else "model.", name, count=1) for name in taken}
-    return {named[name]: value for name, value in taken.items() if named[name] != name or name.startswith("lm_head.")}
 
 
 def pointer_problem(path: Path) -> str | None:

@@ -102,7 +102,7 @@ class _Final(nn.Module):
 
 
 class DDiT(nn.Module):
-    """All but the output layer, nearly under the checkpoints' names (`_own_name`)."""
+    """All but the output layer, nearly under the checkpoints' names."""
 
     def __init__(self, shape: DDiTShape) -> None:
         super().__init__()
@@ -127,48 +127,35 @@ class DDiT(nn.Module):
     ) -> Tensor:
         """Run flat rows; row n uses row `which_N[n]` of each modulation; None if there is only one. Final states [N, D]."""
         states_ND = self.word_embeddings(tokens_N)
-        turn_2Nd = self._turns(positions_N.to(states_ND.dtype))
+        half = torch.arange(0, self.head_width, 2, dtype=states_ND.dtype, device=states_ND.device)
+        angle = positions_N.to(states_ND.dtype).unsqueeze(1) * _PERIOD ** (-half / self.head_width)
+        angle_Nd = torch.cat([angle, angle], dim=1)
+        turn_2Nd = angle_Nd.cos(), angle_Nd.sin()
         for block, rows_U in zip(self.blocks, modulations[:-1], strict=True):
             states_ND = block(states_ND, turn_2Nd, _spread(rows_U, which_N, 6), layout)
         shift, scale = _spread(modulations[-1], which_N, 2)
         return _modulate(self.output_layer.norm_final(states_ND), shift, scale)
 
-    def _turns(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        half = torch.arange(0, self.head_width, 2, dtype=positions_N.dtype, device=positions_N.device)
-        angle = positions_N.unsqueeze(1) * _PERIOD ** (-half / self.head_width)
-        angle_Nd = torch.cat([angle, angle], dim=1)
-        return angle_Nd.cos(), angle_Nd.sin()
-
-
-def _own_name(name: str) -> str:
-    """Map a checkpoint's tensor name, without a prefix, to ours."""
-    if name.startswith(_HEAD):
-        return "lm_head." + name.removeprefix(_HEAD)
-    return "model." + name.replace("vocab_embed.embedding", "word_embeddings.weight")
-
-
-def _is_product(name: str) -> bool:
-    """Whether a tensor belongs to the large products, which run in the model's dtype."""
-    return name.startswith(_HEAD) or (name.startswith("blocks.") and (".attn_" in name or ".mlp." in name))
-
 
 class DDiTBackbone(NetworkBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
-    `takes_sigma` says that the rows need `sigma_B`; otherwise it is ignored."""
+    """See the module's docstring. If `takes_sigma`, the rows need `sigma_G`; otherwise it is ignored."""
 
     def __init__(self, shape: DDiTShape, weights: Mapping[str, Tensor], how: Running) -> None:
         self.takes_sigma = shape.takes_sigma
         self.exact_dtype = torch.float64 if how.dtype == torch.float64 else torch.float32
-        ready = {
-            _own_name(name): tensor.to(device=how.device, dtype=how.dtype if _is_product(name) else self.exact_dtype)
-            for name, tensor in weights.items()
-        }
+        ready = dict[str, Tensor]()
+        for name, tensor in weights.items():
+            is_head = name.startswith(_HEAD)
+            is_inner = name.startswith("blocks.") and (".attn_" in name or ".mlp." in name)
+            own = name.replace("vocab_embed.embedding", "word_embeddings.weight").removeprefix(_HEAD)
+            # The large products run in the model's dtype.
+            dtype = how.dtype if is_head or is_inner else self.exact_dtype
+            ready[f"{'lm_head' if is_head else 'model'}.{own}"] = tensor.to(device=how.device, dtype=dtype)
         super().__init__(DDiT, shape, ready, how)
         self._at_zero = self.base.modulations(torch.zeros(1, dtype=self.exact_dtype, device=self.device))
 
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
-        modulations = self._at_zero
-        which_P: Tensor | None = None
+        modulations, which_P = self._at_zero, None
         if self.takes_sigma:
             assert rows.sigma_G is not None, "this network is conditioned on the noise: its rows need sigma_G"
             count = rows.sigma_G.shape[0]
@@ -176,8 +163,4 @@ class DDiTBackbone(NetworkBackbone):
             modulations = [part[:count] for part in self.base.modulations(padded_U)]
             which_P = self._pad(rows.owner_N) if count > 1 else None
         hidden_PD: Tensor = self.base(tokens_P, positions_P, layout, modulations, which_P)
-        return hidden_PD
-
-    def forward(self, rows: TokenRows) -> Tensor:
-        """Write every row into the cache and return all rows' final modulated states, [N, D]; see ModuleBackbone."""
-        return super().forward(rows).to(self.dtype)
+        return hidden_PD.to(self.dtype)

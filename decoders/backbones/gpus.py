@@ -28,16 +28,12 @@ def driver_version() -> str | None:
 
 def has_gpu() -> bool:
     """Whether this process may use an NVIDIA GPU, whatever torch thinks: one is not hidden, and its device can be opened."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in {"", "-1", "NoDevFiles"}:
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in {"", "-1", "NoDevFiles"} or driver_version() is None:
         return False
-    return driver_version() is not None and any(_opens(path) for path in _DEVICES.glob("nvidia[0-9]*"))
-
-
-def _opens(path: Path) -> bool:
-    """Whether a device can be opened: a container or a batch system may list one that its processes may not use."""
-    with suppress(OSError):
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        return True
+    for path in _DEVICES.glob("nvidia[0-9]*"):
+        with suppress(OSError):  # a container or a batch system may list one that its processes may not use
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            return True
     return False
 
 

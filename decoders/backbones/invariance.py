@@ -18,7 +18,7 @@ Legend: C slots x heads, T query rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -112,21 +112,27 @@ def position_scores(query_NHd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tenso
 # ---- the self-test -------------------------------------------------------------------------------------------------
 
 
+Product = tuple[Callable[[Tensor], Tensor], int, int, torch.dtype]
+"""What multiplies rows by a matrix, the widths of input and output, and their dtype."""
 Attention = Callable[[int, slice, int, int, ShapeRules], Tensor]
 """(slots, rows, visible, columns, rules) -> [slots, rows, ...]: attention over random keys and values that the caller holds, by
 the first slots and columns and some of its `NUM_PROBE_ROWS` rows; columns from `visible` on are hidden."""
 
 
 def find_rules(
-    rows_exact_from: Callable[[int], bool], attention: Attention, *, longest: int | None, least_rows: int | None = None
+    products: Sequence[Product], attention: Attention, dtype: torch.dtype, *, longest: int | None, least_rows: int = 0
 ) -> ShapeRules:
-    """Return the cheapest rules under which rows agree bit by bit on this machine, or `INEXACT_RULES`.
-    `rows_exact_from(min_rows)` says whether the linear layers pass; `longest` is the model's longest text where that is known.
-    `least_rows` is the fewest rows that attention is ever asked for; None stands for `min_queries`."""
-    exact_rows = (count for count in _ROW_CANDIDATES if rows_exact_from(count))
-    min_rows = next(exact_rows, None)
+    """Return the cheapest rules under which rows of a model agree bit by bit on this machine, or `INEXACT_RULES`. `longest` is
+    its longest text where that is known. `least_rows` is the fewest rows that attention is ever asked for; 0 stands for
+    `min_queries`."""
+
+    def are_exact(min_rows: int) -> bool:
+        rows = ((product, normal(0, NUM_PROBE_ROWS, width).to(number)) for product, width, _, number in products)
+        return all(rows_exact(product, rows_NK, min_rows) for product, rows_NK in rows)
+
+    min_rows = next(filter(are_exact, _ROW_CANDIDATES), None)
     for candidate in _ATTENTION_CANDIDATES if min_rows is not None else ():
-        rules = ShapeRules(min_rows or 1, *candidate, exact=True)
+        rules = ShapeRules(min_rows or 1, *candidate, exact=dtype in EXACT_DTYPES)
         if _attention_exact(attention, rules, _held(longest), least_rows or rules.min_queries):
             return rules
     return INEXACT_RULES if min_rows is None else replace(INEXACT_RULES, min_rows=min_rows)

@@ -14,14 +14,7 @@ from torch import Tensor
 from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.any_causal import AnyCausalBackbone
 from draftmill.decoders.backbones.base import Model, Running
-from draftmill.decoders.backbones.checkpoint import (
-    bos_id,
-    check_weights,
-    each_tensor,
-    inspect_model,
-    read_config,
-    stop_ids,
-)
+from draftmill.decoders.backbones.checkpoint import check_weights, each_tensor, inspect_model, read_config
 from draftmill.decoders.backbones.ddit import DDiTBackbone
 from draftmill.decoders.backbones.families.any_causal import CausalFacts
 from draftmill.decoders.backbones.families.masked import DDiTShape
@@ -36,7 +29,7 @@ from draftmill.decoders.backbones.split import SplitBackbone, share_of_weight
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.kernels.find import noting
 
-__all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
+__all__ = ["inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype"]
 _BACKBONES: dict[type, Any] = {XLNetShape: XLNetBackbone, DDiTShape: DDiTBackbone, RotaryShape: RotaryBackbone}
 
 
@@ -48,8 +41,8 @@ def load_weights(
     form: Form | None = None,
     share: Share | None = None,
 ) -> dict[str, Tensor]:
-    """Read every tensor of the checkpoint, one by one onto a device and into a dtype, or the `share` of it; matrices that are
-    quantized in `form` are unpacked. ValueError where a file is damaged."""
+    """Read every tensor of a checkpoint, or the `share` of it, onto a device and into a dtype; what is quantized in `form` is
+    unpacked."""
 
     def ready(name: str, tensor: Tensor) -> Tensor:
         part = tensor if share is None else share_of_weight(name, tensor, share)

@@ -13,9 +13,8 @@ Knows nothing of caches and masks. Legend: E experts, K experts of a row, G grou
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,42 +32,24 @@ def _exact(rows: Tensor) -> Tensor:
 
 
 class Expert(nn.Module):
-    """down(activate(up(x), ..)), [N, D] -> [N, D], for any number of leading dimensions; `ups` are the names of the first
-    products."""
+    """down(activate(up(x), ..)), [N, D] -> [N, D], for any number of leading dimensions."""
 
-    ups: Sequence[str]
-    down_proj: nn.Module
-    activate: Callable[..., Tensor]
+    def __init__(self, activate: Callable[..., Tensor], down: nn.Module, **ups: nn.Module) -> None:
+        super().__init__()
+        self.activate, self.down_proj, self.ups = activate, down, tuple(ups)
+        for name, up in ups.items():
+            self.add_module(name, up)
 
     def forward(self, rows_ND: Tensor) -> Tensor:
         mixed: Tensor = self.down_proj(self.activate(*[getattr(self, name)(rows_ND) for name in self.ups]))
         return mixed
 
 
-class GatedMLP(Expert):
+def gated_expert(width: int, inner: int) -> Expert:
     """down(silu(gate(x)) * up(x))."""
-
-    ups = ("gate_proj", "up_proj")
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (UnsetLinear(width, inner, bias=False) for _ in range(2))
-        self.down_proj = UnsetLinear(inner, width, bias=False)
-
-    @staticmethod
-    def activate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-        """The inner numbers of both products' results."""
-        return functional.silu(gate_NI) * up_NI
-
-
-class GivenExpert(Expert):
-    """down(activate(up(x))) with the weights of transformers' experts; `activate` is theirs."""
-
-    ups = ("up_proj",)
-
-    def __init__(self, up: nn.Linear, down: nn.Linear, activate: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj, self.activate = up, down, activate
+    gate, up = (UnsetLinear(width, inner, bias=False) for _ in range(2))
+    down = UnsetLinear(inner, width, bias=False)
+    return Expert(lambda gate_NI, up_NI: functional.silu(gate_NI) * up_NI, down, gate_proj=gate, up_proj=up)
 
 
 Stacked = tuple[Tensor, Tensor | None]
@@ -91,23 +72,17 @@ class Experts(nn.Module):
         return self._product is not None
 
     def gather(self, product: Product) -> None:
-        """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them.
-        Memory grows by one kind of one layer's weights at most, provided that nothing else holds the weights."""
-        first: Any = self.experts[0]
-        self._stacked = [self._stack(name) for name in (*first.ups, "down_proj")]
-        self._product = product
-
-    def _stack(self, name: str) -> Stacked:
-        """One kind of weights of all experts, which share its memory from now on."""
-        layers: list[nn.Linear] = [getattr(expert, name) for expert in self.experts]
-        first = layers[0].weight
-        stacked = first.new_empty(len(layers), *first.shape)
-        del first  # each weight is freed as soon as it is copied
-        for layer, weight in zip(layers, stacked, strict=True):
-            weight.copy_(layer.weight.detach())
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-        biases: list[Any] = [layer.bias for layer in layers]
-        return stacked, None if biases[0] is None else torch.stack(biases).detach()
+        """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of
+        them; memory grows by one kind of one layer's weights at most."""
+        self._product, first = product, cast("Expert", self.experts[0])
+        for name in (*first.ups, "down_proj"):
+            layers: list[nn.Linear] = [getattr(expert, name) for expert in self.experts]
+            stacked = layers[0].weight.new_empty(len(layers), *layers[0].weight.shape)
+            for layer, weight in zip(layers, stacked, strict=True):
+                weight.copy_(layer.weight.detach())
+                layer.weight = nn.Parameter(weight, requires_grad=False)  # frees the one before
+            biases: list[Any] = [layer.bias for layer in layers]
+            self._stacked.append((stacked, None if biases[0] is None else torch.stack(biases).detach()))
 
     def mix(self, rows_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
         """The sum of each row's experts' answers, weighted, [N, D] in the weights' dtype."""
@@ -126,13 +101,11 @@ class Experts(nn.Module):
         if self._product is not None:
             asked_PD = rows_ND.index_select(0, order_P // num_chosen)
             answer_PD.index_copy_(0, order_P, self._ask_at_once(self._product, asked_PD, sorted_P))
-            return answer_PD.view(*expert_NK.shape, -1)
-        counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
-        for expert, pairs in zip(self.experts, order_P.split(counts), strict=True):
-            count = pairs.shape[0]
-            if count:
-                asked = rows_ND[pairs // num_chosen]
-                answer_PD[pairs] = at_least_rows(self.padded(count), expert, asked)
+        else:
+            counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
+            for expert, pairs in zip(self.experts, order_P.split(counts), strict=True):
+                if count := len(pairs):
+                    answer_PD[pairs] = at_least_rows(self.padded(count), expert, rows_ND[pairs // num_chosen])
         return answer_PD.view(*expert_NK.shape, -1)
 
     def _ask_at_once(self, product: Product, rows_PD: Tensor, expert_P: Tensor) -> Tensor:
@@ -157,7 +130,7 @@ class GivenExperts(Experts):
         """`module` is transformers' own and loses its weights."""
         name, activate = ("gate_up_proj", module._apply_gate) if module.has_gate else ("up_proj", module.act_fn)
         ups, downs = _linears(module, name), _linears(module, "down_proj")
-        super().__init__(GivenExpert(up, down, activate) for up, down in zip(ups, downs, strict=True))
+        super().__init__(Expert(activate, down, up_proj=up) for up, down in zip(ups, downs, strict=True))
         self.norm = module.post_expert_norm if module.has_post_expert_norm else None
         self.forced: tuple[Tensor, Tensor] | None = None
         """Experts and weights that replace the router's choice."""
@@ -203,51 +176,34 @@ def take_experts(module: nn.Module) -> None:
                 setattr(parent, name, GivenExperts(child))
 
 
-class Mixture(Experts, ABC):
-    """A layer of experts; a subclass implements the router. Choices, weights and sums are in float32 or better."""
+class Mixture(Experts):
+    """A layer of experts and its router, of a kind of MixtureShape. Choices, weights and sums are in float32 or better."""
 
     def __init__(self, width: int, shape: MixtureShape) -> None:
-        super().__init__(GatedMLP(width, shape.inner) for _ in range(shape.num_experts))
+        super().__init__(gated_expert(width, shape.inner) for _ in range(shape.num_experts))
         self.shape = shape
         self.gate = UnsetLinear(width, shape.num_experts, bias=False)
+        self.shared_experts = gated_expert(width, shape.shared) if shape.shared else None
+        if shape.groups is not None:
+            self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts))
 
-    @abstractmethod
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, best first (int64 [N, K]), and their weights (float32 or better, [N, K])."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        rows_ND = hidden.reshape(-1, hidden.shape[-1])
-        return self.mix(rows_ND, *self.choose(rows_ND)).to(hidden.dtype).view(hidden.shape)
-
-
-class SoftmaxMixture(Mixture):
-    """The K experts of highest probability; with `normalise` their probabilities are scaled to a sum of one (Qwen3-MoE)."""
-
-    def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
+        if self.shape.groups is not None:
+            return self._choose_in_groups(rows_ND, *self.shape.groups)
         weight_NK, expert_NK = _exact(self.gate(rows_ND)).softmax(-1).topk(self.shape.num_chosen, dim=-1)
         return expert_NK, weight_NK / weight_NK.sum(-1, keepdim=True) if self.shape.normalise else weight_NK
 
+    def _choose_in_groups(self, rows_ND: Tensor, num_groups: int, num_kept: int) -> tuple[Tensor, Tensor]:
+        """By sigmoid scores, with a bias that has no part in the weights (DeepSeek-V3's rule; LLaDA2).
 
-class SigmoidMixture(Mixture):
-    """Sigmoid scores, chosen in groups with a bias that has no part in the weights (DeepSeek-V3's rule; LLaDA2).
-
-    Of equal groups of experts those are kept whose two best biased scores have the largest sum; of their experts the K best by
-    biased score are chosen. Weights are the scores without the bias, scaled. Besides, every row gets the answer of a shared
-    network, if there is one. The router's weights are float32 or better.
-    """
-
-    def __init__(self, width: int, shape: MixtureShape) -> None:
-        super().__init__(width, shape)
-        assert shape.groups is not None, "experts in groups"
-        self.num_groups, self.groups_kept = shape.groups
-        self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts))
-        self.shared_experts = GatedMLP(width, shape.shared) if shape.shared else None
-
-    def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
+        Of equal groups of experts those are kept whose two best biased scores have the largest sum; of their experts the K best
+        by biased score are chosen. Weights are the scores without the bias, scaled. The router's weights are float32 or better.
+        """
         score_NE = self.gate(_exact(rows_ND)).sigmoid()
-        biased_NGe = (score_NE + self.expert_bias).unflatten(1, (self.num_groups, -1))
+        biased_NGe = (score_NE + self.expert_bias).unflatten(1, (num_groups, -1))
         best_NG2 = biased_NGe.topk(2, dim=-1).values
-        kept_NG = (best_NG2[..., 0] + best_NG2[..., 1]).topk(self.groups_kept, dim=-1).indices
+        kept_NG = (best_NG2[..., 0] + best_NG2[..., 1]).topk(num_kept, dim=-1).indices
         dropped_NG = torch.ones_like(biased_NGe[..., 0], dtype=torch.bool).scatter_(1, kept_NG, False)
         # Not zero, which would exceed a negative biased score.
         left_NE = biased_NGe.masked_fill(dropped_NG.unsqueeze(-1), -torch.inf).flatten(1)
@@ -258,6 +214,7 @@ class SigmoidMixture(Mixture):
         return expert_NK, weight_NK * self.shape.scale
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """See Mixture; the shared experts' answer is added."""
-        mixed = super().forward(hidden)
+        """The answers of each row's experts, and of the shared network, if there is one."""
+        rows_ND = hidden.reshape(-1, hidden.shape[-1])
+        mixed = self.mix(rows_ND, *self.choose(rows_ND)).to(hidden.dtype).view(hidden.shape)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)

@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -32,14 +32,15 @@ from torch.nn import functional
 from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Scores, attend_rows
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.rotary import RotaryShape
-from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.backbones.rows import TokenRows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
+from draftmill.decoders.kernels.find import find_layers
 
 Rowwise = Callable[[Tensor], Tensor]
 _tanh_gelu: Final = partial(functional.gelu, approximate="tanh")
-_ACTIVATIONS: Final[dict[str, Rowwise]] = {
+ACTIVATE: Final[dict[str, Rowwise]] = {
     "silu": functional.silu,
     "swish": functional.silu,
     "gelu": functional.gelu,
@@ -120,8 +121,11 @@ class Rotation:
         cos_Ph, sin_Ph = (angle_Ph.cos() * self.factor).to(self._dtype), (angle_Ph.sin() * self.factor).to(self._dtype)
         return torch.stack([torch.cat([cos_Ph, cos_Ph], 1), torch.cat([-sin_Ph, sin_Ph], 1)])
 
-    def kept(self, positions_P: Tensor, num_positions: int) -> Tensor:
-        """The same for positions below `num_positions`, from a table that is computed once."""
+    def of(self, positions_P: Tensor, layout: AnyLayout) -> Tensor:
+        """The same, from a table that is computed once, where no graph could keep it."""
+        if isinstance(layout, FlatLayout):
+            return self.at(positions_P)
+        num_positions = layout.cache.num_columns
         if self._turns_2Wd.shape[1] < num_positions:
             self._turns_2Wd = self.at(torch.arange(num_positions, device=self.angle_h.device))
         return self._turns_2Wd.index_select(1, positions_P)
@@ -147,38 +151,25 @@ class Layer(nn.Module):
         if shape.head_norms:
             self.q_norm, self.k_norm = Norm(shape.head_dim, eps), Norm(shape.head_dim, eps)
         if shape.mixture is not None and index not in shape.dense:
-            self.mlp = (SoftmaxMixture if shape.mixture.groups is None else SigmoidMixture)(width, shape.mixture)
+            self.mlp = Mixture(width, shape.mixture)
         else:
             self.gate_up_proj = UnsetLinear(width, 2 * shape.intermediate_size, bias=shape.inner_bias)
             self.down_proj = UnsetLinear(shape.intermediate_size, width, bias=shape.inner_bias)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+def _parts(layer: Any) -> Any:
     """What a forward calls of one layer: looking parts up in modules takes as long as small products."""
-
-    qkv: Rowwise
-    output: Rowwise
-    attention_norm: Any
-    inner_norm: Any
-    head_norms: tuple[Any, Any] | None
-    gate_up: Rowwise | None
-    down: Rowwise | None
-    mixture: Rowwise | None
-
-    @classmethod
-    def of(cls, layer: Any) -> _Parts:
-        is_dense = hasattr(layer, "down_proj")
-        return cls(
-            qkv=layer.qkv_proj.forward,
-            output=layer.o_proj.forward,
-            attention_norm=layer.input_layernorm,
-            inner_norm=layer.post_attention_layernorm,
-            head_norms=(layer.q_norm, layer.k_norm) if hasattr(layer, "q_norm") else None,
-            gate_up=layer.gate_up_proj.forward if is_dense else None,
-            down=layer.down_proj.forward if is_dense else None,
-            mixture=None if is_dense else layer.mlp,
-        )
+    is_dense = hasattr(layer, "down_proj")
+    return SimpleNamespace(
+        qkv=layer.qkv_proj.forward,
+        output=layer.o_proj.forward,
+        attention_norm=layer.input_layernorm,
+        inner_norm=layer.post_attention_layernorm,
+        head_norms=(layer.q_norm, layer.k_norm) if hasattr(layer, "q_norm") else None,
+        gate_up=layer.gate_up_proj.forward if is_dense else None,
+        down=layer.down_proj.forward if is_dense else None,
+        mixture=None if is_dense else layer.mlp,
+    )
 
 
 class RotaryNetwork(nn.Module):
@@ -200,92 +191,71 @@ class RotaryNetwork(nn.Module):
 
     def bind(self, rotation: Rotation, kernels: Any) -> None:
         """Note what a forward calls, after products have been replaced. `kernels` as in decoders/kernels/layers.py."""
-        self._parts = [_Parts.of(layer) for layer in self.layers]
-        self._rotation, self._scores = rotation, Scores(self.shape.head_dim**-0.5)
-        self._activation = _ACTIVATIONS[self.shape.hidden_act]
-        self.kernels = kernels
+        shape, self.kernels = self.shape, kernels
+        self._parts = [_parts(layer) for layer in self.layers]
+        self._rotation, self._scores = rotation, Scores(shape.head_dim**-0.5)
+        self._activation = ACTIVATE[shape.hidden_act]
+        num_heads, num_keys = shape.num_attention_heads, shape.num_key_value_heads
+        self._num_heads, self._all_heads = num_heads, (-1, num_heads + 2 * num_keys, shape.head_dim)
 
     def forward(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         """Run flat rows; final normed states [P, D]."""
-        if self.kernels is None:
-            return self._run(tokens_P, positions_P, layout)
-        return self._run_kernels(tokens_P, positions_P, layout)
-
-    def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
-        num_heads, half = self.shape.num_attention_heads, self.shape.head_dim // 2
-        num_turned = num_heads + self.shape.num_key_value_heads
-        all_heads = (-1, num_turned + self.shape.num_key_value_heads, self.shape.head_dim)
-        if isinstance(layout, FlatLayout):
-            turns_2Pd = self._rotation.at(positions_P)
-        else:
-            turns_2Pd = self._rotation.kept(positions_P, layout.cache.num_columns)
-        cos_P1d, sin_P1d = turns_2Pd.unsqueeze(2).unbind(0)
         states_PD: Tensor = self.word_embeddings(tokens_P)
+        norms = [*(layer.attention_norm for layer in self._parts), self.norm]
+        rows_PD = self._add_norm(states_PD, None, norms[0])
+        turns_2P1d = None if self.kernels is not None else self._rotation.of(positions_P, layout).unsqueeze(2)
         for index, layer in enumerate(self._parts):
-            heads_PJd = layer.qkv(layer.attention_norm(states_PD)).view(all_heads)
-            turned_PJd = heads_PJd[:, :num_turned]
-            if layer.head_norms is not None:
-                query_norm, key_norm = layer.head_norms
-                turned_PJd[:, :num_heads] = query_norm(turned_PJd[:, :num_heads])
-                turned_PJd[:, num_heads:] = key_norm(turned_PJd[:, num_heads:])
-            swapped_PJd = turned_PJd.roll(half, -1).mul_(sin_P1d)
-            turned_PJd.mul_(cos_P1d).add_(swapped_PJd)
-            query_PHd, held_PXd = heads_PJd[:, :num_heads], heads_PJd[:, num_heads:]
+            heads_PJd = layer.qkv(rows_PD).view(self._all_heads)
+            query_PHd, held_PXd = heads_PJd[:, : self._num_heads], None
+            if turns_2P1d is None:
+                self._rotate_and_write(index, layer, heads_PJd, positions_P, layout)
+            else:
+                held_PXd = self._rotate(layer, heads_PJd, turns_2P1d)
             mixed_PHd = attend_rows(index, query_PHd, held_PXd, scores=self._scores, layout=layout)
-            states_PD = states_PD + layer.output(mixed_PHd.flatten(1))
-            states_PD = states_PD + self._inner(layer, layer.inner_norm(states_PD))
+            rows_PD = self._add_norm(states_PD, layer.output(mixed_PHd.flatten(1)), layer.inner_norm)
+            rows_PD = self._add_norm(states_PD, self._inner(layer, rows_PD), norms[index + 1])
             if index + 1 in self.taps:
-                self.tapped[index + 1] = states_PD
-        final_PD: Tensor = self.norm(states_PD)
-        return final_PD
+                self.tapped[index + 1] = states_PD.clone()  # the next layer adds in place
+        return rows_PD
 
-    def _inner(self, layer: _Parts, rows_PD: Tensor) -> Tensor:
+    def _add_norm(self, states_PD: Tensor, added_PD: Tensor | None, norm: Any) -> Any:
+        """Add to the states, in place, and return them normed."""
+        if self.kernels is not None:
+            return self.kernels.add_norm(states_PD, added_PD, norm.weight, norm.eps)
+        return norm(states_PD if added_PD is None else states_PD.add_(added_PD))
+
+    def _rotate(self, layer: Any, heads_PJd: Tensor, turns_2P1d: Tensor) -> Tensor:
+        """Turn queries and keys, in place, and return keys and values."""
+        num_heads, (cos_P1d, sin_P1d) = self._num_heads, turns_2P1d
+        turned_PJd = heads_PJd[:, : -self.shape.num_key_value_heads]
+        if layer.head_norms is not None:
+            query_norm, key_norm = layer.head_norms
+            turned_PJd[:, :num_heads] = query_norm(turned_PJd[:, :num_heads])
+            turned_PJd[:, num_heads:] = key_norm(turned_PJd[:, num_heads:])
+        swapped_PJd = turned_PJd.roll(self.shape.head_dim // 2, -1).mul_(sin_P1d)
+        turned_PJd.mul_(cos_P1d).add_(swapped_PJd)
+        return heads_PJd[:, num_heads:]
+
+    def _rotate_and_write(
+        self, index: int, layer: Any, heads_PJd: Tensor, positions_P: Tensor, layout: AnyLayout
+    ) -> None:
+        """The same by a kernel, which also writes keys and values to the cache."""
+        count, head_norms = layout.count, None
+        if layer.head_norms is not None:
+            query_norm, key_norm = layer.head_norms
+            head_norms = query_norm.weight, key_norm.weight, query_norm.eps
+        turn, pool_2CKd = (self._rotation.angle_h, self._rotation.factor), layout.cache.pools_2CKd[index]
+        self.kernels.rotate(heads_PJd[:count], positions_P[:count], layout.places, pool_2CKd, turn, head_norms)
+
+    def _inner(self, layer: Any, rows_PD: Tensor) -> Any:
         """What the feed-forward network or the mixture of a layer adds to the states."""
         if layer.mixture is not None:
             return layer.mixture(rows_PD)
-        assert layer.gate_up is not None and layer.down is not None, "a layer without experts is dense"
         both_PI = layer.gate_up(rows_PD)
         if self.kernels is not None and self._activation is functional.silu:
             return layer.down(self.kernels.gated(both_PI))
         gate_PI, up_PI = both_PI.chunk(2, 1)
         return layer.down(self._activation(gate_PI).mul_(up_PI))
-
-    def _run_kernels(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
-        assert isinstance(layout, FlatLayout), "kernels attend"
-        kernels, cache, shape = self.kernels, layout.cache, self.shape
-        num_heads, all_heads = (
-            shape.num_attention_heads,
-            (-1, shape.num_attention_heads + 2 * shape.num_key_value_heads, shape.head_dim),
-        )
-        states_PD: Tensor = self.word_embeddings(tokens_P)
-        count, padding = layout.count, len(tokens_P) - layout.count
-        turn = self._rotation.angle_h, self._rotation.factor
-        norms = [*(layer.attention_norm for layer in self._parts), self.norm]
-        rows_PD: Tensor = kernels.add_norm(states_PD, None, norms[0].weight, norms[0].eps)
-        for index, layer in enumerate(self._parts):
-            heads_PJd = layer.qkv(rows_PD).view(all_heads)
-            head_norms = None
-            if layer.head_norms is not None:
-                query_norm, key_norm = layer.head_norms
-                head_norms = query_norm.weight, key_norm.weight, query_norm.eps
-            rotated = heads_PJd[:count], positions_P[:count], layout.places
-            kernels.rotate(*rotated, cache.pools_2CKd[index], turn, head_norms)
-            mixed_PHd = layout.attend(
-                heads_PJd[:count, :num_heads],
-                cache.layers_2SKWd[index],
-                layout.seen,
-                scaling=self._scores.scaling,
-                window=layout.windows[index],
-            )
-            if padding:  # only where a CPU stands in for a GPU
-                mixed_PHd = functional.pad(mixed_PHd, (0, 0, 0, 0, 0, padding))
-            added_PD, norm = layer.output(mixed_PHd.flatten(1)), layer.inner_norm
-            rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight, norm.eps)
-            added_PD, norm = self._inner(layer, rows_PD), norms[index + 1]
-            rows_PD = kernels.add_norm(states_PD, added_PD, norm.weight, norm.eps)
-            if index + 1 in self.taps:
-                self.tapped[index + 1] = states_PD.clone()  # the next layer adds in place
-        return rows_PD
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------------
@@ -295,7 +265,6 @@ _JOINED: Final = {
     "gate_proj": ("gate_up_proj", "gate_proj", "up_proj"),
 }
 _OF_LAYER: Final = re.compile(r"(model\.layers\.\d+)\.(?:self_attn|mlp)\.(\w+_(?:proj|norm))\.(weight|bias)")
-_WIDE: Final = ".mlp.gate."
 
 
 def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: int) -> dict[str, Tensor]:
@@ -303,8 +272,6 @@ def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: 
     same rows are joined. `order_d` is the Rotation's; `num_turned` heads are rotated. They are removed from the dict."""
     ready: dict[str, Tensor] = {}
     for name in list(weights):
-        if name not in weights:
-            continue  # joined with one before it
         found = _OF_LAYER.fullmatch(name)
         if found is None:
             own = name.replace("embed_tokens", "word_embeddings").replace(".gate.expert_bias", ".expert_bias")
@@ -318,31 +285,22 @@ def own_weights(weights: dict[str, Tensor], order_d: Tensor | None, num_turned: 
         tensors = [weights.pop(one) for one in names]
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         if order_d is not None and joined in {"qkv_proj", "q_norm", "k_norm"}:
-            tensor = _reordered(tensor, order_d, num_turned if joined == "qkv_proj" else 1)
+            heads, turned = tensor.unflatten(0, (-1, len(order_d))), num_turned if joined == "qkv_proj" else 1
+            tensor = torch.cat([heads[:turned, order_d.to(tensor.device)], heads[turned:]]).flatten(0, 1)
         ready[f"{layer}.{joined}.{kind}"] = tensor
     return ready
 
 
-def _reordered(tensor: Tensor, order_d: Tensor, num_turned: int) -> Tensor:
-    """The rows of the heads that are turned, each in another order."""
-    heads = tensor.unflatten(0, (-1, len(order_d)))
-    order_d = order_d.to(tensor.device)
-    return torch.cat([heads[:num_turned, order_d], heads[num_turned:]]).flatten(0, 1)
-
-
 class RotaryBackbone(NetworkBackbone):
-    """Runs a RotaryNetwork. `weights` are the checkpoint's tensors by the names of transformers' Llama, already checked for
-    completeness; they are removed from the dict."""
+    """Runs a RotaryNetwork. `weights` are the checkpoint's tensors by the names of transformers' Llama; they are removed."""
 
     base: RotaryNetwork
 
     def __init__(self, shape: RotaryShape, weights: dict[str, Tensor], how: Running) -> None:
-        # Full weights never reach a device that gets small ones.
-        first = how.device if how.small == "auto" else torch.device("cpu")
         for name in list(weights):
-            is_wide = shape.has_groups and _WIDE in name
+            is_wide = shape.has_groups and ".mlp.gate." in name
             dtype = torch.promote_types(how.dtype, torch.float32) if is_wide else how.dtype
-            weights[name] = weights[name].to(device=first, dtype=dtype)
+            weights[name] = weights[name].to(device=how.first, dtype=dtype)
         rope = shape.rope, shape.head_dim, shape.rotary_dim, shape.max_position_embeddings
         self._rotation = Rotation(*rope, how.dtype, how.device)
         ready = own_weights(weights, self._rotation.order_d, shape.num_attention_heads + shape.num_key_value_heads)
@@ -354,9 +312,10 @@ class RotaryBackbone(NetworkBackbone):
 
     def bind(self) -> None:
         """Note the products of the network, once they are in their final form (packed, fixed or quantized)."""
-        self.base.bind(self._rotation, self.find_layers())
+        kernels = None if self._attend is None else find_layers(self.device, self.dtype, **self._heads)
+        self.base.bind(self._rotation, kernels)
         if self.device.type != "cpu":
-            self.layers_by = f"own network, {'by' if self.base.kernels is not None else 'without'} kernels"
+            self.layers_by = f"own network, {'by' if kernels is not None else 'without'} kernels"
 
     def tap(self, reader: Any) -> None:
         self.reader = reader

@@ -45,8 +45,7 @@ class PackedLinear(nn.Module):
 
 
 class FixedLinear(nn.Module):
-    """A linear layer [R, K] -> [R, M] on a GPU, by tiles of one size (decoders/kernels/products.py). ValueError, with the reason,
-    where that kernel can't be used."""
+    """A linear layer on a GPU, by tiles of one size (kernels/products.py); ValueError, with the reason, if it can't be used."""
 
     def __init__(self, weight_MK: Tensor, bias_M: Tensor | None) -> None:
         super().__init__()

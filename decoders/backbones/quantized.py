@@ -85,8 +85,8 @@ class Form:
         return layer if self.layout == "mxfp4" else f"{layer}.weight"
 
     def unpacked(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the numbers of every tensor, of quantized matrices in float32, and remove them from `stored`.
-        ValueError where the tensors of a layer do not fit together."""
+        """Yield the name and the numbers of every tensor (float32 where quantized), and remove it from `stored`; ValueError on a
+        misfit."""
         for layer, names in self.layers(stored).items():
             parts = {part: stored.pop(name) for part, name in names.items()}
             problem = f"model.path: the quantized tensors of {layer} do not fit together"
@@ -118,10 +118,8 @@ def _form(given: Mapping[str, Any]) -> Form:
         if len(kinds) != 1:
             raise ValueError(f"{_WHERE}.config_groups of {len(kinds)} kinds of weights; supported: one kind")
         own, asked["bits"], block = kinds.pop()
-        written, asked["sparsity_format"] = (
-            own or given.get("format"),
-            (given.get("sparsity_config") or {}).get("format"),
-        )
+        written = own or given.get("format")
+        asked["sparsity_format"] = (given.get("sparsity_config") or {}).get("format")
     asked["format"] = written and str(written).lower()
     for key, values in _SUPPORTED[method].items():
         asked[key] = values[0] if asked.get(key) is None else asked[key]
@@ -142,9 +140,8 @@ def _dense(form: Form, parts: Mapping[str, Tensor]) -> Tensor:
     code_MK, scale = parts[_CODES[form.layout]], parts[next(part for part in _SCALES if part in parts)]
     zero: Any = parts.get("qzeros", parts.get("weight_zero_point"))
     if form.layout == "awq":
-        code_MK, zero = (
-            _codes(words, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T for words in (code_MK, zero)
-        )
+        words = code_MK, zero
+        code_MK, zero = (_codes(each, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T for each in words)
     elif form.layout == "gptq":
         code_MK, zero = _codes(code_MK.T, form.bits), _codes(zero, form.bits).T.int() + form.zero_shift
         if bool((zero == 2**form.bits).any()):

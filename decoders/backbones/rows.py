@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Final, Generic, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final, Generic
 
 import numpy as np
 import torch
@@ -57,24 +58,23 @@ class Sent(Generic[A]):
     def changed(self, change: Callable[[Any], Any]) -> Any:
         """The same class, with every array changed."""
         names, new = self._fields(), object.__new__(type(self))
-        for name in names.others:
-            setattr(new, name, getattr(self, name))
-        for name in names.arrays:
-            array = getattr(self, name)
-            setattr(new, name, None if array is None else change(array))
-        for name in names.parts:
-            part = getattr(self, name)
-            setattr(new, name, None if part is None else part.changed(change))
+        for name in (*names.others, *names.arrays, *names.parts):
+            value = getattr(self, name)
+            if value is not None and name not in names.others:
+                value = change(value) if name in names.arrays else value.changed(change)
+            setattr(new, name, value)
         return new
 
     @classmethod
     @cache
-    def _fields(cls) -> Fields:
+    def _fields(cls) -> SimpleNamespace:
+        """The names of its arrays, parts, all others, and those of them that the work on the arrays may look at (`facts`)."""
         types = {field.name: str(field.type) for field in fields(cls)}
         arrays = tuple(name for name, of in types.items() if of in ("A", "A | None"))
         parts = tuple(name for name, of in types.items() if "[A]" in of)
         others = tuple(name for name in types if name not in (*arrays, *parts))
-        return Fields(arrays, parts, others, tuple(name for name in others if types[name] in _FACTS))
+        facts = tuple(name for name in others if types[name] in _FACTS)
+        return SimpleNamespace(arrays=arrays, parts=parts, others=others, facts=facts)
 
     @property
     def signature(self) -> Hashable:
@@ -121,15 +121,6 @@ class Sent(Generic[A]):
     def to(self, device: torch.device) -> Any:
         """The same on the device, by one transfer; to a CPU nothing has to be copied."""
         return self.changed(torch.from_numpy) if device.type == "cpu" else self.cut(put(self.flat(), device))
-
-
-class Fields(NamedTuple):
-    """The names of the fields of a Sent: arrays, parts, all others, and those of them that the work on the arrays may look at."""
-
-    arrays: tuple[str, ...]
-    parts: tuple[str, ...]
-    others: tuple[str, ...]
-    facts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,36 +214,27 @@ class TokenRows(Rows[A]):
     sigma_G: A | None = None
     takes_drafts: bool = False
 
-    @property
-    def fills(self) -> bool:
-        """Whether all slots have equally many rows."""
-        return self.num_rows == self.shape.num_slots * self.shape.num_lines
+    def told(self: TokenRows) -> tuple[list[Any], list[Tensor]]:
+        """The same on the device as what JSON holds, and int64 arrays of one dimension: noise as the bits of float64. Nothing
+        waits for the device."""
+        shape, arrays = self.shape, {name: getattr(self, name).flatten() for _, name in self.arrays()}
+        slots = None if shape.slots is None else [shape.slots.start, shape.slots.stop]
+        sizes = [shape.num_slots, shape.num_lines, shape.num_columns, slots, shape.num_positions]
+        flat = [each.double().view(torch.int64) if each.is_floating_point() else each for each in arrays.values()]
+        return [list(arrays), len(self.low_IN), sizes, self.takes_drafts, self.tile_lines], flat
 
-    def told(self: TokenRows) -> tuple[list[int], list[Tensor]]:
-        """The same on the device as integers, where -1 stands for None, and int64 arrays of one dimension: noise as the bits of
-        float64. Nothing waits for the device."""
-        shape, names = self.shape, [name for _, name in self.arrays()]
-        first, end = (-1, -1) if shape.slots is None else (shape.slots.start, shape.slots.stop)
-        positions = -1 if shape.num_positions is None else shape.num_positions
-        there = sum(1 << bit for bit, name in enumerate(self._fields().arrays) if name in names)
-        facts = [there, len(self.low_IN), shape.num_slots, shape.num_lines, shape.num_columns, first, end, positions]
-        arrays = [getattr(self, name).flatten() for name in names]
-        flat = [array.double().view(torch.int64) if array.is_floating_point() else array for array in arrays]
-        return [*facts, int(self.takes_drafts), *self.tile_lines], flat
-
-    @classmethod
-    def heard(cls, facts: Sequence[int], flat: Sequence[Tensor]) -> TokenRows:
+    @staticmethod
+    def heard(facts: Sequence[Any], flat: Sequence[Tensor]) -> TokenRows:
         """The rows of which these were `told`; views, and the noise is float64."""
-        there, num_intervals, num_slots, num_lines, num_columns, first, end, positions, takes_drafts, *lines = facts
-        names = [name for bit, name in enumerate(cls._fields().arrays) if there >> bit & 1]
+        names, num_intervals, sizes, takes_drafts, tile_lines = facts
+        num_slots, num_lines, num_columns, slots, num_positions = sizes
         arrays: dict[str, Any] = dict(zip(names, flat, strict=True))
         for name in ("low_IN", "high_IN"):
             arrays[name] = arrays[name].view(num_intervals, -1)
         if "sigma_G" in arrays:
             arrays["sigma_G"] = arrays["sigma_G"].view(torch.float64)
-        slots, num_positions = None if first < 0 else slice(first, end), None if positions < 0 else positions
-        shape = RowShape(num_slots, num_lines, num_columns, slots, num_positions)
-        return TokenRows(**arrays, shape=shape, takes_drafts=bool(takes_drafts), tile_lines=tuple(lines))
+        shape = RowShape(num_slots, num_lines, num_columns, slots and slice(*slots), num_positions)
+        return TokenRows(**arrays, shape=shape, takes_drafts=takes_drafts, tile_lines=tuple(tile_lines))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -346,8 +328,7 @@ def token_rows(
 
 
 def causal_rows(slots: Sequence[int], counts: Sequence[int], firsts: Sequence[int], token_N: Tensor) -> TokenRows:
-    """Rows of slots from the columns `firsts` on, which are their positions; each sees its own column and those before it. The
-    noise of every canvas is 1."""
+    """Rows of slots from the columns `firsts` on, which are their positions; each sees itself and those before; noise 1."""
     columns = [torch.arange(first, first + count) for count, first in zip(counts, firsts, strict=True)]
     column_N = torch.cat(columns).to(token_N.device)
     sight = torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,15 +20,14 @@ from torch import Tensor, nn
 from draftmill.decoders.backbones.attention import Scores, attend_grouped
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.invariance import (
-    EXACT_DTYPES,
     NO_RULES,
     NUM_PROBE_ROWS,
     Attention,
+    Product,
     ShapeRules,
     find_rules,
     normal,
     probe_columns,
-    rows_exact,
 )
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import PackedLinear, is_conv1d
@@ -39,35 +39,25 @@ if TYPE_CHECKING:
 
 # Of each row, beside the row: rounding is far below it, the effect of a wrong mask far above.
 _TOLERANCE: Final = 0.1
-Product = tuple[nn.Module, int, int, torch.dtype]
 
 
 @torch.no_grad()
 def model_rules(
     all_products: Sequence[Product], heads: tuple[int, int, int], how: Running, longest: int | None = None
 ) -> ShapeRules:
-    """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d). `longest` is the
-    model's longest text, None where it has no limit. Half precision on a CPU is never exact: there the products of attention are
-    torch's own. On a GPU a model is exact if it was made so, by kernels that need no rules."""
+    """The cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d), `longest` as in find_rules. On
+    a GPU a model is exact if it was made so, by kernels that need no rules."""
     if how.device.type != "cpu":
         return dataclasses.replace(NO_RULES, exact=how.exact)
     by_kind = {(type(product[0]), *product[1:]): product for product in all_products}
-
-    def rows_exact_from(min_rows: int) -> bool:
-        return all(
-            rows_exact(module, normal(0, NUM_PROBE_ROWS, width).to(number), min_rows)
-            for module, width, _, number in by_kind.values()
-        )
-
-    rules = find_rules(rows_exact_from, _grouped_attention(heads, how.dtype, longest), longest=longest, least_rows=1)
-    return dataclasses.replace(rules, exact=rules.exact and how.dtype in EXACT_DTYPES)
+    attention = _grouped_attention(heads, how.dtype, longest)
+    return find_rules([*by_kind.values()], attention, how.dtype, longest=longest, least_rows=1)
 
 
 def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest: int | None) -> Attention:
     key_heads, group, width = heads
     key, value = (probe_columns(seed, longest, heads=key_heads, width=width).to(dtype) for seed in (1, 2))
     query = normal(3, 2, NUM_PROBE_ROWS, key.shape[1] * group, width).to(dtype)
-
     scores = Scores(width**-0.5)
 
     def attention(slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
@@ -81,7 +71,7 @@ def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest:
 
 
 def products(module: nn.Module) -> Iterator[Product]:
-    """Yield the modules at or below `module` that multiply rows by a matrix: the widths of input and output, the dtype."""
+    """Yield what multiplies rows by a matrix at or below `module`: the widths of input and output, the dtype."""
     for part in module.modules():
         if isinstance(part, PackedLinear | SmallLinear):
             yield part, part.in_features, part.out_features, part.dtype
@@ -90,25 +80,9 @@ def products(module: nn.Module) -> Iterator[Product]:
         elif is_conv1d(part):
             matrix: Any = part
             yield part, matrix.nx, matrix.nf, matrix.weight.dtype
-        elif (weight_MK := _own_matrix(part)) is not None:
-            yield _Plain(weight_MK), weight_MK.shape[1], weight_MK.shape[0], weight_MK.dtype
-
-
-class _Plain(nn.Module):
-    """The product of a module that does more with its weight than multiply by it."""
-
-    def __init__(self, weight_MK: Tensor) -> None:
-        super().__init__()
-        self.weight_MK = weight_MK
-
-    def forward(self, rows_RK: Tensor) -> Tensor:
-        return nn.functional.linear(rows_RK, self.weight_MK)
-
-
-def _own_matrix(part: nn.Module) -> Tensor | None:
-    """A matrix that a module multiplies by itself, as those do that choose experts; None for tables and for all others."""
-    weight = part._parameters.get("weight")
-    return None if weight is None or weight.ndim != 2 or isinstance(part, nn.Embedding) else weight
+        elif getattr(weight := part._parameters.get("weight"), "ndim", 0) == 2 and not isinstance(part, nn.Embedding):
+            assert weight is not None, "a matrix of a module that chooses experts, say"
+            yield partial(nn.functional.linear, weight=weight), weight.shape[1], weight.shape[0], weight.dtype
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ their inputs, whose partial sums the processes exchange. Norms, embeddings and t
 a network with fewer heads. Rank 0 decodes; it tells the others each call of its backbone, and
 they repeat it (`follow`). Partial sums are added in the order of the ranks, so every rank has the same bits in any batch.
 
-A call is told by two messages: a header of integers, from host to host (gloo), and its arrays as one int64 tensor, from device to
+A call is told by two messages: a header of JSON, from host to host (gloo), and its arrays as one int64 tensor, from device to
 device (NCCL on GPUs). Every length is in the header, so no host waits for its device.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
@@ -13,6 +13,7 @@ Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -32,14 +33,12 @@ from draftmill.decoders.backbones.rows import TokenRows
 # An idle leader says nothing for as long as the driver has no work. A killed process is noticed by its closed connection; by GPUs
 # in the middle of a forward it is not: then the actor that watches the group ends it (actors/ray/pool.py).
 _PATIENCE: Final = timedelta(days=30)
-_HERE: Final = "127.0.0.1"
 _TORCH: Any = distributed  # its types leave out TCPStore
 # Its second name is the one before torch 2.13.
 _all_gather: Any = getattr(_TORCH, "all_gather_single", None) or _TORCH.all_gather_into_tensor
 _LOST: Final = "the group of processes of this model is lost"
 _MEMORY_CALLS: Final = ("resize", "reserve", "spread", "place", "forget", "copy_prefix", "copy_columns", "clear_slot")
-_CALLS: Final = ("dismiss", "forward", *_MEMORY_CALLS)
-_HEADER: Final = 32  # integers; a forward, the longest call, needs 28
+_HEADER: Final = 1024  # bytes; a forward, the longest call, needs some 300
 
 
 class GroupLostError(RuntimeError):
@@ -47,9 +46,8 @@ class GroupLostError(RuntimeError):
 
 
 def open_meeting(count: int, port: int = 0) -> Any:
-    """The place where the processes of a model find each other, on this machine only. Rank 0 opens it, at a free `port`, which
-    the others then give."""
-    return _TORCH.TCPStore(_HERE, port, count, is_master=not port, wait_for_workers=bool(port))
+    """Where the processes of a model find each other, on this machine. Rank 0 opens it, at a free `port`; the others give it."""
+    return _TORCH.TCPStore("127.0.0.1", port, count, is_master=not port, wait_for_workers=bool(port))
 
 
 def join(meeting: Any, share: Share) -> None:
@@ -57,13 +55,8 @@ def join(meeting: Any, share: Share) -> None:
     if sys.platform == "linux":  # not over the network: all are on one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=meeting,
-        rank=share.rank,
-        world_size=share.count,
-        timeout=_PATIENCE,
-    )
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    distributed.init_process_group(backend, store=meeting, rank=share.rank, world_size=share.count, timeout=_PATIENCE)
 
 
 def share_of_weight(name: str, tensor: Tensor, share: Share) -> Tensor:
@@ -153,45 +146,39 @@ for _name in _MEMORY_CALLS:
 
 
 def follow(backbone: SplitBackbone) -> None:
-    """Repeat rank 0's calls until it says that it ends (`dismiss`); raises GroupLostError once it is gone."""
+    """Repeat rank 0's calls until one is `dismiss`; raises GroupLostError once it is gone."""
     while (call := _hear(backbone.device))[0] != "dismiss":
-        name, numbers, arrays = call
+        name, plain, arrays = call
         if name == "forward":
-            backbone.forward(TokenRows.heard(numbers, arrays))
+            backbone.forward(TokenRows.heard(plain, arrays))
         else:
-            getattr(backbone, name)(*numbers, *arrays)
+            getattr(backbone, name)(*plain, *arrays)
 
 
-def dismiss() -> None:
-    """Let the other ranks' `follow` return."""
-    tell("dismiss")
-
-
-def tell(name: str, *arguments: int | Tensor) -> None:
-    """Send the other ranks a call: one of `_CALLS`, with integers and then int64 arrays of one dimension."""
-    numbers = [one for one in arguments if not isinstance(one, Tensor)]
+def tell(name: str, *arguments: Any) -> None:
+    """Send the other ranks a call, with what JSON holds and then int64 arrays of one dimension."""
+    plain = [one for one in arguments if not isinstance(one, Tensor)]
     arrays = [one for one in arguments if isinstance(one, Tensor)]
     lengths = [len(array) for array in arrays]
-    header = [_CALLS.index(name), len(numbers), len(arrays), *numbers, *lengths]
-    assert len(header) <= _HEADER, "a call must fit its header"
+    header = json.dumps([name, plain, lengths]).encode().ljust(_HEADER)
+    assert len(header) == _HEADER, "a call must fit its header"
     try:
-        distributed.broadcast(torch.tensor(header + [0] * (_HEADER - len(header))), src=0)
+        distributed.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), src=0)
         if any(lengths):
             distributed.broadcast(torch.cat(arrays), src=0)
     except RuntimeError as error:
         raise GroupLostError(f"{_LOST}: {error}") from None
 
 
-def _hear(device: torch.device) -> tuple[str, list[int], tuple[Tensor, ...]]:
-    """Wait for rank 0's next call: its name, its integers, and its arrays, which are views of one."""
-    header = torch.empty(_HEADER, dtype=torch.int64)
+def _hear(device: torch.device) -> tuple[str, list[Any], tuple[Tensor, ...]]:
+    """Wait for rank 0's next call: its name, its plain arguments, and its arrays, which are views of one."""
+    header = torch.empty(_HEADER, dtype=torch.uint8)
     try:
         distributed.broadcast(header, src=0)
-        call, num_numbers, num_arrays, *rest = header.tolist()
-        lengths = rest[num_numbers : num_numbers + num_arrays]
+        name, plain, lengths = json.loads(bytes(header.tolist()))
         held = torch.empty(sum(lengths), dtype=torch.int64, device=device)
         if len(held):
             distributed.broadcast(held, src=0)
     except RuntimeError as error:
         raise GroupLostError(f"{_LOST}: {error}") from None
-    return _CALLS[call], rest[:num_numbers], held.split(lengths)
+    return name, plain, held.split(lengths)

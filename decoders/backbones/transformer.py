@@ -24,23 +24,16 @@ from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout
 from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.invariance import VECTOR, at_least_rows
 from draftmill.decoders.backbones.moe import Experts
-from draftmill.decoders.backbones.packed import (
-    PackedLinear,
-    UnsetLinear,
-    block_of_rows,
-    product_kind,
-    replace_products,
-)
+from draftmill.decoders.backbones.packed import PackedLinear, UnsetLinear, block_of_rows, product_kind, replace_products
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly, shrink_products
-from draftmill.decoders.kernels.find import Attend, find_attention, find_layers, find_product
+from draftmill.decoders.kernels.find import Attend, find_attention, find_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
 
 class ModuleBackbone(Model):
-    """Runs a `model`, whose `parts` are all but its output layer, the output layer, and the embeddings; `windows` holds one entry
-    a layer."""
+    """Runs a `model` of `parts`: all but its output layer, that layer, and the embeddings. `windows` has an entry a layer."""
 
     layers_by = "own network"
     """The code that runs the layers, as users are shown it."""
@@ -61,17 +54,15 @@ class ModuleBackbone(Model):
         self._inner = max(inner)
         mixtures = [part for part in self.base.modules() if isinstance(part, Experts)]
         of_experts = {id(part) for mixture in mixtures for part in mixture.experts.modules()}
-        dense = [(num_in, num_out) for part, num_in, num_out, _ in products(self.base) if id(part) not in of_experts]
-        self.num_weights = sum(num_in * num_out for num_in, num_out in dense)
-        """The weights that multiply a row in a forward, without experts."""
+        dense = (product for product in products(self.base) if id(product[0]) not in of_experts)
+        self.num_weights = sum(num_in * num_out for _, num_in, num_out, _ in dense)
         if kind is not None:
             replace_products(self.base, kind)
             if not isinstance(self.head, SmallLinear):
                 self.head = kind(self.head.weight, self.head.bias)
-        if on_cpu and adds_exactly():
-            for part in model.modules():
-                if isinstance(part, SmallLinear):
-                    part.pack()
+        for part in model.modules():
+            if isinstance(part, SmallLinear) and on_cpu and adds_exactly():
+                part.pack()
         self.embedding_VD: Any = embeddings if isinstance(embeddings, SmallEmbedding) else embeddings.weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         key_heads, width = parsed.num_key_value_heads, parsed.head_dim
@@ -96,9 +87,8 @@ class ModuleBackbone(Model):
         self.reader: Any = None
         """The draft head that reads states of the layers, if any (heads/published.py); its cache follows this one's."""
         self._hooks, self._tapped = list[Any](), dict[int, Tensor]()
-        # Experts that are multiplied one by one read their row counts back.
+        # Experts that are multiplied one by one read their row counts back, and a captured forward may not wait.
         self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
-        """Whether a forward never waits for the device: then it can be captured as a CUDA graph."""
         self.cache_shape = len(windows), key_heads, width
         self.forget()
 
@@ -114,10 +104,6 @@ class ModuleBackbone(Model):
         if self.reader is not None:
             self.reader.clear_slot(slot)
 
-    def find_layers(self) -> Any:
-        """The kernels for norms, rotations and gates, where they are used and attention is a kernel, too."""
-        return None if self._attend is None else find_layers(self.device, self.dtype, **self._heads)
-
     @property
     def row_bytes(self) -> int:
         """Bytes of a row's states, heads, and widest product with its gate."""
@@ -127,22 +113,19 @@ class ModuleBackbone(Model):
 
     @torch.no_grad()
     def forward(self, rows: TokenRows) -> Tensor:
-        """Write every row into the cache and return all rows' final hidden states (normed), [N, D]. `num_rows_computed` counts
-        the rows of the model's products with their padding, but not the padding of the attention's rectangle."""
+        """See Model; states are normed. `num_rows_computed` counts the rows of products, not those of attention's rectangles."""
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
         hidden_ND = self._run(self._pad(rows.token_N), self._pad(rows.position_N), self._layout(rows), rows)[:count]
         if self.reader is not None:
-            states = [
-                self._tapped.pop(number).view(-1, self.width)[:count] for number in self.reader.speculator.layer_ids
-            ]
+            layers = self.reader.speculator.layer_ids
+            states = [self._tapped.pop(number).view(-1, self.width)[:count] for number in layers]
             self.reader.read(torch.cat(states, 1), rows)
         self.sums_N = hidden_ND.sum(1, dtype=torch.float64)
         return hidden_ND
 
     def tap(self, reader: Any) -> None:
-        """Hand the states after some layers to a draft head, from the next forward on; None stops it. ValueError where the layers
-        can't be found."""
+        """See Model. ValueError where the layers can't be found."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.reader = [], reader
@@ -175,8 +158,7 @@ class ModuleBackbone(Model):
         assert shape.num_columns <= self.cache.num_columns, "rows see columns beyond the cache"
         if self._attend is not None:
             return self._flat_layout(rows, self._attend)
-        self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
-        places = self.cache.places(rows.slot_N, rows.column_N)
+        places = self.cache.places(rows.slot_N, rows.column_N, rows.position_N)
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         order_BW = None
         if shape.num_positions is not None:
@@ -195,16 +177,9 @@ class ModuleBackbone(Model):
         start_N, places = self.cache.cells(rows.slot_N, rows.column_N, rows.start_N)
         if any(self.windows):
             self.cache.positions_SW[0].index_copy_(0, places, rows.position_N)
-        seen = Seen(
-            rows.slot_N,
-            rows.low_IN,
-            rows.high_IN,
-            position_N=rows.position_N,
-            positions_SW=self.cache.positions_SW,
-            tables=rows.tables or self.tiling.tables(rows.line_N),
-            start_N=start_N,
-            num_columns=self.cache.num_columns,
-        )
+        sight = rows.slot_N, rows.low_IN, rows.high_IN, rows.position_N
+        tables = rows.tables or self.tiling.tables(rows.line_N)
+        seen = Seen(*sight, self.cache.positions_SW, tables, start_N, self.cache.num_columns)
         return FlatLayout(self.cache, rows.num_rows, places, self.windows, seen, attend)
 
     def _biases(self, rows: TokenRows, num_columns: int, order_BW: Tensor | None) -> dict[int | None, Tensor]:

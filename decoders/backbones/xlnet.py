@@ -31,7 +31,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -41,10 +42,10 @@ from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.backbones.families.xlnet import XLNetShape
 from draftmill.decoders.backbones.invariance import (
-    EXACT_DTYPES,
     NO_RULES,
     NUM_PROBE_ROWS,
     Attention,
+    Product,
     ShapeRules,
     at_least_rows,
     attend,
@@ -52,18 +53,12 @@ from draftmill.decoders.backbones.invariance import (
     normal,
     position_scores,
     probe_columns,
-    rows_exact,
 )
+from draftmill.decoders.backbones.network import ACTIVATE
 from draftmill.decoders.backbones.rows import StreamRows
 from draftmill.decoders.kernels.find import Attend, find_attention, find_fixed_product
 from draftmill.decoders.kernels.seen import Seen, Tiling
 
-_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "gelu": functional.gelu,
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "gelu_new": lambda rows: functional.gelu(rows, approximate="tanh"),
-}
 # Scores of relative positions held at once, in numbers; a longer prefill is done a few slots at a time.
 _MAX_BIAS_NUMBERS: Final = 1 << 24
 _MAX_RELATIVE_NUMBERS: Final = 1 << 27
@@ -72,32 +67,16 @@ _DISTANCES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    query_DD: Tensor
-    key_value_DD: Tensor
-    output_DD: Tensor
-    relative_DHd: Tensor
-    content_bias_Hd: Tensor
-    position_bias_Hd: Tensor
-    attention_norm: tuple[Tensor, Tensor]
-    inner_1: tuple[Tensor, Tensor]
-    inner_2: tuple[Tensor, Tensor]
-    inner_norm: tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see. `rows_P` and, of
-    query rows alone, `last_rows_P` are the rows at the rectangle's places; places without one repeat the first. `blind_N` says
+    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see. `rows_BT` and, of
+    query rows alone, `last_rows_BT` are the rows at the rectangle's places; places without one repeat the first. `blind_N` says
     which rows see nothing; None if all see something."""
 
     num_content: int
-    num_slots: int
-    num_rows: int
     span: int
     rectangle_N: Tensor
-    rows_P: Tensor
-    last_rows_P: Tensor
+    rows_BT: Tensor
+    last_rows_BT: Tensor
     places: Tensor
     slots: Tensor | slice
     hidden_N1W: Tensor
@@ -107,8 +86,8 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _FlatLayout:
-    """Where the flat rows of one forward (content first) sit in the cache, and what they see. The query rows, whose
-    sights are `last`, are all that the last layer runs. So many heads are scored `at_once`."""
+    """The same where a kernel attends: what all rows see, and the query rows alone (`last`), which are all that the last layer
+    runs. `at_once` heads are scored together."""
 
     num_content: int
     span: int
@@ -116,7 +95,6 @@ class _FlatLayout:
     seen: Seen
     last: Seen
     at_once: int
-    attend: Attend
 
 
 _AnyLayout = _Layout | _FlatLayout
@@ -125,21 +103,16 @@ _AnyLayout = _Layout | _FlatLayout
 @functools.lru_cache(maxsize=8)
 @torch.no_grad()
 def xlnet_rules(widths: tuple[int, int, int, int], num_heads: int, dtype: torch.dtype, threads: int) -> ShapeRules:
-    """Return the cheapest rules under which rows of these widths agree bit by bit on this machine; cached. `widths` are those
-    of the model, of all heads together, of the inner layer and of the vocabulary. `threads` is part of the question, since it
-    moves the boundaries between kernels."""
+    """The shape rules of a model of these `widths`: its own, that of all heads together, of the inner layer, of the vocabulary.
+    `threads` moves the boundaries between the libraries' kernels."""
     width, heads_width, inner, vocab_size = widths
     shapes = {(width, heads_width), (heads_width, width), (width, inner), (inner, width), (width, vocab_size)}
 
-    def rows_exact_from(min_rows: int) -> bool:
-        for num_in, num_out in shapes:
-            weight, rows = normal(0, num_out, num_in).to(dtype), normal(1, 512, num_in).to(dtype)
-            if not rows_exact(functools.partial(functional.linear, weight=weight), rows, min_rows):
-                return False
-        return True
-
-    rules = find_rules(rows_exact_from, _relative_attention(num_heads, heads_width // num_heads, dtype), longest=None)
-    return replace(rules, exact=rules.exact and dtype in EXACT_DTYPES)
+    products: list[Product] = [
+        (functools.partial(functional.linear, weight=normal(1, num_out, num_in).to(dtype)), num_in, num_out, dtype)
+        for num_in, num_out in shapes
+    ]
+    return find_rules(products, _relative_attention(num_heads, heads_width // num_heads, dtype), dtype, longest=None)
 
 
 def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Attention:
@@ -168,7 +141,7 @@ class XLNetBackbone(Model):
         self.vocab_size, self.width = shape.vocab_size, shape.d_model
         self.num_heads, self.head_width = shape.n_head, shape.d_head
         self.num_layers, self.clamp_len, self.eps = shape.n_layer, shape.clamp_len, shape.layer_norm_eps
-        self.activation, self.num_rows_computed = _ACTIVATIONS[shape.ff_activation], 0
+        self.activation, self.num_rows_computed = ACTIVATE[shape.ff_activation], 0
         ready = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
         self.embedding_VD = ready["transformer.word_embedding.weight"]
         self.mask_embedding_D = ready["transformer.mask_emb"].reshape(self.width)
@@ -176,12 +149,12 @@ class XLNetBackbone(Model):
         self.output_bias_V = ready["lm_loss.bias"]
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
         self.rules = replace(NO_RULES, exact=how.exact)
+        heads_width = self.num_heads * self.head_width
         if self.device.type == "cpu":
-            widths = (self.width, self.num_heads * self.head_width, shape.d_inner, self.vocab_size)
+            widths = (self.width, heads_width, shape.d_inner, self.vocab_size)
             self.rules = xlnet_rules(widths, self.num_heads, dtype, torch.get_num_threads())
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
-        heads_width = self.num_heads * self.head_width
         self.num_weights = self.num_layers * self.width * (4 * heads_width + 2 * shape.d_inner)
         heads = {"num_heads": self.num_heads, "key_heads": self.num_heads, "width": self.head_width}
         self._attend = find_attention(self.device, dtype, **heads, relative=True, fixed=is_fixed)
@@ -192,7 +165,7 @@ class XLNetBackbone(Model):
         self.cache_shape = self.num_layers, self.num_heads, self.head_width
         self.forget()
 
-    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
+    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> Any:
         attention, inner = prefix + "rel_attn.", prefix + "ff."
         inner_width = self.num_heads * self.head_width
         into_heads = {name: weights[attention + name].reshape(self.width, inner_width).T for name in ("q", "k", "v")}
@@ -202,17 +175,17 @@ class XLNetBackbone(Model):
         def pair(name: str) -> tuple[Tensor, Tensor]:
             return weights[name + ".weight"], weights[name + ".bias"]
 
-        return _Layer(
+        return SimpleNamespace(
             query_DD=(into_heads["q"] * scale).contiguous(),
             key_value_DD=torch.cat([into_heads["k"], into_heads["v"]]).contiguous(),
             output_DD=weights[attention + "o"].reshape(self.width, inner_width).contiguous(),
             relative_DHd=weights[attention + "r"],
             content_bias_Hd=weights[attention + "r_w_bias"] * scale,
             position_bias_Hd=weights[attention + "r_r_bias"] * scale,
-            attention_norm=pair(attention + "layer_norm"),
+            attention_norm=(*pair(attention + "layer_norm"), self.eps),
             inner_1=pair(inner + "layer_1"),
             inner_2=pair(inner + "layer_2"),
-            inner_norm=pair(inner + "layer_norm"),
+            inner_norm=(*pair(inner + "layer_norm"), self.eps),
         )
 
     # ---- the cache -----------------------------------------------------------------------------------------------
@@ -246,7 +219,7 @@ class XLNetBackbone(Model):
         """See Model: states, heads and the inner layer."""
         return (8 * self.width + 2 * self._inner) * self.dtype.itemsize
 
-    def _relative_keys(self, layer: _Layer, num_positions: int) -> Tensor:
+    def _relative_keys(self, layer: Any, num_positions: int) -> Tensor:
         """Keys of the distances -P .. P - 1, [H, d, 2P]: sinusoids (float64 angles) through the layer's projection."""
         distance = torch.arange(-num_positions, num_positions, dtype=torch.float64)
         if self.clamp_len > 0:
@@ -262,7 +235,11 @@ class XLNetBackbone(Model):
     @torch.no_grad()
     def forward(self, rows: StreamRows) -> Tensor:
         """Write the content rows' keys and values and return the query rows' last hidden states, [Q, D]."""
-        layout = self._layout_of(rows)
+        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
+        column_N = torch.cat([rows.column_N, rows.rank_Q])
+        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
+        make: Callable[..., _AnyLayout] = self._flat_layout if self.reads_rows else self._layout
+        layout = make(rows, limit_N, column_N, slot_N)
         num_query = rows.rank_Q.shape[0]
         content_ND = self.embedding_VD[rows.token_N]
         states_ND = torch.cat([content_ND, self.mask_embedding_D.expand(num_query, self.width)])
@@ -275,14 +252,6 @@ class XLNetBackbone(Model):
         num_content = len(entering_ND) - num_query
         self.sums_N = torch.cat([entering_ND[:num_content], states_ND]).sum(1, dtype=torch.float64)
         return states_ND
-
-    def _layout_of(self, rows: StreamRows) -> _AnyLayout:
-        limit_N = torch.cat([rows.limit_N, rows.limit_Q])
-        column_N = torch.cat([rows.column_N, rows.rank_Q])
-        slot_N = rows.slots_G[torch.cat([rows.owner_N, rows.owner_Q])]
-        if self._attend is None:
-            return self._layout(rows, limit_N, column_N, slot_N)
-        return self._flat_layout(rows, limit_N, column_N, slot_N, self._attend)
 
     def _layout(self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor) -> _Layout:
         shape, order_SW = rows.shape, self.cache.positions_SW
@@ -300,54 +269,35 @@ class XLNetBackbone(Model):
         # Half the number of distances looked at: the longest canvas of the batch.
         span = self.rules.columns(shape.num_positions or 0, order_SW.shape[1])
         distance_NW = (position_N1 - order_SW[slot_N, :num_columns] + span).clamp_(0, 2 * span - 1)
+        hidden_NW = torch.arange(num_columns, device=self.device) >= limit_N.clamp(min=1).unsqueeze(1)
         return _Layout(
             num_content=num_content,
-            num_slots=shape.num_slots,
-            num_rows=num_rows,
             span=span,
             rectangle_N=rectangle_N,
-            rows_P=rows_P,
-            last_rows_P=last_rows_P,
+            rows_BT=rows_P.view(-1, num_rows),
+            last_rows_BT=last_rows_P.view(-1, num_rows),
             places=self.cache.places(slot_N[:num_content], rows.column_N),
             slots=rows.slots_G if shape.slots is None else shape.slots,
-            hidden_N1W=(torch.arange(num_columns, device=self.device) >= limit_N.clamp(min=1).unsqueeze(1)).unsqueeze(
-                1
-            ),
+            hidden_N1W=hidden_NW.unsqueeze(1),
             distance_N1W=distance_NW.unsqueeze(1),
             blind_N=limit_N == 0 if shape.some_blind else None,
         )
 
-    def _flat_layout(
-        self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor, attend: Attend
-    ) -> _FlatLayout:
+    def _flat_layout(self, rows: StreamRows, limit_N: Tensor, column_N: Tensor, slot_N: Tensor) -> _FlatLayout:
         shape, num_content, order_SW = rows.shape, rows.token_N.shape[0], self.cache.positions_SW
         start_N = None
         if rows.start_N is not None and rows.start_Q is not None:
             start_N = torch.cat([rows.start_N, rows.start_Q])
         start_N, cells_N = self.cache.cells(slot_N, column_N, start_N)
         position_N, places = order_SW[0].index_select(0, cells_N), cells_N[:num_content]
-        seen = Seen(
-            slot_N,
-            torch.zeros_like(limit_N).unsqueeze(0),
-            limit_N.unsqueeze(0),
-            position_N=position_N,
-            positions_SW=order_SW,
-            tables=rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q])),
-            start_N=start_N,
-            num_columns=self.cache.num_columns,
-        )
+        sight = slot_N, torch.zeros_like(limit_N).unsqueeze(0), limit_N.unsqueeze(0), position_N
+        tables = rows.tables or self.tiling.tables(torch.cat([rows.line_N, rows.line_Q]))
+        seen = Seen(*sight, order_SW, tables, start_N, self.cache.num_columns)
         span = self.rules.columns(shape.num_positions or 0, self.cache.num_columns)
-        return _FlatLayout(
-            num_content=num_content,
-            span=span,
-            places=places,
-            seen=seen,
-            last=seen.after(num_content),
-            at_once=max(1, _MAX_RELATIVE_NUMBERS // (len(limit_N) * 2 * span)),
-            attend=attend,
-        )
+        at_once = max(1, _MAX_RELATIVE_NUMBERS // (len(limit_N) * 2 * span))
+        return _FlatLayout(num_content, span, places, seen, seen.after(num_content), at_once)
 
-    def _layer_forward(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> Tensor:
+    def _layer_forward(self, layer: Any, index: int, states_ND: Tensor, layout: _AnyLayout) -> Tensor:
         key_value = self._linear(states_ND[: layout.num_content], layer.key_value_DD, None)
         self.cache.write(index, layout.places, key_value.view(-1, 2 * self.num_heads, self.head_width))
         start = layout.num_content if index == self.num_layers - 1 else 0
@@ -360,10 +310,10 @@ class XLNetBackbone(Model):
             if layout.blind_N is not None:
                 mixed_ND.masked_fill_(layout.blind_N[start:].unsqueeze(1), 0.0)
         rows_ND = rows_ND + self._linear(mixed_ND, layer.output_DD, None)
-        rows_ND = functional.layer_norm(rows_ND, (self.width,), *layer.attention_norm, self.eps)
+        rows_ND = functional.layer_norm(rows_ND, (self.width,), *layer.attention_norm)
         inner = self.activation(self._linear(rows_ND, *layer.inner_1))
         rows_ND = rows_ND + self._linear(inner, *layer.inner_2)
-        return functional.layer_norm(rows_ND, (self.width,), *layer.inner_norm, self.eps)
+        return functional.layer_norm(rows_ND, (self.width,), *layer.inner_norm)
 
     def _linear(self, rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
         """A product whose rows do not depend on their number, as far as this device has one."""
@@ -371,60 +321,54 @@ class XLNetBackbone(Model):
             return self._product(rows_NK, weight_MK, bias_M)
         return at_least_rows(self.rules.min_rows, lambda rows: functional.linear(rows, weight_MK, bias_M), rows_NK)
 
-    def _flat_attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
+    def _flat_attention(self, layer: Any, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
         """Attend to the cache by the rows' limits, [N, H * d]."""
         middle = self.relative[index].shape[2] // 2
         keys_Hdp = self.relative[index][:, :, middle - layout.span : middle + layout.span]
         seen = layout.last if index == self.num_layers - 1 else layout.seen
         query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
         position_NHd, content_NHd = query_NHd + layer.position_bias_Hd, query_NHd + layer.content_bias_Hd
-        held_2SHWd, mixed = self.cache.layers_2SKWd[index], []
+        held_2SHWd, mixed, attend = self.cache.layers_2SKWd[index], [], cast("Attend", self._attend)
         for first in range(0, self.num_heads, layout.at_once):
             some = slice(first, first + layout.at_once)
-            relative_NHP = self._score_distances(position_NHd[:, some], keys_Hdp[some])
+            if self._product is not None:
+                relative_NHP = self._product(position_NHd[:, some], keys_Hdp[some].transpose(1, 2))
+            else:
+                relative_NHP = torch.bmm(position_NHd[:, some].transpose(0, 1), keys_Hdp[some]).transpose(0, 1)
             asked = content_NHd[:, some], held_2SHWd[:, :, some], seen
-            mixed.append(layout.attend(*asked, scaling=1.0, relative_NHP=relative_NHP))
+            mixed.append(attend(*asked, scaling=1.0, relative_NHP=relative_NHP))
         return torch.cat(mixed, 1).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
 
-    def _score_distances(self, position_NHd: Tensor, keys_Hdp: Tensor) -> Tensor:
-        """Products of every query with the keys of all distances, [N, H, p]."""
-        if self._product is not None:
-            return self._product(position_NHd, keys_Hdp.transpose(1, 2))
-        return torch.bmm(position_NHd.transpose(0, 1), keys_Hdp).transpose(0, 1)
-
-    def _attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
+    def _attention(self, layer: Any, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
         """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]. Positions are
         scored before rows are spread, unless there are so many scores that slots go in parts."""
-        num_slots, num_rows, is_last = layout.num_slots, layout.num_rows, index == self.num_layers - 1
-        first_row = layout.num_content if is_last else 0
-        rows_BT = (layout.last_rows_P if is_last else layout.rows_P).view(num_slots, num_rows)
+        is_last = index == self.num_layers - 1
+        first_row, rows_BT = (layout.num_content, layout.last_rows_BT) if is_last else (0, layout.rows_BT)
+        num_slots, num_rows = rows_BT.shape
         query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
         sight = layout.distance_N1W[first_row:], layout.hidden_N1W[first_row:]
         num_columns = sight[0].shape[2]
         key, value = self.cache.read(index, layout.slots, num_columns)
         at_once = max(1, _MAX_BIAS_NUMBERS // (self.num_heads * num_rows * 2 * layout.span))
-        if at_once >= num_slots:
-            bias = self._relative_bias(layer, index, query_NHd, *sight, layout.span)
-            content = (query_NHd + layer.content_bias_Hd)[rows_BT].transpose(1, 2)
-            mixed = attend(content, key, value, bias[rows_BT].transpose(1, 2), self.rules.sum_columns)
-            mixed_PD = mixed.transpose(1, 2).reshape(num_slots * num_rows, -1)
-        else:
-            parts = []
-            for first in range(0, num_slots, at_once):
-                part = slice(first, first + at_once)
-                rows_bT = rows_BT[part]
-                query, distance, hidden = (each[rows_bT.flatten()] for each in (query_NHd, *sight))
-                bias = self._relative_bias(layer, index, query, distance, hidden, layout.span).unflatten(
-                    0, rows_bT.shape
-                )
-                content = (query + layer.content_bias_Hd).unflatten(0, rows_bT.shape).transpose(1, 2)
-                mixed = attend(content, key[part], value[part], bias.transpose(1, 2), self.rules.sum_columns)
-                parts.append(mixed.transpose(1, 2).flatten(2))
-            mixed_PD = torch.cat(parts).flatten(0, 1)
+        parts: list[Tensor] = []
+        for first in range(0, num_slots, at_once):
+            part = slice(first, first + at_once)
+            rows_bT = rows_BT[part]
+            flat: Any = query_NHd, *sight
+            if at_once < num_slots:
+                flat = [rows[rows_bT.flatten()] for rows in flat]
+            both = flat[0] + layer.content_bias_Hd, self._relative_bias(layer, index, layout.span, *flat)
+            content, bias = (
+                (rows[rows_bT] if at_once >= num_slots else rows.unflatten(0, rows_bT.shape)).transpose(1, 2)
+                for rows in both
+            )
+            mixed = attend(content, key[part], value[part], bias, self.rules.sum_columns)
+            parts.append(mixed.transpose(1, 2).flatten(2))
+        mixed_PD = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
         return mixed_PD.index_select(0, layout.rectangle_N[first_row:])
 
     def _relative_bias(
-        self, layer: _Layer, index: int, query_NHd: Tensor, distance_N1W: Tensor, hidden_N1W: Tensor, span: int
+        self, layer: Any, index: int, span: int, query_NHd: Tensor, distance_N1W: Tensor, hidden_N1W: Tensor
     ) -> Tensor:
         """Scores of the relative positions, -inf where a column is not to be seen; [N, H, W]."""
         middle = self.relative[index].shape[2] // 2

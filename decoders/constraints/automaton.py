@@ -318,9 +318,8 @@ def _mixed(state_E: Ints, next_E: Ints) -> NDArray[np.uint64]:
 
 def _table(machine: Dfa) -> tuple[Ints, Ints]:
     """The transition table [S, B] over classes of bytes, -1 where there is no edge, and the class of each byte."""
-    steps = np.array(
-        [(state, *step) for state, mine in enumerate(machine.edges) for step in mine], dtype=np.int64
-    ).reshape(-1, 4)
+    edges = [(state, *step) for state, mine in enumerate(machine.edges) for step in mine]
+    steps = np.array(edges, dtype=np.int64).reshape(-1, 4)
     bounds = np.unique(np.concatenate([[0], steps[:, 1], steps[:, 2] + 1]))
     bounds = bounds[bounds < 256]
     which, kind = _spread(np.searchsorted(bounds, steps[:, 1]), np.searchsorted(bounds, steps[:, 2] + 1))

@@ -38,7 +38,9 @@ class Constraint:
 def tracker_of(constraint: Constraint, canvas: Sequence[int], *, in_order: bool) -> Tracker:
     """The tracker of a canvas, HOLE where a token is to be generated; `in_order`: from left to right. ValueError if no text of
     its holes' lengths matches."""
-    holes = holes_of(canvas)
+    is_hole = np.array([0, *canvas, 0]) == HOLE  # holes are runs of them
+    edges = np.flatnonzero(is_hole[1:] != is_hole[:-1]).reshape(-1, 2)
+    holes = [range(start, end) for start, end in edges.tolist()]
     assert len(holes) == len(constraint.automata), "a constraint has an automaton for each hole"
     problem = constraint.problem([len(hole) for hole in holes])
     if problem:
@@ -54,10 +56,3 @@ def tracker_of(constraint: Constraint, canvas: Sequence[int], *, in_order: bool)
         else:
             trackers.append((hole, AnyOrder(automaton, hole.start, hole.stop, constraint.ends)))
     return Holes(trackers)
-
-
-def holes_of(canvas: Sequence[int]) -> list[range]:
-    """The runs of positions that are HOLE."""
-    is_hole = np.array([0, *canvas, 0]) == HOLE
-    edges = np.flatnonzero(is_hole[1:] != is_hole[:-1]).reshape(-1, 2)
-    return [range(start, end) for start, end in edges.tolist()]

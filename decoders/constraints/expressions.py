@@ -222,11 +222,8 @@ def _trimmed(machine: Dfa) -> Dfa | None:
         return machine
     if 0 not in live:
         return None
-    return explored(
-        0,
-        lambda state: [step for step in machine.edges[state] if step[2] in live],
-        lambda state: machine.ends[state],
-    )
+    edges = [[step for step in steps if step[2] in live] for steps in machine.edges]
+    return explored(0, edges.__getitem__, machine.ends.__getitem__)
 
 
 def both(first: Dfa | None, other: Dfa | None) -> Dfa | None:
@@ -253,10 +250,8 @@ def negated(machine: Dfa | None) -> Dfa:
     if machine is None:
         return Dfa([[(0, LAST, 0)]], [True])
     sink = len(machine.edges)
-    edges = [
-        sorted([*steps, *((low, high, sink) for low, high in inverted([step[:2] for step in steps]))])
-        for steps in machine.edges
-    ]
+    others = ([(*gap, sink) for gap in inverted([step[:2] for step in steps])] for steps in machine.edges)
+    edges = [sorted([*steps, *more]) for steps, more in zip(machine.edges, others, strict=True)]
     return Dfa([*edges, [(0, LAST, sink)]], [*(not is_end for is_end in machine.ends), True])
 
 

@@ -345,13 +345,11 @@ class _Places:
             yield [[part] for part in _parts_of(schema, "anyOf", at, chain)]
         if "oneOf" in schema:
             parts = _parts_of(schema, "oneOf", at, chain)
-            yield [
-                [
-                    part,
-                    *(_not(other) for other in parts if other is not part and not self._apart([part[0]], [other[0]])),
-                ]
-                for part in parts
-            ]
+            alternatives = list[list[Item]]()
+            for one in parts:
+                others = (other for other in parts if other is not one and not self._apart([one[0]], [other[0]]))
+                alternatives.append([one, *map(_not, others)])
+            yield alternatives
         if "not" in schema:
             yield self._opposite(schema["not"], f"{at}/not", chain)
         if "if" in schema and schema.keys() & {"then", "else"}:

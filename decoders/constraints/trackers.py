@@ -126,12 +126,8 @@ class AnyOrder(Tracker):
         is_tail = True
         for count, token in enumerate(reversed(tokens[self._num_front + 1 :]), 1):
             is_tail = is_tail and token == HOLE
-            tail = (
-                self._automaton.tail(count)
-                if is_tail
-                else self._automaton.before(after[-1], None if token == HOLE else token)
-            )
-            after.append(tail)
+            known = None if token == HOLE else token
+            after.append(self._automaton.tail(count) if is_tail else self._automaton.before(after[-1], known))
         return before, after
 
     @property

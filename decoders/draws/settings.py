@@ -19,10 +19,8 @@ NOTES: Final[tuple[Note, ...]] = ("top1", "margin", "entropy", "squares", "score
 
 def column_of(job: Sampling, own: tuple[float | None, ...] = (None,) * 4) -> tuple[float, ...]:
     """The settings of a sample: its own (temperature, top-p, min-p, top-k) where it has some, else the job's."""
-    usual = (job.temperature, job.top_p, job.min_p, job.top_k)
-    temperature, top_p, min_p, top_k = (
-        theirs if mine is None else mine for mine, theirs in zip(own, usual, strict=True)
-    )
+    pairs = zip(own, (job.temperature, job.top_p, job.min_p, job.top_k), strict=True)
+    temperature, top_p, min_p, top_k = (theirs if mine is None else mine for mine, theirs in pairs)
     assert temperature is not None, "a job has a temperature"
     return temperature, np.inf if top_p is None or top_p >= 1.0 else top_p, min_p or 0.0, top_k or 0
 

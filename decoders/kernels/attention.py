@@ -142,15 +142,10 @@ def attend_tiles(
                         bias = tl.load(relative_at, mask=seen, other=0.0).to(tl.float32) * _LOG2_E
                 cell = start + column[:, None].to(tl.int64) * cache_w + place[None, :]
                 held = there[:, None] & inside[None, :]
-                if WINDOW:
-                    # Far behind the window there is nothing to read.
-                    if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
-                        key = tl.load(keys + cell, mask=held, other=0.0)
-                        value = tl.load(values + cell, mask=held, other=0.0)
-                        most, total, mixed = _join(
-                            asked, key, value, bias, seen, most, total, mixed, scale, cap, CAPPED, WIDE
-                        )
-                else:
+                is_near = True
+                if WINDOW:  # far behind the window there is nothing to read
+                    is_near = tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0
+                if is_near:
                     key = tl.load(keys + cell, mask=held, other=0.0)
                     value = tl.load(values + cell, mask=held, other=0.0)
                     most, total, mixed = _join(
@@ -252,17 +247,9 @@ def attend(
             num_warps=8 if lines * padded > 1 << 13 else 4, num_stages=_STAGES, enable_fp_fusion=True,
         )  # fmt: skip
     if most_shares > 1:
-        add_shares[(num_rows * num_heads,)](
-            sums,
-            largest,
-            totals,
-            out_NHd,
-            num_rows * num_heads,
-            most_shares,
-            WIDTH=width,
-            PADDED=padded,
-            MOST=_MOST_SHARES,
-        )
+        sizes = {"WIDTH": width, "PADDED": padded, "MOST": _MOST_SHARES}
+        num_answers = num_rows * num_heads
+        add_shares[(num_answers,)](sums, largest, totals, out_NHd, num_answers, most_shares, **sizes)
     return out_NHd
 
 

@@ -28,8 +28,6 @@ LEAST_CAPABILITY: Final = (7, 5)
 
 Attend = Callable[..., Tensor]
 """Attention over a layer of the slot cache: that of attention.py."""
-FixedProduct = Callable[..., Tensor]
-"""A product whose rows have the same bits in any batch: that of products.py."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The product with the weights of experts: that of experts.py."""
 Sample = Callable[..., Tensor]
@@ -83,11 +81,10 @@ def find_layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key
     return _module("layers", "layers", device, dtype, num_heads=num_heads, key_heads=key_heads, width=width)
 
 
-def find_fixed_product(device: torch.device, dtype: torch.dtype) -> FixedProduct:
+def find_fixed_product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The product of a linear layer of a model that must be exact; ValueError, with the reason, if there is none."""
-    product: FixedProduct = _demanded(
-        "fixed products", _module("fixed products", "products", device, dtype)
-    ).fixed_product
+    name = "fixed products"
+    product: Callable[..., Tensor] = _demanded(name, _module(name, "products", device, dtype)).fixed_product
     return product
 
 

@@ -48,7 +48,6 @@ _HIGH: Final = [
     [0, 0, 180, 0, 0, 0, 0, 190],
     [0, 0, 299, 0, 0, 0, 0, 230],
 ]
-_MOST_REASON: Final = 200
 
 
 @lru_cache
@@ -67,7 +66,7 @@ def problem(name: str, device: torch.device, dtype: torch.dtype, **asked: Any) -
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-        reason = "fails here: " + f"{type(error).__name__}: {lines[0]}"[:_MOST_REASON]
+        reason = "fails here: " + f"{type(error).__name__}: {lines[0]}"[:200]
     else:
         reason = f"is wrong here by up to {max(wrong):g}" if wrong else ""
     if reason:
@@ -121,10 +120,8 @@ def _attention(
         hidden_N1W = ~seen.visible_NW(300, window).unsqueeze(1)
         weight_NHX = torch.cat([score_NHW.masked_fill(hidden_N1W, -torch.inf), sink_NH1], 2).softmax(2).nan_to_num()
         expected_NHd = (weight_NHX[..., :300].unsqueeze(2) @ value_NHWd).squeeze(2)
-        yield (
-            attend(query_NHd, layer_2SKWd, seen, scaling=width**-0.5, window=window, shares=shares, **options),
-            expected_NHd,
-        )
+        found_NHd = attend(query_NHd, layer_2SKWd, seen, scaling=width**-0.5, window=window, shares=shares, **options)
+        yield found_NHd, expected_NHd
 
 
 def _layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int) -> Pairs:
@@ -140,10 +137,8 @@ def _layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_hea
         normed_PD = layers.add_norm(states_PD, added_PD if adds else None, weight_D, 1e-5)
         yield normed_PD, functional.rms_norm(sum_PD.float(), (96,), weight_D.float(), 1e-5)
         yield states_PD, sum_PD
-    heads_PJd, scale_d = (
-        _normal(device, 5, num_heads + 2 * key_heads, width).to(dtype),
-        1.0 + _normal(device, width) / 10,
-    )
+    heads_PJd = _normal(device, 5, num_heads + 2 * key_heads, width).to(dtype)
+    scale_d = 1.0 + _normal(device, width) / 10
     position_P, cell_P = torch.arange(5, device=device) * 700, torch.tensor([7, 0, 3, 8, 2], device=device)
     frequency_h = (10.0 ** -(torch.arange(width // 2) % 4)).to(device)
     angle_P1h = (position_P.unsqueeze(1) * frequency_h).unsqueeze(1)
@@ -151,19 +146,13 @@ def _layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_hea
     for norms in (None, (scale_d.to(dtype), scale_d.to(dtype), 1e-6)):
         found_PJd, pool_2CKd = heads_PJd.clone(), heads_PJd.new_zeros(2, 9, key_heads, width)
         layers.rotate(found_PJd, position_P, cell_P, pool_2CKd, (frequency_h, 1.2), norms)
-        plain_PXd = heads_PJd[:, :-key_heads].float()
-        normed_PXd = (
-            plain_PXd if norms is None else functional.rms_norm(plain_PXd, (width,), norms[0].float(), norms[2])
-        )
+        normed_PXd, expected_2CKd = heads_PJd[:, :-key_heads].float(), torch.zeros_like(pool_2CKd.float())
+        if norms is not None:
+            normed_PXd = functional.rms_norm(normed_PXd, (width,), norms[0].float(), norms[2])
         turned_PXh = torch.complex(*normed_PXd.chunk(2, 2)) * turn_P1h
-        turned_PXd, expected_2CKd = (
-            torch.cat([turned_PXh.real, turned_PXh.imag], 2),
-            torch.zeros_like(pool_2CKd.float()),
-        )
-        expected_2CKd[0, cell_P], expected_2CKd[1, cell_P] = (
-            turned_PXd[:, num_heads:],
-            heads_PJd[:, -key_heads:].float(),
-        )
+        turned_PXd = torch.cat([turned_PXh.real, turned_PXh.imag], 2)
+        expected_2CKd[0, cell_P] = turned_PXd[:, num_heads:]
+        expected_2CKd[1, cell_P] = heads_PJd[:, -key_heads:].float()
         yield found_PJd, torch.cat([turned_PXd[:, :num_heads], heads_PJd[:, num_heads:].float()], 1)
         yield pool_2CKd, expected_2CKd
 

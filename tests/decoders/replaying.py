@@ -165,7 +165,7 @@ def use_references(monkeypatch: Any) -> None:
     """Let models and draws use the references of the kernels, as they use the kernels on a GPU."""
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", find_reference)
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: reference.LAYERS)
+    monkeypatch.setattr("draftmill.decoders.backbones.network.find_layers", lambda *_, **__: reference.LAYERS)
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
 
 

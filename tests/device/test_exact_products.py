@@ -74,7 +74,7 @@ def operations(monkeypatch):
             monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
         monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_, **__: experts)
         layers = SimpleNamespace(**{name: found.kernel(one) for name, one in vars(reference.LAYERS).items()})
-        monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
+        monkeypatch.setattr("draftmill.decoders.backbones.network.find_layers", lambda *_, **__: layers)
         monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: draw)
         # One kernel on a GPU; on a CPU torch computes it by a mean.
         monkeypatch.setattr(torch.nn.functional, "rms_norm", found.kernel(torch.nn.functional.rms_norm))

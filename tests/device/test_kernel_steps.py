@@ -46,7 +46,7 @@ def kernels(monkeypatch):
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
     layers = SimpleNamespace(**{name: as_one_launch(one) for name, one in vars(reference.LAYERS).items()})
-    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_layers", lambda *_, **__: layers)
+    monkeypatch.setattr("draftmill.decoders.backbones.network.find_layers", lambda *_, **__: layers)
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: draw)
 
 

@@ -150,7 +150,7 @@ class DDiTShape:
     def tensors(self) -> Shapes:
         width, condition, vocabulary = self.hidden_size, self.cond_dim, self.vocab_size
         shapes: Shapes = {"vocab_embed.embedding": (vocabulary, width), "output_layer.norm_final.weight": (width,)}
-        shapes |= product_shapes("sigma_map.mlp.0", condition, _SIGMA_WIDTH)
+        shapes |= product_shapes("sigma_map.mlp.0", condition, 256)
         shapes |= product_shapes("sigma_map.mlp.2", condition, condition)
         shapes |= product_shapes("output_layer.adaLN_modulation", 2 * width, condition)
         shapes |= product_shapes("output_layer.linear", vocabulary, width)
@@ -164,7 +164,6 @@ class DDiTShape:
         return shapes
 
 
-_SIGMA_WIDTH: Final = 256
 _FLAT: Final = {
     "hidden_size": "hidden_dim",
     "cond_dim": "cond_dim",

@@ -5,8 +5,8 @@ Facts were read from the checkpoints' own code and configs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -27,17 +27,10 @@ _FAMILIES: Final = (
     *blocks.FAMILIES,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
-
-
-def _forced(name: str) -> Family:
-    """A masked model that was trained by discrete diffusion forcing (D2F; Wang et al., 2025, and its public code): the same
-    network, which sees blocks of a text one after the other. They had 16 tokens in training."""
-    return dataclasses.replace(FAMILIES[name], name=f"d2f_{name}", kind="blocks", prompt_block=True, block=16)
-
-
-# No config says that a model was trained so: the user does.
-FAMILIES |= {family.name: family for family in (_forced("llada"), _forced("dream"))}
-
+# Masked models that were trained by discrete diffusion forcing (D2F; Wang et al., 2025, and its public code): the same networks,
+# which see blocks of a text one after the other, of 16 tokens in training. No config says so: the user does.
+_D2F: Final[Any] = {"kind": "blocks", "prompt_block": True, "block": 16}
+FAMILIES |= {f"d2f_{name}": replace(FAMILIES[name], name=f"d2f_{name}", **_D2F) for name in ("llada", "dream")}
 
 # The `model_type` in config.json of families that have another name here.
 _MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe": "llada2", "lladamoe": "llada_moe"}
@@ -49,8 +42,7 @@ def masked_diffusion_families() -> tuple[str, ...]:
 
 
 def find_family(config: Config, requested: str) -> Family:
-    """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'. Raises ValueError
-    with the field path, the value and the known families."""
+    """The family named by the user, or with 'auto' that of config.json; ValueError if it is unknown."""
     name = _recognise(config) if requested == "auto" else requested
     if name in FAMILIES:
         return FAMILIES[name]
@@ -64,8 +56,7 @@ def find_family(config: Config, requested: str) -> Family:
 
 
 def _recognise(config: Config) -> str:
-    """Return the family that `model_type` stands for; SEDD's checkpoints and the training runs of MDLM have none, and LLaDA-MoE's
-    have that of LLaDA."""
+    """The family of a config: some have no `model_type` (SEDD, training runs of MDLM), or another family's (LLaDA-MoE)."""
     name = str(config.get("model_type"))
     if "model_type" not in config and "graph" in config:
         return "sedd"

@@ -30,8 +30,7 @@ HeadKind = Literal["assd", "specdiff"]
 
 
 def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
-    """The sizes of the heads in a folder; None if it has none. Raises ValueError if one of the two files is missing, or the
-    heads are of another kind."""
+    """The sizes of the heads in a folder; None if it has none. ValueError if a file is missing, or they are of another kind."""
     path, weights = folder / CONFIG, folder / WEIGHTS
     if not path.exists() and not weights.exists():
         return None
@@ -44,34 +43,14 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
     own_kind = sizes.pop("kind", "assd")
     if own_kind != kind:
         raise ValueError(f"decoder.head: {path} is of kind {own_kind!r}; allowed here: {kind}")
-    missing = {"width", "markov_hidden"} - sizes.keys()
-    unknown = sizes.keys() - {"width", "markov_hidden"}
-    if missing or unknown:
-        raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    if not all(type(size) is int and size > 0 for size in sizes.values()):
-        raise ValueError(f"decoder.head: {path}: {sizes}; allowed: whole numbers from 1 on")
+    if sizes.keys() != {"width", "markov_hidden"} or not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise ValueError(f"decoder.head: {path}: {sizes}; allowed: width and markov_hidden, whole numbers from 1 on")
     return sizes
 
 
-def _head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    width, hidden = sizes["width"], sizes["markov_hidden"]
-    distances = (2 * MAX_DISTANCE + 1, width)
-    return {
-        "markov.distance_prev.weight": distances,
-        "markov.distance_before.weight": distances,
-        "markov.age.weight": (MAX_UNSEEN + 1, width),
-        "markov.norm.weight": (3 * width,),
-        "markov.norm.bias": (3 * width,),
-        "markov.up.weight": (hidden, 3 * width),
-        "markov.up.bias": (hidden,),
-        "markov.down.weight": (width, hidden),
-        "markov.down.bias": (width,),
-    }
-
-
 def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] | None:
-    """The folder and kind of the draft head that the settings name; None without one. 'auto' is the one in `folder`. Raises
-    ValueError if the named folder has none."""
+    """The folder and kind of the draft head that the settings name ('auto': `folder`); None without one. ValueError if it has
+    none."""
     head = settings.draft_head
     if head == "none":
         return None
@@ -90,8 +69,13 @@ def check_heads(settings: DecoderChoice, folder: Path) -> None:
     sizes = None if place is None else read_sizes(*place)
     if place is None or sizes is None:
         return
+    width, hidden = sizes["width"], sizes["markov_hidden"]
+    expected: Shapes = dict.fromkeys(("distance_prev.weight", "distance_before.weight"), (2 * MAX_DISTANCE + 1, width))
+    expected |= {"age.weight": (MAX_UNSEEN + 1, width), "norm.weight": (3 * width,), "norm.bias": (3 * width,)}
+    expected |= product_shapes("up", hidden, 3 * width) | product_shapes("down", width, hidden)
     config, path = place[0] / CONFIG, place[0] / WEIGHTS
-    if checkpoint.file_tensors(path, checkpoint.stored_shape, "np", field="decoder.head") != _head_shapes(sizes):
+    found = checkpoint.file_tensors(path, checkpoint.stored_shape, "np", field="decoder.head")
+    if found != {f"markov.{name}": shape for name, shape in expected.items()}:
         raise ValueError(f"decoder.head: {path} does not fit {config}")
 
 
@@ -197,7 +181,8 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
 def check_speculator(folder: Path, target: Path, info: ModelInfo) -> None:
     """Raise ValueError as read_speculator, and where the head does not fit the target model in its folder: its vocabulary, the
     numbers of layers, or the shape of a tensor."""
-    head, found, config = read_speculator(folder), checkpoint.header_shapes(folder), checkpoint.read_config(target)
+    head, config = read_speculator(folder), checkpoint.read_config(target)
+    found = checkpoint.each_tensor(folder, checkpoint.stored_shape, "np")
     shape = find_family(config, info.family).shape(config)
     num_layers, width = shape.num_hidden_layers, shape.hidden_size
     vocab_size = head.parsed.vocab_size

@@ -5,8 +5,7 @@ model's row of a mask once other masks before it have become tokens. A draft hea
 row would have given, from the embeddings of the tokens it has not seen. Heads only shape the draft distribution q; the target
 distribution p never depends on them, so they cannot change any output distribution.
 
-Knows nothing of slots, caches or sampling. Weights live beside the model that drafts, in `draft_head.safetensors` (keys
-`markov.*`), and in `draft_head.json` their sizes and `kind`, the decoder that they were trained for.
+Knows nothing of slots, caches or sampling.
 
 Legend: R any leading shape, H = hidden width of the head.
 """
@@ -72,7 +71,7 @@ class MarkovHead(nn.Module):
 
 
 class DraftHeads(nn.Module):
-    """What ships with one model: `markov`, for stale and parallel rows."""
+    """What ships with one model."""
 
     def __init__(self, *, width: int, markov_hidden: int) -> None:
         super().__init__()
@@ -84,9 +83,7 @@ class DraftHeads(nn.Module):
 
 
 def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
-    """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None if the folder has neither. Raises ValueError if
-    only one of the two files exists, the weights do not fit the sizes, or the heads were trained for another decoder than
-    `kind`."""
+    """Load the heads in a folder; None if it has none. Raises ValueError as `read_sizes`, or where the weights do not fit."""
     sizes = read_sizes(folder, kind)
     if sizes is None:
         return None

@@ -38,15 +38,12 @@ from draftmill.decoders.backbones.small_weights import SmallLinear
 from draftmill.decoders.backbones.transformer import ModuleBackbone, NetworkBackbone
 from draftmill.decoders.kernels.find import noting
 
-Turn = Tensor
-"""Cosines and sines by which heads are turned (network.py), [2, P, 1, d]."""
 Attend = Callable[..., Tensor]
 """(layer, queries [P, H, d], keys and values [P, X, d], scores=) -> [P, H, d]."""
 
 
 class _Layer(nn.Module):
-    """A layer of Llama or Qwen3 by the names of transformers. The first one of an EAGLE-3 head reads tokens and states side by
-    side (`is_wide`)."""
+    """A layer of Llama or Qwen3. If `is_wide` it is EAGLE-3's first one, which reads tokens and states side by side."""
 
     def __init__(self, shape: Any, index: int, *, is_wide: bool) -> None:
         super().__init__()
@@ -66,25 +63,26 @@ class _Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(width, eps)
         self.index, self.head_width = index, d
 
-    def heads(self, letter: str, rows_PD: Tensor, turn: Turn | None = None) -> Tensor:
-        """Queries, keys or values of rows, [P, heads, d], normed and turned by cosines and sines if there are any."""
+    def heads(self, letter: str, rows_PD: Tensor, turn_2P1d: Tensor | None = None) -> Tensor:
+        """Queries, keys or values of rows, [P, heads, d]; normed and turned if there are cosines and sines (network.py)."""
         attention: Any = self.self_attn
         heads_PHd: Tensor = getattr(attention, f"{letter}_proj")(rows_PD).unflatten(1, (-1, self.head_width))
-        if turn is None:
+        if turn_2P1d is None:
             return heads_PHd
         if hasattr(attention, "q_norm"):
             heads_PHd = getattr(attention, f"{letter}_norm")(heads_PHd)
-        cos_P1d, sin_P1d = turn
+        cos_P1d, sin_P1d = turn_2P1d
         return heads_PHd * cos_P1d + heads_PHd.roll(self.head_width // 2, -1) * sin_P1d
 
-    def held(self, rows_PD: Tensor, turn: Turn) -> Tensor:
+    def held(self, rows_PD: Tensor, turn_2P1d: Tensor) -> Tensor:
         """Keys and values of rows, as a cache takes them, [P, X, d]."""
-        return torch.cat([self.heads("k", rows_PD, turn), self.heads("v", rows_PD)], 1)
+        return torch.cat([self.heads("k", rows_PD, turn_2P1d), self.heads("v", rows_PD)], 1)
 
-    def forward(self, rows_PD: Tensor, states_PD: Tensor, turn: Turn, attend: Attend) -> Tensor:
+    def forward(self, rows_PD: Tensor, states_PD: Tensor, turn_2P1d: Tensor, attend: Attend) -> Tensor:
         """The states after the layer, whose attention reads `rows_PD`."""
-        attention, mlp, query_PHd = self.self_attn, self.mlp, self.heads("q", rows_PD, turn)
-        mixed_PHd = attend(self.index, query_PHd, self.held(rows_PD, turn), scores=Scores(self.head_width**-0.5))
+        attention, mlp, query_PHd = self.self_attn, self.mlp, self.heads("q", rows_PD, turn_2P1d)
+        held_PXd, scores = self.held(rows_PD, turn_2P1d), Scores(self.head_width**-0.5)
+        mixed_PHd = attend(self.index, query_PHd, held_PXd, scores=scores)
         states_PD = states_PD + attention.o_proj(mixed_PHd.flatten(1))  # type: ignore[operator]
         inner_PD = self.post_attention_layernorm(states_PD)
         gated_PI = nn.functional.silu(mlp.gate_proj(inner_PD)) * mlp.up_proj(inner_PD)  # type: ignore[operator]
@@ -121,7 +119,9 @@ class DraftStack(nn.Module):
         joined_PD: Tensor = self.fc(states_PF)
         return self.hidden_norm(joined_PD) if hasattr(self, "hidden_norm") else joined_PD
 
-    def forward(self, tokens_P: Tensor, states_PD: Tensor | None, turn: Turn, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_P: Tensor, states_PD: Tensor | None, turn_2P1d: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
         """The final states of rows (normed), [P, D], and those from which an EAGLE-3 head continues. Its rows read `states_PD`
         beside their tokens; those of a DFlash head read none."""
         read_PD: Tensor = self.word_embeddings(tokens_P)
@@ -134,7 +134,7 @@ class DraftStack(nn.Module):
                 read_PD = torch.cat([layer.input_layernorm(read_PD), normed_PD], 1)
             else:
                 read_PD = layer.input_layernorm(own_PD)
-            own_PD = layer(read_PD, own_PD, turn, attend)
+            own_PD = layer(read_PD, own_PD, turn_2P1d, attend)
         normed_PD = self.norm(own_PD)
         return normed_PD, normed_PD if "norm_output" in self.head.flags else own_PD
 
@@ -171,7 +171,7 @@ class Speculator(NetworkBackbone):
         self.width = shape.num_last  # of the states that the output layer reads
 
     def forget(self) -> None:
-        """Drop the whole cache. An EAGLE-3 head's has two layers more: the target's joined states, and its own."""
+        """See Model. An EAGLE-3 head's cache has two layers more: the target's joined states, and its own."""
         super().forget()
         if self.speculator.kind == "eagle3":
             for _ in range(2):
@@ -223,7 +223,7 @@ class MarkovBias(nn.Module):
     """Appends a vector of the token before a draft to the draft's state, for an output layer that reads both: the logits get a
     bias of low rank, which a gate may weigh."""
 
-    def __init__(self, prev_VR: Tensor, gate: nn.Module | None) -> None:
+    def __init__(self, prev_VR: Tensor, gate: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
         self.prev_VR, self.gate = prev_VR, gate
 
@@ -239,13 +239,11 @@ def _take_markov(weights: dict[str, Tensor], head: SpeculatorConfig, how: Runnin
     if not head.markov_rank:
         return None
     prev_VR, weights["markov_w2"] = (weights.pop(f"markov_head.markov_{name}.weight") for name in ("w1", "w2"))
-    gate: nn.Module | None = None
+    gate: Callable[[Tensor], Tensor] | None = None
     if head.is_gated:
         weight, bias = (weights.pop(f"markov_head.gate_proj.{name}") for name in ("weight", "bias"))
-        gate = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-        gate.load_state_dict({"weight": weight, "bias": bias}, assign=True)
-        if (kind := product_kind(how)) is not None:
-            gate = kind(weight, bias)
+        kind = product_kind(how)
+        gate = partial(nn.functional.linear, weight=weight, bias=bias) if kind is None else kind(weight, bias)
     return SimpleNamespace(markov=MarkovBias(prev_VR, gate))
 
 

@@ -12,7 +12,7 @@ from draftmill.decoders.backbones import moe
 from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.invariance import at_least_rows
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.network import Norm
 from draftmill.decoders.backbones.packed import PackedLinear, replace_products
 from draftmill.decoders.backbones.self_test import check_masking
@@ -116,7 +116,7 @@ def test_the_verifier_of_two_copies_gives_the_laws_of_the_public_s2d2(golden):
 
 def test_llada2_routes_its_rows_as_the_public_code_does(golden):
     backbone, arrays = load(golden / "llada2"), load_file(golden / "llada2" / "logits.safetensors")
-    mixtures = [part for part in backbone.model.modules() if isinstance(part, SigmoidMixture)]
+    mixtures = [part for part in backbone.model.modules() if isinstance(part, Mixture)]
     given = {}
     for layer, mixture in enumerate(mixtures):
         mixture.register_forward_pre_hook(lambda part, inputs, layer=layer: given.update({layer: inputs[0]}))
@@ -182,7 +182,7 @@ def save_moe(folder, **changes):
 def test_sdar_moe_is_qwen3_moe_under_a_block_causal_mask(tmp_path, changes):
     model = save_moe(tmp_path, **changes)
     backbone = load(tmp_path)
-    mixed = sum(isinstance(part, SoftmaxMixture) for part in backbone.model.modules())
+    mixed = sum(isinstance(part, Mixture) for part in backbone.model.modules())
     assert mixed == {(): 3, ("norm_topk_prob", "mlp_only_layers"): 2}.get(tuple(changes), 1)
     backbone.allocate(3, 64)
     tokens = {slot: random_tokens(length, seed=slot, vocab_size=96) for slot, length in enumerate((13, 4, 22))}
@@ -227,7 +227,7 @@ def test_a_sample_has_the_same_bits_alone_and_among_others(golden, tmp_path, fam
 def mixture_of(width=16, inner=24, **changes):
     torch.manual_seed(3)
     shape = MixtureShape(inner=inner, num_experts=8, num_chosen=3, groups=(4, 2), scale=2.5, shared=24)
-    mixture = SigmoidMixture(width, replace(shape, **changes))
+    mixture = Mixture(width, replace(shape, **changes))
     for parameter in mixture.parameters():
         torch.nn.init.normal_(parameter)
     return mixture.requires_grad_(False)

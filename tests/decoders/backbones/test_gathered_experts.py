@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_leaves
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.blocks import llada2_shape
 from draftmill.decoders.backbones.families.rotary import MixtureShape
-from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.network import RotaryBackbone
 from tests.decoders.references import kernels as reference
 from tests.device.pretend import pretending
 
 
 def softmax_mixture():
-    return SoftmaxMixture(12, MixtureShape(inner=20, num_experts=7, num_chosen=3, normalise=True))
+    return Mixture(12, MixtureShape(inner=20, num_experts=7, num_chosen=3, normalise=True))
 
 
 def sigmoid_mixture():
-    return SigmoidMixture(12, MixtureShape(inner=20, num_experts=8, num_chosen=2, groups=(4, 2), scale=2.5, shared=6))
+    return Mixture(12, MixtureShape(inner=20, num_experts=8, num_chosen=2, groups=(4, 2), scale=2.5, shared=6))
 
 
 def filled(mixture):

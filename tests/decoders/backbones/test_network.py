@@ -110,9 +110,9 @@ def test_the_kernels_references_give_the_same_states(name, changes, tmp_path, mo
     save_random(tmp_path, name, **changes)
     texts = {0: random_tokens(23, seed=1), 1: random_tokens(14, seed=2)}
     expected = decode_with_rejections(load(tmp_path), texts, prompts={0: 9, 1: 3})
-    transformer = "draftmill.decoders.backbones.transformer"
-    monkeypatch.setattr(f"{transformer}.find_attention", lambda *_, **__: reference.attend)
-    monkeypatch.setattr(f"{transformer}.find_layers", lambda *_, **__: reference.LAYERS)
+    backbones = "draftmill.decoders.backbones"
+    monkeypatch.setattr(f"{backbones}.transformer.find_attention", lambda *_, **__: reference.attend)
+    monkeypatch.setattr(f"{backbones}.network.find_layers", lambda *_, **__: reference.LAYERS)
     backbone = load(tmp_path)
     assert backbone.base.kernels is reference.LAYERS
     found = decode_with_rejections(backbone, texts, prompts={0: 9, 1: 3})

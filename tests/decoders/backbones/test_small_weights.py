@@ -11,7 +11,7 @@ from torch import nn
 
 from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.moe import SoftmaxMixture
+from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.small_weights import (
     SmallEmbedding,
     SmallLinear,
@@ -207,7 +207,7 @@ def test_tied_embeddings_share_the_codes_of_the_output_layer(tmp_path, is_tied, 
 
 
 def test_routers_stay_as_they_are_and_experts_become_small():
-    mixture = SoftmaxMixture(64, MixtureShape(inner=32, num_experts=4, num_chosen=2, normalise=True))
+    mixture = Mixture(64, MixtureShape(inner=32, num_experts=4, num_chosen=2, normalise=True))
     for parameter in mixture.parameters():
         nn.init.normal_(parameter, std=0.1)
     rows_ND = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))

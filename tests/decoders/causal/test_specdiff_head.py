@@ -79,7 +79,7 @@ def test_a_file_holds_the_heads_that_it_names(tmp_path):
     [
         ({}, r"is of kind 'assd'; allowed here: specdiff"),
         ({"kind": "specdiff", "markov_hidden": 5}, r"does not fit .*markov"),
-        ({"kind": "specdiff", "depth": 2}, r"missing \[\], unknown \['depth'\]"),
+        ({"kind": "specdiff", "depth": 2}, "depth.*; allowed: width and markov_hidden"),
     ],
 )
 def test_a_head_of_another_kind_or_size_is_refused(tmp_path, config, message):
