@@ -26,6 +26,6 @@ def test_every_field_of_every_result_is_what_it_was(part):
 
 def test_the_matrix_has_every_decoder_and_each_case_once():
     cases = results.cases()
-    assert {case.settings["kind"] for case in cases} == set(DECODERS)
+    assert {case.settings["kind"] for case in cases} == set(DECODERS) - {"fastest"}, "whose counts depend on time"
     assert [name for name, count in Counter(case.name for case in cases).items() if count > 1] == []
     assert list(results.read()) == [case.name for case in cases]
