@@ -342,12 +342,10 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
 
 def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     """How the engine runs `fastest` on a causal model: nothing drafts, or what the settings name, or look-ups, or guesses."""
-    named, means = (
-        settings.drafter,
-        [means_of(setup, NgramDrafterSettings(kind="ngram")), Means(by_guesses, "jacobi", shares_cost=True)],
-    )
+    named = settings.drafter
+    means = [means_of(setup, NgramDrafterSettings(kind="ngram")), Means(by_guesses, "jacobi", shares_cost=True)]
     if isinstance(named, RunDrafterSettings):
-        means.insert(0, Means(by_guesses, "run"))  # its texts need the clock
+        means.insert(0, Means(by_guesses, "run"))  # until the clock is there, which its texts need
     elif named is not None:
         means.insert(0, means_of(setup, named))
     ways = [Way(min(each.most, MOST_AUTO), 0, each.shares_cost, each.name) for each in means]

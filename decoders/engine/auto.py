@@ -38,8 +38,8 @@ _PLENTY: Final = 4
 _TRY_EVERY, _FORGET_AFTER = 32, 512
 # A change of the batch, as a factor, after which no trial counts and none has lost time.
 _OTHER_BATCH: Final = 2.0
-# Steps are not comparable if more than this share of the batch, and more samples than usual, have come meanwhile.
-_RENEWED: Final = 0.25
+# Steps are not comparable if more than this share of the batch, more samples than usual and more than a few have come meanwhile.
+_RENEWED, _SOME = 0.25, 3
 # The share of the run's time that trials may lose.
 _SHARE: Final = 0.01
 # A busy machine makes any step long: a step counts as at most this many median ones, and one in which a drafting model catches up
@@ -150,7 +150,7 @@ class AutoLength:
             self._settling = max(self._settling - 1, 0)
             self._num_new, self._all_new = self._num_new + num_prompts, self._all_new + num_prompts
             usual = self._all_new / self._step * (self._step - self._since)
-            if self._num_new > max(_RENEWED * num_samples, _OTHER_BATCH * usual):
+            if self._num_new > max(_RENEWED * num_samples, _OTHER_BATCH * usual, _SOME):
                 self._use(self._best)
             return
         self._trial_tokens += tokens

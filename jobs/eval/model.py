@@ -393,7 +393,7 @@ def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, opti
 
 def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo, *, infills: bool = False) -> None:
     """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
-    own, kind = DECODERS[spec.decoder], "infill" if infills else KINDS[request]
+    own, kind = spec.baseline, "infill" if infills else KINDS[request]
     goal = "fill holes" if infills else "complete texts"
     tasks: dict[str, JobTask] = {
         "complete": Complete(kind="complete"),

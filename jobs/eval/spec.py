@@ -29,6 +29,7 @@ from pydantic import ValidationError
 
 from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.task import NO_CHAT, Chat
+from draftmill.decoders.common_settings import DecoderChoice
 from draftmill.decoders.settings import DECODERS, scorer_of
 from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.errors import kind_changed, spec_error
@@ -75,6 +76,11 @@ class EvalSpec:
         return str(self.data["decoder"]["kind"])
 
     @property
+    def baseline(self) -> type[DecoderChoice]:
+        """The settings that say what the decoder can do; `fastest` names another one's."""
+        return DECODERS[self.data["decoder"].get("like", self.decoder)]
+
+    @property
     def temperature(self) -> float | None:
         """The temperature that the spec names; None if it names none."""
         return (self.data.get("sampling") or {}).get("temperature")
@@ -86,7 +92,7 @@ class EvalSpec:
 
     def any_job(self) -> JobSpec:
         """A job of this spec, for what all of them share. UserError for a spec that can't be used."""
-        if "complete" in DECODERS[self.decoder].tasks:
+        if "complete" in self.baseline.tasks:
             return self.completing(Generation(1, (), 0.0), PLACE)
         task = {"kind": "infill", "mask": {"kind": "given"}}
         return check_spec(self._job(task, {"tokens": "tokens"}, PLACE, None))
@@ -115,7 +121,7 @@ class EvalSpec:
     def infilling(self, generation: Generation, path: str, out: str | None = None) -> JobSpec:
         """The job that fills holes; a causal model's have the tasks' own maximum number of tokens."""
         task = dict(self.holes)
-        if DECODERS[self.decoder].runs_on == "causal":
+        if self.baseline.runs_on == "causal":
             task["max_new_tokens"] = generation.max_new_tokens
         if generation.constraint is not None:
             task["constraint"] = json.loads(generation.constraint)
@@ -163,7 +169,11 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
         data.pop(key, None)
     if (data.get("sampling") or {}).get("n", 1) != 1:
         raise UserError("a task's own `repeats` say how many samples it takes; allowed: 1", field="sampling.n")
+    if isinstance(data.get("decoder"), str):
+        data["decoder"] = {"kind": data["decoder"]}
     decoder, output = data.get("decoder"), data.get("output")
+    if isinstance(decoder, dict) and decoder.get("kind") == "fastest" and decoder.get("like") not in DECODERS:
+        raise UserError("an evaluation with 'fastest' names its baseline, such as autoregressive", field="decoder.like")
     out = output.get("path") if isinstance(output, dict) else None
     if isinstance(out, str) and has_date(out):
         raise UserError(f"{out!r} has a date, which only `draftmill run` fills in", field="output.path")

@@ -116,6 +116,19 @@ def test_answers_and_metrics_are_those_of_a_plain_model(world: World) -> None:
                 check_answers(task, answers, expected_answers)
 
 
+def test_an_evaluation_with_the_fastest_decoder_has_the_baselines_answers(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_eval_spec(tmp_path, decoder="fastest")
+    assert "names its baseline" in refused(world, tmp_path, capsys, ["gen"])
+    write_eval_spec(tmp_path, decoder={"kind": "fastest", "like": "autoregressive"})
+    assert evaluated(tmp_path, world.tasks, ["gen", "choose"]) == 0
+    for task in ("gen", "choose"):
+        assert [one["resps"] for one in samples_of(tmp_path, task)] == [
+            one["resps"] for one in samples_of(world.folder, task)
+        ]
+
+
 def check_answers(task: str, found: list[Any], expected: list[Any]) -> None:
     """The answers to one request, a list of repeats; lm_eval writes scores as texts."""
     if TASKS[task]["output_type"] == "generate_until":
