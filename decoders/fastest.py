@@ -48,19 +48,26 @@ class FastestSettings(MaskedSettings):
     tasks: ClassVar[Tasks] = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.fastest:algorithm"
     kind: Literal["fastest"]
-    like: Like | None = Field(default=None, description="the baseline; null: the model's")
+    like: Like | None = Field(
+        default=None, description="the baseline, which the model decides; `draftmill eval` needs it"
+    )
     drafter: (
         Annotated[
             ModelDrafterSettings | HeadDrafterSettings | SuffixDrafterSettings | RunDrafterSettings,
             Field(discriminator="kind"),
         ]
         | None
-    ) = Field(default=None, description="what may draft, too; for other than causal models finished runs")
+    ) = Field(default=None, description="what else may draft: model, head, suffix (causal), run")
 
     @model_validator(mode="after")
     def _fits_baseline(self) -> Self:
+        self.check_baseline()
+        return self
+
+    def check_baseline(self) -> None:
+        """Raise ValueError, with the field path, where settings do not fit the baseline, if that is known."""
         if self.like is None:
-            return self
+            return
         if self.cache == "dual_relaxed":
             raise ValueError("decoder.cache: 'dual_relaxed' is lossy; allowed: none, prefix, dual_strict")
         other = [name for name in MaskedSettings.model_fields if not self._has_default(name)]
@@ -74,7 +81,6 @@ class FastestSettings(MaskedSettings):
                 f"decoder.drafter.kind: {self.drafter.kind!r} drafts for causal models, and the baseline is {self.like!r}; "
                 "allowed: run, or no drafter"
             )
-        return self
 
     def _has_default(self, name: str) -> bool:
         return bool(getattr(self, name) == MaskedSettings.model_fields[name].default)
@@ -114,7 +120,14 @@ class FastestSettings(MaskedSettings):
         """The settings with the baseline of a model's kind; ValueError if it has none, or if they name another one."""
         if info.kind not in ROOMS:
             raise ValueError(f"decoder.kind: 'fastest', but models of family {info.family!r} have no lossless decoders")
-        return self if self.like is not None else self.model_validate(self.model_dump() | {"like": ROOMS[info.kind][0]})
+        like, _ = ROOMS[info.kind]
+        if self.like not in {None, like}:
+            raise ValueError(
+                f"decoder.like: {self.like!r} is not the baseline of models of family {info.family!r}; allowed: {like}"
+            )
+        made = self.model_copy(update={"like": like})
+        made.check_baseline()
+        return made
 
     def check_model(self, info: ModelInfo) -> None:
         if self.like is not None:

@@ -55,7 +55,7 @@ from draftmill.decoders.engine.asks import (
     SampleFrom,
 )
 from draftmill.decoders.engine.auto import AutoLength, Way
-from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by
+from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 from draftmill.decoders.engine.setup import Setup
 
@@ -261,16 +261,17 @@ _WAYS: Final = (
     Way(8, name="ends"),
     Way(MOST_AUTO, least=1, shares_cost=True, name="self"),
     Way(8, name="ngram"),
-    Way(MOST_AUTO, name="run"),
 )
 
 
 def by_clock(s: Sample, auto: AutoLength, head: int, texts_of: Callable[[Sample], EarlierTexts] | None) -> Decoding:
-    """Each iteration in the way that the clock says. Fused drafts that are left from the one before are verified first."""
+    """Each iteration in the way that the clock says; texts of earlier runs come first. Fused drafts that are left from the one
+    before are verified first."""
     ngrams, texts = Ngrams(s), texts_of(s) if texts_of else None
+    kinds = (_ROWS, _ENDS, _SELF, _NGRAM) if texts is None else (_TEXTS, _ROWS, _ENDS, _SELF, _NGRAM)
     drafts = list[int]()
     while s.decided < s.length:
-        most, way = auto(), auto.way
+        most, way = auto(), kinds[auto.way]
         if drafts or not most or way in {_ROWS, _ENDS}:
             drafts = yield from fused(s, drafts, most if way in {_ROWS, _ENDS} else 0, head, ends=way == _ENDS)
         elif way == _TEXTS and texts is not None:
@@ -282,9 +283,9 @@ def by_clock(s: Sample, auto: AutoLength, head: int, texts_of: Callable[[Sample]
 
 def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     """How the engine runs `fastest`: all of the above may draft, and texts of earlier runs if the settings name them."""
-    by_run = isinstance(settings.drafter, RunDrafterSettings)
-    auto, texts_of, most = AutoLength(*_WAYS[: None if by_run else _TEXTS]), None, MOST_AUTO
+    auto, texts_of, most = AutoLength(*_WAYS), None, MOST_AUTO
     if isinstance(settings.drafter, RunDrafterSettings):
+        auto = AutoLength(way_of(settings.drafter), *_WAYS)
         texts_of, most, _ = texts_by(settings.drafter, auto)
     head = INDEPENDENT if setup.heads is None else MARKOV
     decode = partial(by_clock, auto=auto, head=head, texts_of=texts_of)

@@ -64,7 +64,7 @@ from draftmill.decoders.common_settings import DrafterPlace, RunDrafterSettings
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, SURE, Answer, Ask, Decoding, Run, Span
 from draftmill.decoders.engine.auto import AutoLength, Way
-from draftmill.decoders.engine.earlier_texts import MOST_AUTO, EarlierTexts, texts_by
+from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
@@ -75,8 +75,8 @@ if TYPE_CHECKING:
 
 _MOST_AUTO: Final = 8
 """The most drafts of a model that does not tell the size of its blocks, where the clock chooses."""
-_SELF, _TEXTS = range(2)
-"""The ways to draft, by number: the forward itself, and texts of earlier runs."""
+_TEXTS: Final = 0
+"""The number of the way to draft by texts of earlier runs, where there are any; then comes the forward itself."""
 _AHEAD, _COPIES = range(2)
 """The banks of drafts: a position may be drafted by a mask ahead and by a copy in one forward."""
 
@@ -256,9 +256,9 @@ def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     size = setup.info.block_size or _MOST_AUTO
     fused = S2d2Settings(kind="s2d2", fused=True, causal_cache=True, block_size=size)
     rules, texts_of = Rules.of(fused, setup.info), None
-    by_run = isinstance(settings.drafter, RunDrafterSettings)
-    auto, most = AutoLength(*[Way(rules.size, name="self"), Way(MOST_AUTO, name="run")][: 1 + by_run]), rules.size
+    auto, most = AutoLength(Way(rules.size, name="self")), rules.size
     if isinstance(settings.drafter, RunDrafterSettings):
+        auto = AutoLength(way_of(settings.drafter), Way(rules.size, name="self"))
         texts_of, longest, _ = texts_by(settings.drafter, auto)
         most = max(most, longest)
     decode = partial(s2d2_fused, rules=rules, by_ratio=False, longest=most, texts_of=texts_of, auto=auto)

@@ -51,7 +51,7 @@ from draftmill.decoders.engine.asks import (
     Span,
 )
 from draftmill.decoders.engine.auto import AutoLength, Way
-from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by
+from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
 
@@ -349,6 +349,8 @@ def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     elif named is not None:
         means.insert(0, means_of(setup, named))
     ways = [Way(min(each.most, MOST_AUTO), 0, each.shares_cost, each.name) for each in means]
+    if isinstance(named, RunDrafterSettings):
+        ways[0] = way_of(named)
     auto, most = AutoLength(*ways, settling=max(each.settling for each in means)), MOST_AUTO
     if isinstance(named, RunDrafterSettings):
         texts_of, most, _ = texts_by(named, auto)

@@ -75,7 +75,7 @@ class AutoLength:
 
     def __init__(self, *ways: Way, start: int = 0, settling: int = 1) -> None:
         # A choice is an index into these: 0 drafts nothing, then come the lengths of the first way, of the second ..
-        self.lengths, self._way_of, self._ladders = [ways[0].least], [0], list[list[int]]()
+        self.lengths, self._way_of, self._ladders = [min(way.least for way in ways)], [0], list[list[int]]()
         self._names = [way.name for way in ways]
         for number, way in enumerate(ways):
             self._ladders.append([0, *range(len(self.lengths), len(self.lengths) + len(way.lengths))])
@@ -83,7 +83,7 @@ class AutoLength:
             self._way_of += [number] * len(way.lengths)
         # Of each way the choice with which it is tried, and a smaller one.
         self._firsts = [self._first_of(ladder, way) for ladder, way in zip(self._ladders, ways, strict=True)]
-        self._best = self._now = self._next = self.lengths.index(max(start, ways[0].least))
+        self._best = self._now = self._next = self.lengths.index(max(start, self.lengths[0]))
         self._is_held = False
         # A first length that no trial has chosen is compared with none before anything else, if few drafts hold.
         self._is_unproved = self._best > 0

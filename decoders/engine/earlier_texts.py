@@ -199,6 +199,11 @@ def texts_by_rank(s: Sample) -> list[list[int]]:
     return [[text[place[position]] for position in holes] if len(text) == len(holes) else text for text in texts]
 
 
+def way_of(settings: RunDrafterSettings) -> Way:
+    """How the clock may choose these drafts; with a number as `k` there is one choice."""
+    return Way(MOST_AUTO, name="run") if settings.k == "auto" else Way(settings.k, settings.k - 1, name="run")
+
+
 def texts_by(
     settings: RunDrafterSettings, auto: AutoLength | None = None
 ) -> tuple[Callable[[Sample], EarlierTexts], int, AutoLength | None]:

@@ -191,14 +191,14 @@ def resolved_of(plan: Plan) -> Resolved:
 
 
 def with_baseline(spec: JobSpec, of: ModelInfo | DecoderChoice) -> JobSpec:
-    """The job with the baseline of `fastest`, unless it names one: a model's, or a plan's; UserError if keys do not fit it."""
+    """The job with the baseline of `fastest`: a model's, or a plan's; UserError if keys do not fit it."""
     decoder = spec.decoder
-    if not isinstance(decoder, FastestSettings) or not decoder.is_open:
+    if not isinstance(decoder, FastestSettings):
         return spec
     try:
         if isinstance(of, ModelInfo):
             decoder = decoder.for_model(of)
-        elif isinstance(of, FastestSettings):
+        elif isinstance(of, FastestSettings) and decoder.is_open:
             decoder = decoder.model_copy(update={"like": of.like})
         spec = spec.model_copy(update={"decoder": decoder})
         spec.check_together()

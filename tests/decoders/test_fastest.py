@@ -83,6 +83,17 @@ def test_a_draft_that_is_taken_unverified_would_be_found(monkeypatch):
     assert texts(decoded(fastest(like), requests, Sampling())) != same
 
 
+@pytest.mark.parametrize("like", ["causal", "any_subset", "blocks"])
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_earlier_runs_are_tried_first_and_a_number_is_one_choice(like, k):
+    settings = fastest(LIKES[like]) | {"drafter": results.RUN | {"k": k}}
+    auto = results.engine_of(results.Case(settings), Sampling(), 4).algorithm.auto
+    assert auto.shown.startswith(f"run up to {3 if k == 3 else 16}, ") and auto() == 0
+    while not auto():
+        auto.note_step(4, 1.0, 4)
+    assert auto.name == ("run 3" if k == 3 else "run 2")
+
+
 # ---- settings ----------------------------------------------------------------------------------------------------------
 
 

@@ -107,9 +107,14 @@ def test_a_run_is_continued_with_the_baseline_that_it_began_with(tmp_path, capsy
     ("model", "sections", "problem"),
     [
         (
+            "ar-micro",
+            {"task": COMPLETE, "decoder": {"kind": "fastest", "block_length": 8}},
+            "decoder.block_length: 8 is for masked-diffusion models",
+        ),
+        (
             "mdm-tiny",
             {"task": COMPLETE, "decoder": {"kind": "fastest", "like": "any_subset"}},
-            "decoder.kind",
+            "decoder.like: 'any_subset' is not the baseline",
         ),
         ("asarm-tiny", {"task": {"kind": "score"}, "decoder": "fastest"}, "decoder.kind: 'fastest'"),
         ("block-tiny", {"task": INFILL, "decoder": "fastest"}, "task"),
@@ -128,7 +133,8 @@ def test_a_run_is_continued_with_the_baseline_that_it_began_with(tmp_path, capsy
 )
 def test_what_does_not_fit_the_baseline_is_refused_before_work_starts(tmp_path, capsys, model, sections, problem):
     assert decode(tmp_path, "run", model, **sections) == 2
-    assert problem in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert problem in said and said.strip().count("\n") == 0
     assert not (tmp_path / "run" / "data").exists()
 
 
