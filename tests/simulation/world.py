@@ -212,6 +212,7 @@ class World:
             shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S if self.slow is None else 600.0),),
             errors=ErrorSettings(attempts=self.job.attempts),
             model=SimpleNamespace(device="cpu"),
+            decoder=SimpleNamespace(kind="autoregressive"),
             input=SimpleNamespace(run=None),
         )
         resolved = SimpleNamespace(
