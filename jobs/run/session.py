@@ -236,6 +236,10 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int
     for _, facts in parallel_map(store, names, lambda name: committed_facts(plan, name), reads=True):
         units.add(facts.result())
     source = source_of(run.resolved.spec, plan.files, store) if plan.pass_ == 1 else None
+    ways = None
+    if run.resolved.spec.decoder.kind == "fastest":
+        with suppress(StoreError):  # the log is best effort
+            ways = way_shares(read_sessions(store))
     write_manifest(
         store,
         units,
@@ -244,7 +248,7 @@ def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int
         rows=plan.rows,
         lease=run.lease,
         source=source,
-        ways=way_shares(read_sessions(store)) if run.resolved.spec.decoder.kind == "fastest" else None,
+        ways=ways,
     )
 
 
