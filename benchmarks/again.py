@@ -1,7 +1,9 @@
 """A job that runs again, drafted by its earlier run, beside the same job without a drafter.
 
     python -m benchmarks.again                        ar-tiny: unchanged, other temperatures, weights and templates
-    python -m benchmarks.again --before FOLDER        also with FOLDER as the model of the earlier run: an earlier checkpoint
+    python -m benchmarks.again --before FOLDER        the earlier run had another checkpoint, by `recipes.ar --start`
+    python -m benchmarks.again --adapter FOLDER       it had a LoRA adapter
+    python -m benchmarks.again --worlds "another seed" "another template"
 
 Jobs run in this process, one after another, each pair twice in turn; seconds are CPU seconds of whole jobs but for the loading of
 libraries. All texts are compared. `--quick` runs a small part, as a check.
@@ -39,16 +41,25 @@ def main() -> None:
     """Print a table: the share of tokens that were reused, forwards a token, and the ratio of tokens per CPU second."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin:ar-tiny")
+    parser.add_argument("--worlds", nargs="*", choices=WORLDS, help="all of them where no other option chooses")
     parser.add_argument("--before", type=Path, help="an earlier checkpoint of the model")
+    parser.add_argument("--adapter", type=Path, help="a LoRA adapter of the model")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    worlds = WORLDS | ({} if given.before is None else {"an earlier checkpoint": {"model.path": str(given.before)}})
+    worlds = {name: WORLDS[name] for name in given.worlds or ()}
+    for name, key, folder in (
+        ("an earlier checkpoint", "model.path", given.before),
+        ("a LoRA adapter", "model.adapter", given.adapter),
+    ):
+        if folder is not None:
+            worlds[name] = {key: str(folder)}
+    worlds = worlds or WORLDS
     if given.quick:
-        given.rows, given.new, given.slots, worlds = 4, 16, [4], {"unchanged": {}}
+        given.rows, given.new, given.slots, worlds = 4, 16, [4], {"unchanged": WORLDS["unchanged"]}
     with tempfile.TemporaryDirectory(prefix="draftmill-again-") as name:
         print("world | T | slots | reused | forwards a token | x plain")
         for temperature in (0.0, 0.8):

@@ -1,6 +1,7 @@
 """Trains a small causal model on the interpreter's own standard library and writes its model folder.
 
     python -m recipes.ar --out DIR [--size tiny|micro|base] [--steps N] [--checkpoint-dir CK]
+    python -m recipes.ar --out DIR --start FOLDER --steps 1000 --learning-rate 5e-4      a later checkpoint of FOLDER
 
 The corpus, its held-out files and the tokenizer are those of the builtin any-subset model, so that the two can be
 compared and the smaller of these models can draft for the larger. DIR then holds config.json, generation_config.json,
@@ -18,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from recipes import causal, causal_folder, corpus, loop
+from recipes import absorbing, causal, causal_folder, corpus, loop
 from recipes.causal import Shape
 
 TOKENIZER = Path(__file__).parent.parent / "decoders" / "builtin" / "asarm-tiny"
@@ -60,6 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.ar", description="Train a causal language model.")
     loop.add_flags(parser)
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
+    parser.add_argument("--start", type=Path, help="the causal model to go on from, in place of random weights")
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="the model folder whose tokenizer to use")
     return parser.parse_args(arguments)
 
@@ -71,28 +73,38 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.tokenizer)
     prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)
     plan = plan_from(flags)
-    trainer = causal.Trainer(causal.new_model(SIZES[flags.size].shape, plan.seed), plan, prepared.train, device)
+    if flags.start is None:
+        shape = SIZES[flags.size].shape
+        model = causal.new_model(shape, plan.seed)
+    else:
+        shape = absorbing.shape_of(flags.start)
+        model = causal.load_model(flags.start, device).train()
+    trainer = causal.Trainer(model, plan, prepared.train, device)
     if not loop.run_visibly(trainer, flags.checkpoint_dir, pace):
         return 3
-    causal_folder.save_model(flags.out, trainer.model, SIZES[flags.size].shape, flags.tokenizer)
-    finish(flags, prepared, trainer)
+    causal_folder.save_model(flags.out, trainer.model, shape, flags.tokenizer)
+    finish(flags, prepared, trainer, shape)
     return 0
 
 
-def finish(flags: argparse.Namespace, prepared: corpus.Prepared, trainer: causal.Trainer) -> None:
+def finish(flags: argparse.Namespace, prepared: corpus.Prepared, trainer: causal.Trainer, shape: Shape) -> None:
     """Measure the model as stored and write the folder's README."""
     scores = causal_folder.qualities(causal.load_model(flags.out, trainer.device), prepared)
-    settings = describe(flags, prepared, trainer)
+    settings = describe(flags, prepared, trainer, shape)
     (flags.out / "README.md").write_text(causal_folder.readme(flags.out.name, settings, prepared, scores))
     Console().print(f"wrote {flags.out}")
 
 
-def describe(flags: argparse.Namespace, prepared: corpus.Prepared, trainer: causal.Trainer) -> dict[str, str]:
+def describe(
+    flags: argparse.Namespace, prepared: corpus.Prepared, trainer: causal.Trainer, shape: Shape
+) -> dict[str, str]:
     """The README's list of training settings."""
+    started = {} if flags.start is None else {"start": f"the weights of `{flags.start.resolve().name}`"}
     return {
         **prepared.describe(),
-        "shape": ", ".join(f"{key} {value}" for key, value in asdict(SIZES[flags.size].shape).items())
+        "shape": ", ".join(f"{key} {value}" for key, value in asdict(shape).items())
         + f"; {trainer.model.num_parameters():,} parameters",
+        **started,
         "model": trainer.schedule.describe(),
         "windows": "anywhere in the packed files (begin token, file, end token), across files where they fall so",
         "stored as": "float16",
