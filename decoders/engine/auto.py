@@ -8,7 +8,8 @@ the same for all slots, by the measured tokens per second.
 The lengths are 0 (plain decoding), 1, 2, 4, .. up to the most that the decoder allows. After each change the first steps do not
 count: they verify drafts of the length before. A trial runs another length for a few steps: twice the drafts, half of them, or
 none; or the first length of another way. If that was faster than the steps just before, it is used from then on. Neighbouring
-steps are compared, since all rates change as texts grow and samples come and go. Trials stop while they have cost more than a
+steps are compared, since all rates change as texts grow and samples come and go. With few slots a trial tells little, so what
+it says is weighed with all trials before it (`Evidence`). Trials stop while they have cost more than a
 small share of the run's time, so a run in which drafts never pay is about as fast as plain decoding.
 
 With coupled acceptance a length changes the cost of a text and never the text. Under the rejection rule it would, so `auto` is an
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, exp, log, sqrt
 from statistics import median
 from typing import Final
 
@@ -40,7 +41,9 @@ _TRY_EVERY, _FORGET_AFTER = 32, 512
 _OTHER_BATCH: Final = 2.0
 # Steps are not comparable if more than this share of the batch, more samples than usual and more than a few have come meanwhile.
 _RENEWED, _SOME = 0.25, 3
-# The share of the run's time that trials may lose.
+# The variance of the logarithm of an unknown rate, and what each iteration adds to that of a known one.
+_UNKNOWN, _DRIFT = 0.25, 3e-7
+# The share of the run's time that trials may lose; with one slot, where most of what they lose is chance, twice as much.
 _SHARE: Final = 0.01
 # A busy machine makes any step long: a step counts as at most this many median ones, and one in which a drafting model catches up
 # as more.
@@ -65,6 +68,41 @@ class Way:
         return sorted(length for length in doubled | {self.most} if length > self.least)
 
 
+class Evidence:
+    """What all trials so far tell of the choices' rates beside each other: a Kalman filter over the logarithms of `count` rates,
+    which drift apart with the iterations."""
+
+    def __init__(self, count: int) -> None:
+        self._log_rates, self._variances = [0.0] * count, [_UNKNOWN] * count
+
+    def age(self, iterations: int) -> None:
+        """So many iterations have passed."""
+        self._variances = [min(one + _DRIFT * iterations, _UNKNOWN) for one in self._variances]
+
+    def forget(self) -> None:
+        """Let new trials decide: the batch or the texts are others."""
+        self._variances = [_UNKNOWN] * len(self._variances)
+
+    def learn(self, tried: int, best: int, ratio: float, variance: float) -> float:
+        """Weigh a trial's ratio of two rates, and the variance of its logarithm, with what is known; returns the ratio by both.
+        A trial that contradicts all before it by four standard deviations shows that the texts have changed."""
+        if self._variances[tried] >= _UNKNOWN:
+            self._log_rates[tried] = self._log_rates[best]
+        error = log(max(ratio, 1e-3)) - self._log_rates[tried] + self._log_rates[best]
+        if error**2 > 16.0 * (self._variances[tried] + self._variances[best] + variance):
+            self.forget()
+        total = self._variances[tried] + self._variances[best] + variance
+        for index, sign in ((tried, 1.0), (best, -1.0)):
+            self._log_rates[index] += sign * self._variances[index] / total * error
+            self._variances[index] *= 1.0 - self._variances[index] / total
+        return exp(self._log_rates[tried] - self._log_rates[best])
+
+    def may_win(self, index: int, best: int) -> bool:
+        """Whether a choice may be as fast as the best one, by three standard deviations."""
+        gap, variance = self._log_rates[index] - self._log_rates[best], self._variances[index]
+        return variance >= _UNKNOWN or gap + 3.0 * sqrt(variance + self._variances[best]) > 0.0
+
+
 class AutoLength:
     """How many drafts an iteration may have, and by which `way`: decoders call it, and the engine tells it what steps took.
 
@@ -87,6 +125,7 @@ class AutoLength:
         self._is_held = False
         # A first length that no trial has chosen is compared with none before anything else, if few drafts hold.
         self._is_unproved = self._best > 0
+        self._evidence = Evidence(len(self.lengths))
         # The rate of the best length just before a trial, and the step in which each length was tried last beside it.
         self._rate, self._rate_doubt, self._tried_at = 0.0, 0.0, dict[int, int]()
         self._step, self._next_trial, self._batch = 0, 0, 1
@@ -146,6 +185,7 @@ class AutoLength:
         many short texts have come at once, the steps before say nothing, either."""
         self._step += 1
         self._total_s += seconds
+        self._evidence.age(num_samples)
         if num_prompts:
             self._settling = max(self._settling - 1, 0)
             self._num_new, self._all_new = self._num_new + num_prompts, self._all_new + num_prompts
@@ -160,6 +200,7 @@ class AutoLength:
             return
         if not 1.0 / _OTHER_BATCH <= num_samples / self._batch <= _OTHER_BATCH:
             self._tried_at, self._batch, self._lost_s, self._total_s = {}, num_samples, 0.0, 0.0
+            self._evidence.forget()
             self._use(self._best)
             return
         self._window.append((tokens, seconds))
@@ -170,13 +211,17 @@ class AutoLength:
                 self._usual_s = median(taken for _, taken in self._window)
                 self._try()
             return
-        rate, doubt = self._measured(2 * enough)
+        rate, variance = self._measured(2 * enough)
         steps, ratio = len(self._window), rate / self._rate
-        doubt = 2.0 * sqrt(doubt + self._rate_doubt) if steps >= _FEWEST else 2.0 / sqrt(steps * num_samples)
+        # Few steps show too little of how their tokens vary: at least as much as their mean.
+        variance = max(variance + self._rate_doubt, 1.0 / (steps * num_samples))
+        doubt = 2.0 * sqrt(variance)
         # Where an iteration takes two forwards, tokens come in every other step.
         is_clear = steps % 2 == 0 and (ratio < 1.0 - doubt or (ratio > _MARGIN + doubt and steps >= _FEWEST))
         if steps >= 2 * enough or is_clear:
-            self._judge(ratio)
+            # Neighbouring steps differ by other things than drafts, too.
+            variance += (_MARGIN - 1.0) ** 2
+            self._judge(self._evidence.learn(self._now, self._best, ratio, variance))
 
     def _measured(self, count: int) -> tuple[float, float]:
         """The tokens per second of the last `count` steps, and the variance of the tokens' mean, over its square."""
@@ -188,12 +233,13 @@ class AutoLength:
 
     def _try(self) -> None:
         """Try another choice if it is time: one that was not tried lately at once, else the one that waits longest."""
-        others, best = self._others(), self._best
+        best = self._best
+        others = [index for index in self._others() if self._evidence.may_win(index, best)]
         if self._is_unproved:
             self._is_unproved = False
             if sum(tokens for tokens, _ in self._window) < _PLENTY * len(self._window) * self._batch:
                 others.reverse()
-        may_lose = self._lost_s <= _SHARE * self._total_s
+        may_lose = self._lost_s <= _SHARE * (1.0 + 1.0 / self._batch) * self._total_s
         # A shorter length is tried once in any case: a longer one may have won by chance.
         new = [
             index
