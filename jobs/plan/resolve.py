@@ -138,10 +138,7 @@ def resolve(
     elif inputs is None:
         inputs = loaders.inputs(*spec.input_places, delimiter=spec.input.delimiter)
     if plan is not None:
-        if spec.input.since is not None:
-            inputs = planned_files(inputs, plan.files)
-        inputs = with_known_hashes(inputs, {file.name: file for file in plan.files})
-        compare_inputs(plan, inputs)
+        inputs = unchanged(planned_files(inputs, plan.files) if spec.input.since is not None else inputs, plan)
     elif sees_date(recipe, tokenizer, inputs):
         recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
     recipe = replace(recipe, ends=end_ids(recipe.task, folder, tokenizer, info))
@@ -175,6 +172,22 @@ def resolve(
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
     drafts = () if earlier is None else earlier.runs
     return Resolved(spec, recipe, results, folder, info, tokenizer, inputs, plan, constraints, drafts)
+
+
+def unchanged(inputs: list[InputFile], plan: Plan) -> list[InputFile]:
+    """The inputs with the hashes of their plan; UserError, naming the differences, if they differ from it."""
+    inputs = with_known_hashes(inputs, {file.name: file for file in plan.files})
+    compare_inputs(plan, inputs)
+    return inputs
+
+
+def inputs_of(plan: Plan) -> list[InputFile]:
+    """The inputs of a plan where they are now; UserError if one is missing or has changed."""
+    spec = plan.spec.with_s3(plan.store.place.s3)
+    if spec.input.run is not None:
+        return unchanged(copied_files(plan, plan.store), plan)
+    listed = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
+    return unchanged(planned_files(listed, plan.files), plan)
 
 
 def resolved_of(plan: Plan) -> Resolved:
