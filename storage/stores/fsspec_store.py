@@ -94,10 +94,8 @@ class FsspecStore:
         except FileNotFoundError:
             raise NotFound(f"{where} does not exist") from None
         except Exception as error:  # noqa: BLE001 - the drivers' errors have no common class
-            if (
-                isinstance(error, RuntimeError) and error.__cause__ is not None
-            ):  # the hub's of an upload names no reason
-                error = error.__cause__
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            kind = StoreRefused if isinstance(error, PermissionError) or status in {401, 403} else StoreError
-            raise kind(presentable(f"{where}: {type(error).__name__}: {error}")) from None
+            # The hub's error of an upload names no reason; its cause does.
+            why = error.__cause__ or error if isinstance(error, RuntimeError) else error
+            status = getattr(getattr(why, "response", None), "status_code", None)
+            kind = StoreRefused if isinstance(why, PermissionError) or status in {401, 403} else StoreError
+            raise kind(presentable(f"{where}: {type(why).__name__}: {' '.join(str(why).split())}")) from None
