@@ -1,6 +1,9 @@
 """`draftmill export --to` and `draftmill prove`: a published row is decoded again, and one that was changed is found."""
 
 import json
+import shutil
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,9 +12,14 @@ import pytest
 import yaml
 
 import draftmill
+from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.jobs.cli import main
+from draftmill.storage.stores.interface import Place
+from tests.runs.jobs_of_tests import write_rows, write_spec
+from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
 from tests.storage.stores.fake_hub import TOKEN, serving
 
+TINY = fetch_model(Place("builtin:ar-tiny"), None)
 PLACE = "hf://datasets/me/rows"
 PROMPTS = [
     {"id": name, "prompt": text} for name, text in zip("abcd", ["def f(", "import os", "class A:", ""], strict=True)
@@ -19,8 +27,12 @@ PROMPTS = [
 
 
 def run_job(folder: Path, rows=PROMPTS, **sections) -> Path:
-    """A finished run of a small job, in the folder."""
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """A finished run of a small job, in the folder; rows are those of rows.jsonl, or of the table rows.parquet."""
+    is_table = isinstance(rows, pa.Table)
+    if is_table:
+        pq.write_table(rows, folder / "rows.parquet")
+    else:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = {
         "name": "small",
         "task": {"kind": "complete", "max_new_tokens": 8},
@@ -30,7 +42,8 @@ def run_job(folder: Path, rows=PROMPTS, **sections) -> Path:
         "errors": {"max_rate": 1.0},
         **sections,
     }
-    paths = {"input": {"path": str(folder / "rows.jsonl"), **spec.pop("input", {})}}
+    name = "rows.parquet" if is_table else "rows.jsonl"
+    paths = {"input": {"path": str(folder / name), **spec.pop("input", {})}}
     draftmill.run({**spec, **paths, "output": {"path": str(folder / "run")}}, local=True)
     return folder / "run"
 
@@ -175,6 +188,11 @@ def test_a_place_or_an_option_that_can_not_be_is_refused(run, words, message, ca
 
 
 def test_inputs_that_changed_or_that_json_would_change_are_refused(tmp_path, capsys):
+    run = run_job(tmp_path, pa.table({"prompt": ["a"], "seed": [Decimal("5.00")]}), input={"columns": {"seed": "seed"}})
+    assert publish(run, tmp_path / "out") == 2 and not (tmp_path / "out" / "_SUCCESS").exists()
+    assert "column 'seed': JSON would change \"Decimal('5.00')\"" in capsys.readouterr().err
+    (tmp_path / "more").mkdir()
+    tmp_path = tmp_path / "more"
     run = run_job(tmp_path)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write("{}\n")
@@ -254,11 +272,8 @@ def test_other_weights_and_another_schema_prove_nothing(run, tmp_path, capsys):
 
 
 def test_weights_that_are_elsewhere_here_are_named(tmp_path, capsys):
-    from draftmill.actors.checkpoints.models import fetch_model
-    from draftmill.storage.stores.interface import Place
-
     here = tmp_path / "weights"
-    here.symlink_to(fetch_model(Place("builtin:ar-tiny"), None))
+    here.symlink_to(TINY)
     assert publish(run_job(tmp_path, model={"path": str(here)}), tmp_path / "out") == 0
     here.rename(tmp_path / "moved")
     assert main(["prove", str(tmp_path / "out")]) == 2 and "model.path" in capsys.readouterr().err
@@ -276,6 +291,45 @@ def test_what_is_no_dataset_is_refused(run, tmp_path, capsys):
     change_to_ids = pq.read_table(tmp_path / "data").select(["id"])
     pq.write_table(change_to_ids, tmp_path / "data" / "part-00000.parquet")
     assert main(["prove", str(tmp_path)]) == 2 and "not the files of `draftmill export --to`" in capsys.readouterr().err
+
+
+def test_rows_of_a_later_pass_are_proved(tmp_path, capsys):
+    spec = str(write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", COUNT)))
+    assert run_with(SICK, "run", spec) == 3 and run_with(STILL_SICK, "rerun", str(tmp_path / "run"), "--failed") == 3
+    assert publish(tmp_path / "run", tmp_path / "out") == 0
+    code, lines = proved(tmp_path / "out", capsys, "--rows", str(COUNT))
+    told = [line.split(": ")[1] for line in lines]
+    assert code == 0 and told.count("equal to the bit") == COUNT - len(STILL_SICK)
+    assert told.count("cannot tell") == len(STILL_SICK)
+
+
+def test_rows_of_a_run_and_of_a_text_that_was_cut_are_proved(run, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("import os\n" * 5)
+    texts = {"input": {"path": str(tmp_path / "book.txt"), "chunk_chars": 20}}
+    for name, sections in {"text": texts, "run": {"input": {"path": None, "run": str(run)}}}.items():
+        (tmp_path / name).mkdir()
+        assert publish(run_job(tmp_path / name, **sections), tmp_path / name / "out") == 0
+        code, lines = proved(tmp_path / name / "out", capsys)
+        assert code == 0 and len(lines) >= 3 and all(line.endswith("equal to the bit") for line in lines)
+
+
+def test_a_conversation_is_proved_with_the_date_of_its_plan(tmp_path, monkeypatch, capsys):
+    shutil.copytree(TINY, tmp_path / "model")
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = json.loads((TINY / "tokenizer_config.json").read_text())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    rows = [{"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "import"}]}]
+    task = {"kind": "complete", "max_new_tokens": 8, "chat": True}
+    monkeypatch.setattr("draftmill.jobs.plan.resolve.today", lambda: date(2026, 11, 23))
+    assert publish(run_job(tmp_path, rows, task=task, model={"path": str(tmp_path / "model")}), tmp_path / "out") == 0
+    monkeypatch.setattr("draftmill.jobs.plan.resolve.today", lambda: date(2027, 1, 1))
+    assert proved(tmp_path / "out", capsys) == (0, ["rows.jsonl:0: equal to the bit"])
+
+
+def test_a_run_that_other_runs_draft_is_refused(run, tmp_path, capsys):
+    drafted = run_job(tmp_path, decoder={"kind": "speculative", "drafter": {"kind": "run", "path": str(run)}})
+    assert publish(drafted, tmp_path / "out") == 2
+    assert "decoder.drafter: other runs draft" in capsys.readouterr().err
 
 
 TEXTS = [{"id": n, "text": f"def f{n}(x):\n    return x + {n}\n\nprint(f{n}(3))\n"} for n in range(3)]
@@ -305,6 +359,10 @@ MADE = {
     },
     "requests": {"rows": REQUESTS},
     "scores": {"rows": TEXTS, "task": {"kind": "score"}, "decoder": "autoregressive", "sampling": {}},
+    "a table with bytes and dates": {
+        "rows": pa.table({"text": [b"import "], "day": [datetime(2026, 11, 29)], "f": pa.array([0.1], pa.float32())}),
+        "prompt": {"template": "{{ text }}{{ day }} {{ f }}"},
+    },
     "constraints": {"task": {"kind": "complete", "max_new_tokens": 8, "constraint": {"regex": "[ab]{3}"}}},
     "holes at random places": {
         "rows": TEXTS,

@@ -101,7 +101,7 @@ class Hub:
         return 200, {"id": name, "sha": "0" * 40, "private": self.private[name], "siblings": [], "tags": []}
 
     def _tree(self, rest: str, files: dict[str, bytes]) -> tuple[int, Any]:
-        folder = "".join(f"{part}/" for part in rest.split("?")[0].replace("%2F", "/").split("/")[2:])
+        folder = "".join(f"{part}/" for part in rest.split("?", maxsplit=1)[0].replace("%2F", "/").split("/")[2:])
         inside = {path.removeprefix(folder): data for path, data in files.items() if path.startswith(folder)}
         if folder and not inside:
             return 404, {"error": "no such entry"}
