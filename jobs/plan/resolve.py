@@ -138,7 +138,10 @@ def resolve(
     elif inputs is None:
         inputs = loaders.inputs(*spec.input_places, delimiter=spec.input.delimiter)
     if plan is not None:
-        inputs = unchanged(planned_files(inputs, plan.files) if spec.input.since is not None else inputs, plan)
+        if spec.input.since is not None:
+            inputs = planned_files(inputs, plan.files)
+        inputs = with_known_hashes(inputs, {file.name: file for file in plan.files})
+        compare_inputs(plan, inputs)
     elif sees_date(recipe, tokenizer, inputs):
         recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
     recipe = replace(recipe, ends=end_ids(recipe.task, folder, tokenizer, info))
@@ -174,20 +177,16 @@ def resolve(
     return Resolved(spec, recipe, results, folder, info, tokenizer, inputs, plan, constraints, drafts)
 
 
-def unchanged(inputs: list[InputFile], plan: Plan) -> list[InputFile]:
-    """The inputs with the hashes of their plan; UserError, naming the differences, if they differ from it."""
-    inputs = with_known_hashes(inputs, {file.name: file for file in plan.files})
+def inputs_of(plan: Plan) -> list[InputFile]:
+    """The inputs of a plan, in its order, where they are now; UserError if one is missing or has changed."""
+    if plan.spec.input.run is not None:
+        listed = copied_files(plan, plan.store)
+    else:
+        spec = plan.spec.with_s3(plan.store.place.s3)
+        listed = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
+    inputs = with_known_hashes(planned_files(listed, plan.files), {file.name: file for file in plan.files})
     compare_inputs(plan, inputs)
     return inputs
-
-
-def inputs_of(plan: Plan) -> list[InputFile]:
-    """The inputs of a plan where they are now; UserError if one is missing or has changed."""
-    spec = plan.spec.with_s3(plan.store.place.s3)
-    if spec.input.run is not None:
-        return unchanged(copied_files(plan, plan.store), plan)
-    listed = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
-    return unchanged(planned_files(listed, plan.files), plan)
 
 
 def resolved_of(plan: Plan) -> Resolved:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from draftmill.actors.job import Job
@@ -11,14 +10,18 @@ from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.resolve import Resolved
 from draftmill.jobs.schedule.unit_leases import Limits
-from draftmill.storage.inputs.rows import InputFile, InputFiles
+from draftmill.storage.inputs.rows import InputFiles
 from draftmill.storage.runs.unit_table import parts_of
-from draftmill.storage.stores.interface import S3Options
 
 
 def make_job(resolved: Resolved, plan: Plan) -> Job:
-    """The Job for the workers; local paths become absolute, since workers may have another working directory."""
+    """The Job for the workers; local paths become absolute, since workers may have another working directory.
+
+    The inputs are those that this session found, whose content is the plan's: their location and date may have changed.
+    """
     spec, batching = resolved.spec, resolved.spec.batching
+    here = {file.name: file for file in resolved.inputs}
+    current = [here.get(file.name, file) for file in plan.files]
     return Job(
         store=plan.store.place.at(absolute(plan.store.url)),
         fingerprint=plan.fingerprint,
@@ -29,18 +32,14 @@ def make_job(resolved: Resolved, plan: Plan) -> Job:
         max_rows=None if batching.max_rows == "auto" else batching.max_rows,
         max_tokens=None if batching.max_tokens == "auto" else batching.max_tokens,
         unit_rows=max((size.rows for size in plan.sizes()), default=1),
-        files=files_here(plan, resolved.inputs, spec.s3.options()),
+        files=InputFiles(
+            (replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+            spec.s3.options(),
+        ),
         parts=parts_of(plan.parts),
         earlier=resolved.earlier,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
     )
-
-
-def files_here(plan: Plan, inputs: Sequence[InputFile], s3: S3Options) -> InputFiles:
-    """The plan's inputs as this session found them: their location and date may have changed, but not their content."""
-    found = {file.name: file for file in inputs}
-    here = ((file, found.get(file.name, file)) for file in plan.files)
-    return InputFiles((replace(file, uri=now.uri, mtime_s=now.mtime_s) for file, now in here), s3)
 
 
 def limits_of(spec: JobSpec) -> Limits:

@@ -24,14 +24,13 @@ from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.unit_io import read_planned
 from draftmill.jobs.config.paths import path_problem
-from draftmill.jobs.drive.run_log import Sessions, read_sessions
+from draftmill.jobs.drive.run_log import read_sessions
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.resolve import inputs_of
-from draftmill.jobs.plan.worker_job import files_here
 from draftmill.jobs.results.export import COLUMNS, ERRORS, in_order, inside_problem, parquet_format, write_rows
-from draftmill.jobs.results.formats import SUCCESS, PartsSink
+from draftmill.jobs.results.formats import SUCCESS, PartsSink, part_name
 from draftmill.jobs.results.passes import Pass, finished_passes, latest_rows, passes_of
 from draftmill.jobs.results.summary import sums_of
 from draftmill.storage.errors import UserError, brief
@@ -43,7 +42,7 @@ from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.records import without_dictionaries
 from draftmill.storage.secrets import redacted
 from draftmill.storage.stores.hub import HubStore
-from draftmill.storage.stores.interface import Place, Stat, Store
+from draftmill.storage.stores.interface import Place, Store
 from draftmill.storage.stores.store import open_store
 
 Dataset: TypeAlias = Store | HubStore
@@ -53,13 +52,11 @@ FACTS, CARD, DATA, INPUT = "draftmill.json", "README.md", "data/", "input"
 FORMAT, MIB = 1, 2**20
 OURS = re.compile(rf"{DATA}part-\d{{5,}}\.parquet|README\.md|draftmill\.json|{SUCCESS}")
 
-REQUEST: Final = ("custom_id", "method", "url", "body")
-"""Columns of an OpenAI batch request."""
+SPEC: Final = ("name", "seed", "task", "model", "decoder", "sampling", "prompt", "chat")
+"""What a row depends on, beside two keys of `input`."""
 
-HEAD: Final = {
-    "configs": [{"config_name": "default", "data_files": f"{DATA}*.parquet"}],
-    "tags": ["draftmill", "synthetic"],
-}
+REQUEST: Final = ("custom_id", "method", "url", "body")
+HEAD: Final = {"configs": [{"config_name": "default", "data_files": f"{DATA}*.parquet"}], "tags": ["draftmill"]}
 """What the hub reads of the card."""
 
 
@@ -86,35 +83,29 @@ def publish(
     if problem := inside_problem(to, plan.store.url):
         raise UserError(problem, field=TO)
     target, facts = open_dataset(place.at(to), TO), facts_of(passes)
-    earlier = {stat.name for stat in files_of(target)}
+    found = (stat.name for prefix in (DATA.rstrip("/"), CARD, FACTS, SUCCESS) for stat in target.list(prefix))
+    earlier = set(filter(OURS.fullmatch, found))
     if earlier and not overwrite:
         known = read_facts(target) if FACTS in earlier else {}
         if known.get("fingerprint") != facts["fingerprint"]:
             raise UserError(f"{to!r} has {min(earlier)} of another export; --overwrite replaces it", field=TO)
-    tables = with_inputs(plan, latest_rows(passes), files_here(plan, inputs_of(plan), place.s3))
-    if isinstance(target, HubStore):
-        target.create_dataset()
-    elif SUCCESS in earlier:
+    tables = with_inputs(plan, latest_rows(passes), inputs_of(plan))
+    if SUCCESS in earlier:
         target.delete(SUCCESS)
     send(target, FACTS, json.dumps(facts, indent=1, ensure_ascii=False).encode())
     schema, metadata = parquet_format(plan, plan.schema.names)
     schema = without_dictionaries(schema).append(pa.field(INPUT, pa.string()))
-    parts: list[str] = []
-
-    def put(name: str, data: bytes) -> None:
-        parts.append(f"{DATA}{name}")
-        send(target, parts[-1], data)
-
-    sink = PartsSink(put, schema, metadata, (file_mb or 128) * MIB)
+    file_bytes = (file_mb or 128) * MIB  # memory holds one file
+    sink = PartsSink(lambda name, data: send(target, f"{DATA}{name}", data), schema, metadata, file_bytes)
     (count,) = write_rows(in_order(plan, tables, order), schema.names, [sink])
     send(target, CARD, card(facts, target.url).encode())
-    for name in sorted(earlier - {*parts, FACTS, CARD, SUCCESS}):
+    for name in earlier - {FACTS, CARD, SUCCESS} - {f"{DATA}{part_name(number)}" for number in range(sink.count)}:
         target.delete(name)
     if isinstance(target, HubStore):
         target.commit(f"Publish the draftmill run {plan.spec.name}")
     else:
         target.put(SUCCESS, b"")
-    print(f"{target.url}: {counted(count, 'sample')} in {counted(len(parts), 'file')}")
+    print(f"{target.url}: {counted(count, 'sample')} in {counted(sink.count, 'file')}")
     return OK
 
 
@@ -123,12 +114,6 @@ def open_dataset(place: Place, field: str) -> Dataset:
     if problem := path_problem(place.url, ("hf", "s3"), "; other buckets can be inputs only"):
         raise UserError(problem, field=field)
     return HubStore(place.url) if place.url.startswith("hf://") else open_store(place)
-
-
-def files_of(store: Dataset) -> Iterator[Stat]:
-    """The files of a dataset at this place."""
-    found = (stat for prefix in (DATA.rstrip("/"), CARD, FACTS, SUCCESS) for stat in store.list(prefix))
-    return (stat for stat in found if OURS.fullmatch(stat.name))
 
 
 def read_facts(store: Dataset) -> dict[str, Any]:
@@ -170,12 +155,11 @@ def input_text(recipe: RowRecipe, row: Row, status: str) -> str | None:
     if row.values is None:
         return None
     names = {*read_columns(recipe).values(), *(REQUEST if is_openai_request(row.values) else ())}
-    values = {name: row.values[name] for name in sorted(names & row.values.keys())}
-    text = {name: plain(value) for name, value in values.items()}
-    # A template sees its columns in this form, and bytes are read as text.
-    for name in values.keys() & set(recipe.columns.to_read(recipe.task).values()) if status == "ok" else ():
-        if text[name] != values[name] and not isinstance(values[name], bytes):
-            reason = f"JSON would change {brief(repr(values[name]))}, so the row could not be proved; use --out"
+    text = {name: plain(row.values[name]) for name in sorted(names & row.values.keys())}
+    by_template = text.keys() - recipe.columns.to_read(recipe.task).values()  # it sees this form of its columns
+    for name in text.keys() - by_template if status == "ok" else ():
+        if text[name] != (value := row.values[name]) and not isinstance(value, bytes):  # which are read as text
+            reason = f"JSON would change {brief(repr(value))}, so the row could not be proved; use --out"
             raise UserError(f"column {name!r}: {reason}", field=TO)
     return json.dumps(text, ensure_ascii=False)
 
@@ -183,8 +167,6 @@ def input_text(recipe: RowRecipe, row: Row, status: str) -> str | None:
 def facts_of(passes: Sequence[Pass]) -> dict[str, Any]:
     """All that a proof needs beside the rows, and what the card says."""
     plan, sums = passes[0].plan, sums_of(passes)
-    keys = {"name", "seed", "task", "model", "decoder", "sampling", "prompt", "chat"}
-    spec = plan.spec.model_dump(mode="json", include=keys)
     return {
         "format": FORMAT,
         "fingerprint": plan.fingerprint,
@@ -193,9 +175,11 @@ def facts_of(passes: Sequence[Pass]) -> dict[str, Any]:
         "tokens": sums.new_tokens,
         "nfe": sums.nfe,
         "exact": all_exact(part.manifest.exact for part in passes if part.manifest is not None),
-        "devices": sorted(sum((read_sessions(part.store) for part in passes), Sessions()).started_on),
+        "devices": sorted({device for part in passes for device in read_sessions(part.store).started_on}),
         "results": plan.results,
-        "spec": spec | {"input": plan.spec.input.model_dump(mode="json", include={"columns", "truncate"})},
+        "spec": plan.spec.model_dump(
+            mode="json", include=dict.fromkeys(SPEC, True) | {"input": {"columns", "truncate"}}
+        ),
     }
 
 

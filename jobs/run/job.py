@@ -148,11 +148,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
 
 
 def decode_here(
-    job: JobSpec,
-    backend: Backend,
-    *,
-    loaders: Loaders | None = None,
-    check: Callable[[Resolved], None] = lambda resolved: None,
+    job: JobSpec, backend: Backend, loaders: Loaders | None = None, check: Callable[[Resolved], None] = lambda _: None
 ) -> list[Pass]:
     """Run a small job in this process, and return its passes; `check` may refuse what was resolved. Prints no table."""
     store, stop = open_store(job.output.path), StopFlag()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.fingerprint import differences, shorten
 from draftmill.jobs.plan.resolve import Resolved
 from draftmill.jobs.results.passes import latest_rows
-from draftmill.jobs.results.publish import DATA, INPUT, Dataset, facts_of, files_of, open_dataset, read_facts
+from draftmill.jobs.results.publish import DATA, INPUT, OURS, SPEC, Dataset, facts_of, open_dataset, read_facts
 from draftmill.jobs.run.job import decode_here
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, TIMING_COLUMNS
@@ -43,15 +44,10 @@ COSTS: Final = {"nfe", "nfe_draft", "nfe_kinds", "iterations", "proposed", "acce
 FLOATS: Final = {"logprob", "token_logprobs", "top_logprobs", "length_logprob", "logprob_stderr"}
 
 
-class OtherFacts(Exception):
-    """What decides a row is not the same here."""
-
-
 def prove(place: Place, rows: int, *, overrides: Sequence[str] = ()) -> int:
     """Prove `rows` rows of the dataset, or of one of its files, evenly spread, and print a line for each.
 
-    Returns 1 if one is different, 2 if nothing can be told of any, else 0. UserError if there is no such dataset, or if its model
-    can't be used here.
+    Returns 1 if one is different, 2 if nothing can be told of any, else 0. UserError if there is no such dataset.
     """
     store, files = open_source(place)
     facts = read_facts(store)
@@ -72,14 +68,11 @@ def prove(place: Place, rows: int, *, overrides: Sequence[str] = ()) -> int:
 
 def open_source(place: Place) -> tuple[Dataset, list[Stat]]:
     """The store of a dataset, and the files to prove: all of them, or the one that the place names."""
-    folder, _, name = place.url.rstrip("/").rpartition("/")
-    if not name.endswith(".parquet"):
-        store = open_dataset(place, "SOURCE")
-        return store, [stat for stat in files_of(store) if stat.name.startswith(DATA)]
-    if f"{folder}/".endswith(f"/{DATA}"):
-        name, folder = f"{DATA}{name}", folder.rpartition("/")[0]
-    store = open_dataset(place.at(folder or "."), "SOURCE")
-    return store, [stat for stat in store.list(name) if stat.name == name]
+    match = re.fullmatch(rf"(?s)(.*?)/*((?:{DATA})?[^/]+\.parquet)?", place.url.rstrip("/"))
+    assert match is not None, "any text matches"
+    store = open_dataset(place.at(match[1] or "."), "SOURCE")
+    found = store.list(match[2] or DATA.rstrip("/"))
+    return store, [stat for stat in found if (stat.name == match[2] if match[2] else OURS.fullmatch(stat.name))]
 
 
 def pick(store: Dataset, files: Sequence[Stat], rows: int) -> list[dict[str, Any]]:
@@ -111,15 +104,16 @@ def decode_again(
 
     def check(resolved: Resolved) -> None:
         if changed := differences({**there, "input": None}, {**resolved.results, "input": None}):
-            raise OtherFacts(shorten(changed))
+            raise UserError(shorten(changed))
 
     if there["schema_version"] != SCHEMA_VERSION:
         return {}, f"draftmill {facts['code_version']} has results of another schema"
     with TemporaryDirectory(prefix="draftmill-") as folder:
+        job = job_of(facts, rows, Path(folder), place, overrides)
         try:
-            passes = decode_here(job_of(facts, rows, Path(folder), place, overrides), LocalBackend(), check=check)
-        except OtherFacts as other:
-            return {}, str(other)
+            passes = decode_here(job, LocalBackend(), check=check)
+        except UserError as error:
+            return {}, str(error)
         again = {(row["id"], row["sample"]): row for table in latest_rows(passes) for row in table.to_pylist()}
         here = facts_of(passes)
     if not (facts["exact"] and here["exact"]):
@@ -132,7 +126,8 @@ def decode_again(
 def job_of(
     facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path, place: Place, overrides: Sequence[str]
 ) -> JobSpec:
-    """The dataset's job over the inputs of these rows, in a folder of its own, without others' code."""
+    """The dataset's job over the inputs of these rows, in a folder of its own. Runs no code of the dataset, and uses no other
+    keys: they may name commands, or send requests elsewhere."""
     spec, lines = facts["spec"], {}
     name = spec["input"]["columns"]["id"] or "id"
     for row in rows:
@@ -142,12 +137,10 @@ def job_of(
             values = {}  # the row fails here
         lines[row["id"]] = values if str(values.get(name)) == row["id"] else {**values, name: row["id"]}
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(values)}\n" for values in lines.values()))
-    changes = {
-        "input": {**spec["input"], "path": str(folder / "rows.jsonl")},
-        "model": {**spec["model"], "trust_remote_code": False},
-        "output": {"path": str(folder / "run")},
-    }
-    return check_overridden({**spec, **changes}, overrides).with_s3(place.s3)
+    made = {key: spec[key] for key in SPEC} | {"output": {"path": str(folder / "run")}}
+    made["input"] = {**spec["input"], "path": str(folder / "rows.jsonl")}
+    made["model"] = {**spec["model"], "trust_remote_code": False}
+    return check_overridden(made, overrides).with_s3(place.s3)
 
 
 def judge(

@@ -19,34 +19,27 @@ class HubStore(FsspecStore):
     """A dataset as a ReadStore, and its next commit."""
 
     def __init__(self, url: str) -> None:
-        from huggingface_hub import HfApi  # it takes a second
+        import huggingface_hub  # it takes a second
 
         if (match := HUB_DATASET.fullmatch(url)) is None:
             raise StoreRefused(f"{url!r} is not allowed; allowed: hf://datasets/OWNER/NAME")
         super().__init__(url)
         self._files.invalidate_cache()  # fsspec shares drivers, and this one caches listings
-        self._api, self._changes = HfApi(), list[Any]()
+        self._hub, self._api, self._changes = huggingface_hub, huggingface_hub.HfApi(), list[Any]()
         self._dataset: dict[str, Any] = {"repo_id": match[1], "repo_type": "dataset"}
 
-    def create_dataset(self) -> None:
-        """Create the dataset, private, if it does not exist; its visibility is changed on the hub."""
-        with self._errors(""):
-            self._api.create_repo(**self._dataset, private=True, exist_ok=True)
-
     def put(self, name: str, data: bytes) -> None:
-        """Send the data, unless the hub has it, and add it to the commit."""
-        from huggingface_hub import CommitOperationAdd
-
-        added = CommitOperationAdd(name, data)
+        """Send the data, unless the hub has it, and add it to the commit; a dataset that does not exist is created, private."""
+        added = self._hub.CommitOperationAdd(name, data)
         with self._errors(name):
+            if not self._changes:
+                self._api.create_repo(**self._dataset, private=True, exist_ok=True)
             self._api.preupload_lfs_files(**self._dataset, additions=[added])
         self._changes.append(added)
 
     def delete(self, name: str) -> None:
         """Add the deletion to the commit."""
-        from huggingface_hub import CommitOperationDelete
-
-        self._changes.append(CommitOperationDelete(name))
+        self._changes.append(self._hub.CommitOperationDelete(name))
 
     def commit(self, message: str) -> None:
         """Let all changes appear at once."""

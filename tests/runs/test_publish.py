@@ -5,6 +5,7 @@ import shutil
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ import yaml
 import draftmill
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.jobs.cli import main
+from draftmill.jobs.results.publish import SPEC
 from draftmill.storage.stores.interface import Place
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
@@ -276,8 +278,28 @@ def test_weights_that_are_elsewhere_here_are_named(tmp_path, capsys):
     here.symlink_to(TINY)
     assert publish(run_job(tmp_path, model={"path": str(here)}), tmp_path / "out") == 0
     here.rename(tmp_path / "moved")
-    assert main(["prove", str(tmp_path / "out")]) == 2 and "model.path" in capsys.readouterr().err
+    code, lines = proved(tmp_path / "out", capsys)
+    assert code == 2 and all(": cannot tell: model.path" in line for line in lines)
     assert proved(tmp_path / "out", capsys, "--set", f"model.path={tmp_path / 'moved'}")[0] == 0
+
+
+def test_a_dataset_can_name_no_commands_no_servers_and_no_code(run, tmp_path, capsys):
+    assert publish(run, tmp_path) == 0
+    spec = json.loads((tmp_path / "draftmill.json").read_text())["spec"]
+    mark = tmp_path / "mark"
+    spec |= {"notify": {"command": ["touch", str(mark)], "on": ["finish"]}, "s3": {"endpoint": "http://evil"}}
+    facts_changed(tmp_path, spec=spec | {"model": spec["model"] | {"trust_remote_code": True}})
+    made: dict[str, Any] = {}
+
+    def check(data: dict[str, Any], words: list[str]) -> None:
+        made.update(data)
+        raise ZeroDivisionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftmill.jobs.run.prove.check_overridden", check)
+        assert main(["prove", str(tmp_path)]) == 1
+    assert made.keys() == {*SPEC, "input", "output"} and made["model"]["trust_remote_code"] is False
+    assert proved(tmp_path, capsys)[0] == 0 and not mark.exists()
 
 
 def test_what_is_no_dataset_is_refused(run, tmp_path, capsys):
@@ -305,10 +327,10 @@ def test_rows_of_a_later_pass_are_proved(tmp_path, capsys):
 
 def test_rows_of_a_run_and_of_a_text_that_was_cut_are_proved(run, tmp_path, capsys):
     (tmp_path / "book.txt").write_text("import os\n" * 5)
-    texts = {"input": {"path": str(tmp_path / "book.txt"), "chunk_chars": 20}}
-    for name, sections in {"text": texts, "run": {"input": {"path": None, "run": str(run)}}}.items():
+    text: dict[str, Any] = {"path": str(tmp_path / "book.txt"), "chunk_chars": 20}
+    for name, given in {"text": text, "run": {"path": None, "run": str(run)}}.items():
         (tmp_path / name).mkdir()
-        assert publish(run_job(tmp_path / name, **sections), tmp_path / name / "out") == 0
+        assert publish(run_job(tmp_path / name, input=given), tmp_path / name / "out") == 0
         code, lines = proved(tmp_path / name / "out", capsys)
         assert code == 0 and len(lines) >= 3 and all(line.endswith("equal to the bit") for line in lines)
 
@@ -333,16 +355,16 @@ def test_a_run_that_other_runs_draft_is_refused(run, tmp_path, capsys):
 
 
 TEXTS = [{"id": n, "text": f"def f{n}(x):\n    return x + {n}\n\nprint(f{n}(3))\n"} for n in range(3)]
-REQUESTS = [
+REQUESTS: list[dict[str, Any]] = [
     {
         "custom_id": f"r{n}",
         "method": "POST",
         "url": "/v1/completions",
         "body": {"model": "m", "prompt": f"import {n}", **own},
     }
-    for n, own in enumerate([{}, {"seed": 7, "max_tokens": 5}, {"logprobs": 2, "temperature": 1.3}])
+    for n, own in enumerate([dict[str, Any](), {"seed": 7, "max_tokens": 5}, {"logprobs": 2, "temperature": 1.3}])
 ]
-MADE = {
+MADE: dict[str, dict[str, Any]] = {
     "several samples of a row": {"sampling": {"n": 3}},
     "rows without ids": {"rows": [{"prompt": "import a"}, {"prompt": "import b"}]},
     "rows with numbers as ids, and a template": {

@@ -22,6 +22,7 @@ class Hub:
     """Datasets, blobs, and the requests so far. A request that matches a pattern of `faults` is answered with its status."""
 
     def __init__(self) -> None:
+        self.url = ""
         self.datasets: dict[str, dict[str, bytes]] = {}
         self.private: dict[str, bool] = {}
         self.commits: list[str] = []
@@ -60,7 +61,10 @@ class Hub:
 
     def _of_dataset(self, name: str, rest: str, files: dict[str, bytes], body: bytes) -> tuple[int, Any]:
         if rest.startswith("preupload/"):
-            modes = {path["path"]: "lfs" if path["path"].endswith(".parquet") else "regular" for path in _files(body)}
+            modes = {
+                path["path"]: "lfs" if path["path"].endswith(".parquet") else "regular"
+                for path in json.loads(body)["files"]
+            }
             known = {path: _oid(files[path], mode) for path, mode in modes.items() if path in files}
             answers = [
                 {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": known.get(path)}
@@ -113,10 +117,6 @@ class Hub:
         ]
         folders = {path.split("/")[0] for path in inside if "/" in path}
         return 200, [*found, *({"type": "directory", "path": f"{folder}{one}", "oid": "1"} for one in folders)]
-
-
-def _files(body: bytes) -> list[dict[str, Any]]:
-    return json.loads(body)["files"]
 
 
 def _oid(data: bytes, mode: str) -> str:
