@@ -53,9 +53,8 @@ class Hub:
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         match = re.match(r"(?:/api)?/datasets/([^/]+/[^/]+?)(?:\.git|/|$)(.*)", path)
-        assert match is not None, path
-        files = self.datasets.get(match[1])
-        if files is None:
+        files = self.datasets.get(match[1]) if match else None
+        if match is None or files is None:
             return 404, {"error": "no such dataset"}
         return self._of_dataset(match[1], match[2], files, body)
 
