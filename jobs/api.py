@@ -33,25 +33,21 @@ from draftmill.jobs.config.sections import S3Settings
 from draftmill.jobs.config.spec import JobSpec, check_changed
 from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.backend import LocalBackend
-from draftmill.jobs.drive.driver import StopFlag
-from draftmill.jobs.drive.leases import hold_lease
-from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.exit_codes import Ended
-from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import Loaders, remembering, resolve
+from draftmill.jobs.plan.resolve import Loaders, remembering
 from draftmill.jobs.results.export import columns_of, own_columns, tables_of
 from draftmill.jobs.results.formats import plain_rows
-from draftmill.jobs.results.passes import count_failed, passes_of
+from draftmill.jobs.results.passes import count_failed
 from draftmill.jobs.results.summary import metric_means, sums_of
-from draftmill.jobs.run.job import complete_job
-from draftmill.jobs.run.outcome import payload, raise_unfinished
-from draftmill.jobs.run.session import Run, RunOptions, decode
+from draftmill.jobs.run.job import complete_job, decode_here
+from draftmill.jobs.run.outcome import payload
+from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.errors import Error, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
+from draftmill.storage.runs.records import without_dictionaries
 from draftmill.storage.stores.interface import Place
-from draftmill.storage.stores.store import open_store
 
 if TYPE_CHECKING:
     import datasets
@@ -134,10 +130,7 @@ class RunResults:
         from datasets.table import InMemoryTable
 
         table = self.to_arrow(columns, order=order)
-        fields = [
-            item.with_type(item.type.value_type) if pa.types.is_dictionary(item.type) else item for item in table.schema
-        ]
-        return Dataset(InMemoryTable(table.cast(pa.schema(fields))))
+        return Dataset(InMemoryTable(table.cast(without_dictionaries(table.schema))))
 
     def metrics(self) -> pa.Table:
         """What `metrics` or `draftmill measure` measured: id, sample, and a column for each metric; empty if nothing is."""
@@ -378,14 +371,8 @@ def _model_kind(job: JobSpec) -> ModelKind:
 
 
 def _decode(job: JobSpec) -> list[Row]:
-    store, stop = open_store(job.output.path), StopFlag()
     _KEPT.refresh(job)
-    _KEPT.backend.check(job)
-    with hold_lease(store, stop.set) as lease, Display() as display:
-        resolved = resolve(job, store, display, loaders=_KEPT.loaders)
-        plan = make_plan(resolved, store, display, epoch=lease.epoch)
-        finish = decode(Run(resolved, plan, RunOptions(local=True), lease, stop, display, _KEPT.backend))
-    if finish.how != "done":
-        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
-    tables = tables_of(passes_of(store), plan.schema.names, order="input")
+    passes = decode_here(job, _KEPT.backend, loaders=_KEPT.loaders)
+    plan = passes[0].plan
+    tables = tables_of(passes, plan.schema.names, order="input")
     return [row for table in tables for row in plain_rows(table, plan.keep)]

@@ -110,11 +110,11 @@ def choice(name: str, choices: list[str], help: str | None = None) -> Option:
     return option(name, help=help, choices=choices, default=choices[0])
 
 
-def group(title: str | None, *options: Option) -> Option:
-    """Options under a title in the help; without a title only one of them may be given."""
+def group(title: str | None, *options: Option, required: bool = False) -> Option:
+    """Options under a title in the help; without a title only one of them may be given, and if `required` must be."""
 
     def add(parser: argparse._ActionsContainer) -> None:
-        group = parser.add_argument_group(title) if title else parser.add_mutually_exclusive_group()
+        group = parser.add_argument_group(title) if title else parser.add_mutually_exclusive_group(required=required)
         for option in options:
             option(group)
 
@@ -345,15 +345,36 @@ command(
 command(
     "export",
     "write a finished run's results to files",
-    "results.export:export",
+    lambda arguments: "results.export:export" if arguments.to is None else "results.publish:publish",
     *RUN_DIR,
-    option("--format", dest="kind", required=True, choices=["openai", "jsonl", "csv", "parquet"]),
-    option("--out", "FILE", "a file, s3://bucket/key, or - (standard output)", required=True),
-    option("--file-mb", "N", "Parquet files of at most N MiB; --out is their folder", type=_whole(1, 4096)),
+    option(
+        "--format",
+        help="default: parquet",
+        dest="kind",
+        default="parquet",
+        choices=["openai", "jsonl", "csv", "parquet"],
+    ),
+    group(
+        None,
+        option("--out", "FILE", "a file, s3://bucket/key, or - (standard output)"),
+        option("--to", "PLACE", "publish a dataset: hf://datasets/OWNER/NAME, s3://bucket/prefix, or a folder"),
+        required=True,
+    ),
+    option("--file-mb", "N", "Parquet files of at most N MiB (--to: 128); --out is their folder", type=_whole(1, 4096)),
     option("--errors", "FILE", "separate file for samples that are not ok"),
     option("--columns", "A,B,...", "columns of the result table (default: all)", type=_names, default=()),
     choice("--order", ["plan", "input"], "order of the rows: as planned, or as in the inputs (plan)"),
     flag("--overwrite", "replace existing files"),
+)
+command(
+    "prove",
+    "decode rows of a published dataset again, here, and compare them with it",
+    "run.prove:prove",
+    option("place", "SOURCE", "what `export --to` wrote, or one of its Parquet files"),
+    option("--rows", "N", "how many rows, evenly spread (20)", type=_whole(1), default=20),
+    SET,
+    S3_ENDPOINT,
+    writes=True,
 )
 
 

@@ -33,7 +33,8 @@ def device_facts(decoder: Decoder) -> dict[str, Any]:
     if len(decoder.models) > 1:
         facts["drafter"] = _layers(decoder.models[1].backbone)
     if device.type != "cuda":
-        return {"name": "CPU", **facts, **_price_of_half(decoder)}
+        kind = torch.backends.cpu.get_cpu_capability()  # sums are rounded otherwise on another one
+        return {"name": "CPU", **facts, "capability": kind, **_price_of_half(decoder)}
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,

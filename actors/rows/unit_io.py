@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from draftmill.storage.errors import ChangedInput, RowError, StoreError, brief
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, kept_values, names_read, schema_from_bytes
 from draftmill.storage.inputs.reader import fetch_ahead, read_rows
-from draftmill.storage.inputs.rows import Row, default_id
+from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.records import TRACE_SCHEMA, schema_of, table_from_rows
 from draftmill.storage.runs.run_texts import RunTexts
@@ -226,7 +226,8 @@ class RowUnitIO:
         planned = self._plan.unit_rows(unit.unit)[unit.start : unit.stop]
         samples = [self._sample(unit, unit.start + n, row) for n, row in enumerate(planned)]
         readable = [sample for sample in samples if sample.error is None]
-        rows = self._read([sample.note.planned for sample in readable])
+        planned = [sample.note.planned for sample in readable]
+        rows = read_planned(planned, self._job.files, self._columns, self._recipe.chunk_chars)
         for sample, row in zip(readable, rows, strict=True):
             self._prepare(sample, row)
         self._latest = None
@@ -266,18 +267,6 @@ class RowUnitIO:
             if verdict.start <= index < verdict.stop:
                 sample.error = RowError(verdict.kind, verdict.stage, verdict.message)
         return sample
-
-    def _read(self, planned: Sequence[PlannedRow]) -> list[Row]:
-        """The input rows in plan order; reads each file once."""
-        rows: dict[tuple[int, int], Row] = {}
-        by_file: dict[int, dict[tuple[int, int | None], None]] = {}  # each row once, however many samples it has
-        for row in sorted(planned, key=lambda row: row.file):
-            by_file.setdefault(row.file, {})[row.row, row.offset] = None
-        files = ((self._job.files[number], list(places)) for number, places in by_file.items())
-        for number, (file, places) in zip(by_file, fetch_ahead(files), strict=True):
-            read = read_rows(file, places, columns=self._columns, chunk_chars=self._recipe.chunk_chars)
-            rows |= {(number, row.row): row for row in read}
-        return [rows[row.file, row.row] for row in planned]
 
     def _prepare(self, sample: Sample, row: Row) -> None:
         if row.error is not None:
@@ -398,6 +387,21 @@ class RowUnitIO:
             canvas = canvas.with_lengths(sample.search.taken)
             found = {"length_logprob": sample.search.logprob, "lengths_tried": sample.search.num_tried}
         return decoded_columns(self._recipe.task, canvas, outcome, self._tokenizer, self._stops) | found
+
+
+def read_planned(
+    planned: Sequence[PlannedRow], inputs: Sequence[InputFile], columns: Mapping[str, str], chunk_chars: int | None
+) -> list[Row]:
+    """The input rows in plan order; reads each file once."""
+    rows: dict[tuple[int, int], Row] = {}
+    by_file: dict[int, dict[tuple[int, int | None], None]] = {}  # each row once, however many samples it has
+    for row in sorted(planned, key=lambda row: row.file):
+        by_file.setdefault(row.file, {})[row.row, row.offset] = None
+    files = ((inputs[number], list(places)) for number, places in by_file.items())
+    for number, (file, places) in zip(by_file, fetch_ahead(files), strict=True):
+        read = read_rows(file, places, columns=columns, chunk_chars=chunk_chars)
+        rows |= {(number, row.row): row for row in read}
+    return [rows[row.file, row.row] for row in planned]
 
 
 def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:

@@ -177,6 +177,18 @@ def resolve(
     return Resolved(spec, recipe, results, folder, info, tokenizer, inputs, plan, constraints, drafts)
 
 
+def inputs_of(plan: Plan) -> list[InputFile]:
+    """The inputs of a plan, in its order, where they are now; UserError if one is missing or has changed."""
+    if plan.spec.input.run is not None:
+        listed = copied_files(plan, plan.store)
+    else:
+        spec = plan.spec.with_s3(plan.store.place.s3)
+        listed = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
+    inputs = with_known_hashes(planned_files(listed, plan.files), {file.name: file for file in plan.files})
+    compare_inputs(plan, inputs)
+    return inputs
+
+
 def resolved_of(plan: Plan) -> Resolved:
     """What a plan's run ran, to show it: with the model where it is now, of which nothing is compared."""
     spec = plan.spec.with_s3(plan.store.place.s3)

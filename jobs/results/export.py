@@ -95,7 +95,7 @@ def export(
             if file is not None
         ]
         sinks = [sink_for(kind, file, passes[0].plan, names) for file in files]
-        counts = write_rows(passes, names, sinks, order=order)
+        counts = write_rows(tables_of(passes, names, order=order), names, sinks)
     if out != STDOUT:
         print(f"{out}: {counts[0]:,} samples")
     if errors is not None and out != STDOUT:
@@ -114,8 +114,8 @@ def export_parts(
         raise UserError(f"{out.url!r} has {earlier[0]} already; --overwrite replaces it", field=OUT)
     if SUCCESS in earlier:
         store.delete(SUCCESS)
-    sink = PartsSink(store, *parquet_format(passes[0].plan, columns), file_bytes)
-    (count,) = write_rows(passes, columns, [sink], order=order)
+    sink = PartsSink(store.put, *parquet_format(passes[0].plan, columns), file_bytes)
+    (count,) = write_rows(tables_of(passes, columns, order=order), columns, [sink])
     for name in set(earlier) - {SUCCESS} - {part_name(number) for number in range(sink.count)}:
         store.delete(name)
     store.put(SUCCESS, b"")
@@ -123,9 +123,7 @@ def export_parts(
     return OK
 
 
-def write_rows(
-    passes: Sequence[Pass], columns: Sequence[str], sinks: Sequence[Sink], *, order: str = "plan"
-) -> list[int]:
+def write_rows(tables: Iterable[pa.Table], columns: Sequence[str], sinks: Sequence[Sink]) -> list[int]:
     """Write all rows to the one sink, or ok rows to the first and the rest to the second; returns the rows of each.
 
     Closes the sinks, or abandons them after any error or interrupt.
@@ -134,7 +132,7 @@ def write_rows(
     with ExitStack() as unfinished:
         for sink in sinks:
             unfinished.callback(sink.abandon)
-        for table in tables_of(passes, columns, order=order):
+        for table in tables:
             good = pc.equal(table["status"], "ok")
             parts = [table] if len(sinks) == 1 else [table.filter(good), table.filter(pc.invert(good))]
             for number, part in enumerate(parts):
@@ -152,12 +150,15 @@ def tables_of(passes: Sequence[Pass], columns: Sequence[str], *, order: str = "p
     own = own_columns(plan).intersection(columns)
     read = [name for name in columns if name not in own] + [KEEP] * bool(own)
     tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
-    # What follows takes a time for each table and column.
-    small_together = in_input_order(plan, tables) if order == "input" else joined(tables, AT_ONCE, BYTES_AT_ONCE)
     fields = [field for field in plan.keep or () if field.name in own]
-    for table in small_together:
+    for table in in_order(plan, tables, order):  # what follows takes a time for each table and column
         columns = [pc.struct_field(table[KEEP], field.name) for field in fields]
         yield pa.Table.from_arrays([*table.columns, *columns], schema=pa.schema([*table.schema, *fields]))
+
+
+def in_order(plan: Plan, tables: Iterable[pa.Table], order: str) -> Iterator[pa.Table]:
+    """The rows of a table for each unit, in larger tables; `order` is "plan" or "input"."""
+    return in_input_order(plan, tables) if order == "input" else joined(tables, AT_ONCE, BYTES_AT_ONCE)
 
 
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
@@ -284,18 +285,21 @@ def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
         if place.startswith(S3) and (not bucket or {"", ".", ".."} & set(key.split("/"))):
             allowed = "s3://bucket/key, without empty parts, . and .. in the key"
             problem = problem or f"{place!r} does not name an object; allowed: {allowed}"
-        if is_local(place) and is_local(run_url):
-            inside = Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
-        else:
-            inside = is_inside(place, run_url)
-        if problem is None and inside:
-            problem = f"{place!r} is inside the run directory, which may hold only the run's own files"
-        if problem is not None:
+        if problem := problem or inside_problem(place, run_url):
             raise UserError(problem, field=field)
     if errors is not None and errors in {out, STDOUT}:
         raise UserError(f"{errors!r} can't take the failed samples; name a separate file", field=ERRORS)
     if kind == "parquet" and out == STDOUT:
         raise UserError("Parquet can't be written to standard output; name a file", field=OUT)
+
+
+def inside_problem(place: str, run_url: str) -> str | None:
+    """Why a place in the run directory can't be written; None for any other place."""
+    if is_local(place) and is_local(run_url):
+        inside = Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
+    else:
+        inside = is_inside(place, run_url)
+    return f"{place!r} is inside the run directory, which may hold only the run's own files" if inside else None
 
 
 # ---- a file that appears whole or not at all

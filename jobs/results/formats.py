@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import accumulate
@@ -20,7 +20,7 @@ from draftmill.actors.rows.requests import CHAT
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.parquet import parquet_writer
-from draftmill.storage.stores.interface import Store, is_local
+from draftmill.storage.stores.interface import is_local
 
 if TYPE_CHECKING:  # it imports boto3
     from draftmill.storage.stores.upload import Upload
@@ -132,8 +132,10 @@ class PartsSink(ParquetSink):
     Memory holds one file. Each appears whole.
     """
 
-    def __init__(self, store: Store, schema: pa.Schema, metadata: Mapping[str, str], file_bytes: int) -> None:
-        self._store, self._file_bytes, self.count, self._largest = store, file_bytes, 0, 0
+    def __init__(
+        self, put: Callable[[str, bytes], object], schema: pa.Schema, metadata: Mapping[str, str], file_bytes: int
+    ) -> None:
+        self._write, self._file_bytes, self.count, self._largest = put, file_bytes, 0, 0
         super().__init__(io.BytesIO(), schema, metadata, group_bytes=min(GROUP_BYTES, file_bytes))
 
     def _flush(self) -> None:
@@ -146,7 +148,7 @@ class PartsSink(ParquetSink):
     def _put(self) -> None:
         assert isinstance(self._file, io.BytesIO)
         self._writer.close()
-        self._store.put(part_name(self.count), self._file.getvalue())
+        self._write(part_name(self.count), self._file.getvalue())
         self.count += 1
         self._largest = 0  # of the row groups of this file
         self._begin(io.BytesIO())

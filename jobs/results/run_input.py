@@ -29,6 +29,7 @@ from draftmill.storage.inputs.where import parse_where
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
+from draftmill.storage.runs.records import without_dictionaries
 from draftmill.storage.stores.interface import AlreadyExists, Store
 from draftmill.storage.stores.store import open_store
 
@@ -88,7 +89,8 @@ def run_rows(passes: Sequence[Pass]) -> Iterator[pa.Table]:
     UserError if a metric has the name of a column.
     """
     metrics = read_metrics(passes[0].store)
-    for table in joined(map(_without_dictionaries, latest_rows(passes)), BATCH_ROWS):
+    plain = (table.cast(without_dictionaries(table.schema)) for table in latest_rows(passes))
+    for table in joined(plain, BATCH_ROWS):
         if metrics is None:
             yield table
             continue
@@ -103,14 +105,6 @@ def run_rows(passes: Sequence[Pass]) -> Iterator[pa.Table]:
 def _names(table: pa.Table) -> pa.ChunkedArray:
     """ID:SAMPLE of each row."""
     return pc.binary_join_element_wise(table["id"], pc.cast(table["sample"], pa.string()), ":")
-
-
-def _without_dictionaries(table: pa.Table) -> pa.Table:
-    plain = [
-        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-        for field in table.schema
-    ]
-    return table.cast(pa.schema(plain))
 
 
 def _filtered(table: pa.Table, where: str | None) -> pa.Table:

@@ -13,7 +13,7 @@ measure` measures metrics on the results of a finished run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
@@ -31,7 +31,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import Resolved, resolve
+from draftmill.jobs.plan.resolve import Loaders, Resolved, resolve
 from draftmill.jobs.results.measure import (
     CheckedMetrics,
     kept_columns,
@@ -145,6 +145,22 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
             raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
         close(job, store)
     return job.output.path
+
+
+def decode_here(
+    job: JobSpec, backend: Backend, loaders: Loaders | None = None, check: Callable[[Resolved], None] = lambda _: None
+) -> list[Pass]:
+    """Run a small job in this process, and return its passes; `check` may refuse what was resolved. Prints no table."""
+    store, stop = open_store(job.output.path), StopFlag()
+    backend.check(job)
+    with hold_lease(store, stop.set) as lease, Display() as display:
+        resolved = resolve(job, store, display, loaders=loaders)
+        check(resolved)
+        plan = make_plan(resolved, store, display, epoch=lease.epoch)
+        finish = decode(Run(resolved, plan, RunOptions(local=True), lease, stop, display, backend))
+    if finish.how != "done":
+        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
+    return passes_of(store)
 
 
 def plan_run(resolved: Resolved, store: Store, backend: Backend, display: Display, *, epoch: int, path: str) -> Plan:

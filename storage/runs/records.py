@@ -79,6 +79,12 @@ def schema_of(keep: pa.Schema | None = None) -> pa.Schema:
     return SCHEMA if keep is None else pa.schema([*SCHEMA, pa.field(KEEP, pa.struct(list(keep)))])
 
 
+def without_dictionaries(schema: pa.Schema) -> pa.Schema:
+    """The schema with plain columns, which other programs read more easily."""
+    plain = (item.with_type(item.type.value_type) if pa.types.is_dictionary(item.type) else item for item in schema)
+    return pa.schema(list(plain))
+
+
 TRACE_SCHEMA: pa.Schema = pa.schema(
     [
         *_fields(pa.string(), "id", nullable=False),

@@ -19,6 +19,9 @@ from draftmill.storage.stores.interface import Conflict, NotFound, Stat
 DRIVERS: Final = {"gs": ("gcsfs", "generation"), "az": ("adlfs", "etag"), "abfs": ("adlfs", "etag")}
 """By scheme, the driver's package, and the fact about an object that identifies its version."""
 
+HUB: Final = {"hf": ("huggingface_hub", "blob_id")}
+"""The hub's driver, which hub.py alone uses: an input at hf:// is read by the library `datasets`."""
+
 UNSEEN: Final = "; elsewhere an object that changes would not be noticed"
 """Why no other schemes are allowed."""
 
@@ -32,7 +35,7 @@ class FsspecStore:
         scheme, _, self._bucket = url.partition("://")
         if not self._bucket:
             raise StoreRefused(f"{url!r} names no bucket: {scheme}://bucket/path")
-        self.url, (package, self._version) = url, DRIVERS[scheme]
+        self.url, (package, self._version) = url, (DRIVERS | HUB)[scheme]
         with self._errors(""):
             try:  # a cached listing would hide changes
                 self._files = fsspec.filesystem(scheme, use_listings_cache=False)
@@ -91,5 +94,8 @@ class FsspecStore:
         except FileNotFoundError:
             raise NotFound(f"{where} does not exist") from None
         except Exception as error:  # noqa: BLE001 - the drivers' errors have no common class
-            kind = StoreRefused if isinstance(error, PermissionError) else StoreError
-            raise kind(presentable(f"{where}: {type(error).__name__}: {error}")) from None
+            # The hub's error of an upload names no reason; its cause does.
+            why = error.__cause__ or error if isinstance(error, RuntimeError) else error
+            status = getattr(getattr(why, "response", None), "status_code", None)
+            kind = StoreRefused if isinstance(why, PermissionError) or status in {401, 403} else StoreError
+            raise kind(presentable(f"{where}: {type(why).__name__}: {' '.join(str(why).split())}")) from None

@@ -65,6 +65,12 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"place": PLACE, "kind": "csv", "out": "FILE", "errors": None, "columns": ["id", "text"], "overwrite": False}
         | {"order": "plan", "file_mb": None},
     ),
+    f"export {RUN} --to DATASET --file-mb 5": (
+        "publish",
+        {"place": PLACE, "kind": "parquet", "to": "DATASET", "errors": None, "columns": (), "overwrite": False}
+        | {"order": "plan", "file_mb": 5},
+    ),
+    f"prove {RUN} --rows 3 --set seed=3": ("prove", {"place": PLACE, "rows": 3, "overrides": ["seed=3"]}),
     "compare RUN RUN --s3-endpoint http://s3 --json": (
         "compare",
         {"places": [PLACE, PLACE], "form": "json", "baseline": None, "width": None},

@@ -62,7 +62,7 @@ def test_files_are_as_large_as_asked_for_and_lose_nothing(tmp_path):
             for row in range(50)
         ]
         tables.append(table_from_rows(rows))
-    sink = PartsSink(LocalStore(str(tmp_path)), SCHEMA, {"fingerprint": "f"}, wanted)
+    sink = PartsSink(LocalStore(str(tmp_path)).put, SCHEMA, {"fingerprint": "f"}, wanted)
     for table in tables:
         sink.add(table)
     sink.close()
@@ -74,7 +74,7 @@ def test_files_are_as_large_as_asked_for_and_lose_nothing(tmp_path):
 
 
 def test_a_run_without_rows_has_one_file_with_the_columns(tmp_path):
-    sink = PartsSink(LocalStore(str(tmp_path)), SCHEMA, {}, 2**20)
+    sink = PartsSink(LocalStore(str(tmp_path)).put, SCHEMA, {}, 2**20)
     sink.close()
     assert names_in(tmp_path) == ["part-00000.parquet"] and pq.read_table(tmp_path).schema.equals(SCHEMA)
 
@@ -84,7 +84,7 @@ def test_an_earlier_export_is_replaced_only_if_asked_and_none_of_it_stays(run, t
     schema, metadata = parquet_format(plan, columns_of(plan, "parquet", []))
     store = LocalStore(str(tmp_path / "out"))
     for number in range(3):
-        sink = PartsSink(store, schema, metadata, 2**20)
+        sink = PartsSink(store.put, schema, metadata, 2**20)
         sink.count = number
         sink.close()
     for name in ("notes.txt", "part-of-mine.parquet"):

@@ -42,7 +42,7 @@ def on_gpu(decoder: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
 def test_the_facts_of_a_cpu(decoder):
     found = facts.device_facts(decoder)
     assert found["name"] == "CPU" and found["torch"] == torch.__version__ and "kernels" not in found
-    assert device_text(found) == f"CPU, {found['dtype']}, torch {torch.__version__}"
+    assert device_text(found) == f"CPU, {found['dtype']}, torch {torch.__version__}, capability {found['capability']}"
 
 
 def test_the_facts_of_a_gpu_say_why_kernels_and_graphs_are_off(on_gpu):
