@@ -55,6 +55,9 @@ OURS = re.compile(rf"{DATA}part-\d{{5,}}\.parquet|README\.md|draftmill\.json|{SU
 SPEC: Final = ("name", "seed", "task", "model", "decoder", "sampling", "prompt", "chat")
 """What a row depends on, beside two keys of `input`."""
 
+NEEDED: Final = {"fingerprint", "code_version", "exact", "devices"}
+"""The other facts that a proof needs."""
+
 REQUEST: Final = ("custom_id", "method", "url", "body")
 HEAD: Final = {"configs": [{"config_name": "default", "data_files": f"{DATA}*.parquet"}], "tags": ["draftmill"]}
 """What the hub reads of the card."""
@@ -121,7 +124,9 @@ def read_facts(store: Dataset) -> dict[str, Any]:
     try:
         (stat,) = (stat for stat in store.list(FACTS) if stat.name == FACTS)
         facts: dict[str, Any] = parse_json(store.get_range(FACTS, 0, stat.size))
-        if facts["format"] != FORMAT:
+        spec = facts["spec"]
+        _ = spec["task"]["kind"], spec["input"]["columns"]["id"], facts["results"]["schema_version"]
+        if facts["format"] != FORMAT or not facts.keys() >= NEEDED or not spec.keys() >= {*SPEC}:
             raise ValueError
         return facts
     except (ValueError, TypeError, KeyError):

@@ -311,6 +311,11 @@ def test_what_is_no_dataset_is_refused(run, tmp_path, capsys):
     ):
         assert main(["prove", str(place)]) == 2 and message in capsys.readouterr().err
     assert publish(run, tmp_path) == 0
+    damages: list[dict[str, Any]] = [{"spec": {}}, {"devices": None, "results": {}}, {"format": 2}]
+    for lacks in damages:
+        shutil.copytree(tmp_path, tmp_path / "damaged", ignore=shutil.ignore_patterns("damaged"), dirs_exist_ok=True)
+        facts_changed(tmp_path / "damaged", **lacks)
+        assert main(["prove", str(tmp_path / "damaged")]) == 2 and "has no draftmill.json" in capsys.readouterr().err
     change_to_ids = pq.read_table(tmp_path / "data").select(["id"])
     pq.write_table(change_to_ids, tmp_path / "data" / "part-00000.parquet")
     assert main(["prove", str(tmp_path)]) == 2 and "not the files of `draftmill export --to`" in capsys.readouterr().err
