@@ -280,7 +280,7 @@ def _number(value: float) -> float:
 
 def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
     """How the engine runs these settings."""
-    rules = Rules.of(settings, setup.info)
+    rules = Rules(settings, setup.info)
     one_by_one = settings.schedule in {"static", "sequential"} and rules.takes_all_steps
     return algorithm_of(
         rules,

@@ -15,7 +15,6 @@ Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -313,7 +312,6 @@ def _left_shift(info: ModelInfo) -> int:
     return info.shift if info.left_shift is None else info.left_shift
 
 
-@dataclass(frozen=True, slots=True)
 class Rules:
     """The settings of a block decoder and what it needs to know of its model, as plain numbers.
 
@@ -323,39 +321,16 @@ class Rules:
     step draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
     """
 
-    settings: BlockSettings
-    size: int
-    sub_block: int
-    mask: int
-    shift: int
-    left_shift: int
-    prompt_block: bool
-    grain: int
-    causal_draft: bool
-    fresh: bool
-    most_entropy: float
-    max_length: int | None
-
-    @classmethod
-    def of(cls, settings: BlockSettings, info: ModelInfo) -> Rules:
+    def __init__(self, settings: BlockSettings, info: ModelInfo) -> None:
         """Raises ValueError, with the field path, where settings and model do not fit."""
         settings.check_model(info)
-        size = settings.size_for(info)
         assert info.mask_id is not None, "families of this kind have a mask"
-        return cls(
-            settings=settings,
-            size=size,
-            sub_block=settings.sub_block or size,
-            mask=info.mask_id,
-            shift=info.shift,
-            left_shift=_left_shift(info),
-            prompt_block=info.prompt_block,
-            grain=1 if settings.causal_cache else size,
-            causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
-            fresh=settings.draws_anew,
-            most_entropy=max(math.log(info.vocab_size), 1e-12),
-            max_length=info.max_length,
-        )
+        self.settings, self.size, self.mask = settings, settings.size_for(info), info.mask_id
+        self.shift, self.left_shift, self.prompt_block = info.shift, _left_shift(info), info.prompt_block
+        self.sub_block, self.grain = settings.sub_block or self.size, 1 if settings.causal_cache else self.size
+        self.causal_draft = isinstance(settings, S2d2Settings) and settings.causal_draft
+        self.fresh, self.most_entropy = settings.draws_anew, max(math.log(info.vocab_size), 1e-12)
+        self._max_length = info.max_length
 
     def start(self, prompt: int) -> int:
         """Where the first block begins that is to be filled."""
@@ -365,7 +340,7 @@ class Rules:
         """Where the last block of a canvas ends."""
         start = self.start(prompt)
         whole = start + -(-(length - start) // self.size) * self.size
-        return whole if self.max_length is None else max(min(whole, self.max_length), length)
+        return whole if self._max_length is None else max(min(whole, self._max_length), length)
 
     def columns(self, length: int) -> int:
         """The most columns of a canvas: copies come after the last block, and a block that is cut short has room for as many

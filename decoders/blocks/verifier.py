@@ -15,7 +15,7 @@ Source: Han et al., "Fast decoding for diffusion LLMs via training-free self-spe
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,27 +108,6 @@ class Signals:
     progress: float
     entropy: float
     size: int
-
-
-def signals_of(
-    router: Router,
-    estimator: Estimator,
-    masks: list[int],
-    measured: Mapping[int, float],
-    *,
-    num_sure: int,
-    progress: float,
-    size: int,
-    most_entropy: float,
-) -> Signals:
-    """The inputs that a draft gives for these masks; `measured` has the note of each (`measure_of`), `most_entropy` is log V."""
-    run, expected, entropy = first_run(masks), 0.0, 0.0
-    if isinstance(router, Bandit):
-        over = run if router.entropy_of == "span" else masks
-        entropy = sum(measured[place] / most_entropy for place in over) / max(len(over), 1)
-    elif not isinstance(router, MinSpan):
-        expected = expected_tokens(acceptance(estimator, measured[place], most_entropy) for place in run)
-    return Signals(len(run), expected, num_sure, progress, entropy, size)
 
 
 # ---- routing ---------------------------------------------------------------------------------------------------------
@@ -232,18 +211,17 @@ class SelfVerifier:
         self._rules, self._settings, self.route = rules, settings, route_of(settings.router, settings.cost)
 
     def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
-        """The places to verify; none if it does not pay."""
-        signals = signals_of(
-            self._settings.router,
-            self._settings.estimator,
-            masks,
-            {place: draft[place].measured for place in masks},
-            num_sure=num_sure,
-            progress=progress,
-            size=self._rules.sub_block,
-            most_entropy=self._rules.most_entropy,
-        )
-        return first_run(masks) if self.route.decide(signals) else []
+        """The places to verify; none if it does not pay. The measure of a draft is that of `measure_of`."""
+        router, most, run = self._settings.router, self._rules.most_entropy, first_run(masks)
+        expected = entropy = 0.0
+        if isinstance(router, Bandit):
+            over = run if router.entropy_of == "span" else masks
+            entropy = sum(draft[place].measured / most for place in over) / max(len(over), 1)
+        elif not isinstance(router, MinSpan):
+            estimator = self._settings.estimator
+            expected = expected_tokens(acceptance(estimator, draft[place].measured, most) for place in run)
+        signals = Signals(len(run), expected, num_sure, progress, entropy, self._rules.sub_block)
+        return run if self.route.decide(signals) else []
 
     def verdict(
         self, s: BlockSample, block: Block, run: list[int], draft: Draft
