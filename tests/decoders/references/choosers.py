@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys, noise
+from draftmill.decoders.draws.keys import philox
 from draftmill.decoders.draws.sampling import inverse_cdf_draw, residual
 from tests.decoders.references.sampling import coupled_draw
 
@@ -22,7 +23,7 @@ _NOTHING = 1e-14
 def uniform_rows(keys_R2: Tensor, positions_R: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
     """One uniform number in (0, 1) a row, float64 [R]: keys.uniform_rows by torch."""
     counter = torch.zeros_like(positions_R), positions_R, torch.full_like(positions_R, purpose), draws_R
-    return noise._to_uniform(noise.philox(counter, (keys_R2[:, 0], keys_R2[:, 1]))[0])
+    return noise._to_uniform(philox(counter, (keys_R2[:, 0], keys_R2[:, 1]))[0])
 
 
 class Chooser(Protocol):
