@@ -81,16 +81,6 @@ Length = Callable[[], int]
 """How many drafts the next iteration may have."""
 
 
-class Block(NamedTuple):
-    """What a head of blocks runs at once: the last token and masks, `size` in all, whose rows from `first` on draft. With
-    `is_chain` one after the other, each corrected for the token before it."""
-
-    size: int
-    mask: int
-    first: int
-    is_chain: bool
-
-
 def speculative(s: Sample, length: Length, drafter: Callable[[Sample], Drafter], kind: int) -> Decoding:
     """Draft, verify, commit the drafts that hold and the token after them. A length of 0 is plain decoding."""
     drafts_by = drafter(s)
@@ -159,26 +149,27 @@ def by_model(s: Sample, max_length: int | None) -> Drafter:
     return Drafter(draft)
 
 
-def by_head(s: Sample, block: Block | None) -> Drafter:
-    """A draft head drafts from the target's states: one token after the other, or a block at once. The first forward has no
-    drafts: whether its prompt has run before depends on other samples. A head of tokens runs its own drafts again, since then
-    their states are known."""
+def by_head(s: Sample, head: Any) -> Drafter:
+    """A draft head (heads/files.py, SpeculatorConfig) drafts from the target's states: one token after the other, or a block at
+    once. The first forward has no drafts: whether its prompt has run before depends on other samples. A head of tokens runs its
+    own drafts again, since then their states are known. Blocks are whole also where the text ends within them, so that a
+    draft's distribution does not depend on how many there are."""
     read = s.draft_lag = s.cached_draft = 1
 
     def draft(most: int) -> Drafting:
         nonlocal read
-        n, count = s.decided, most if block is None else min(most, block.size - block.first)
+        n, count = s.decided, most if head.most_drafts is None else min(most, head.most_drafts)
         if n == s.prompt or not count:
             return []
-        if block is not None:
+        if head.most_drafts is not None:
             s.nfe_draft += 1
-            tokens = [s.tokens[n - 1], *[block.mask] * (block.size - 1)]
-            seen = Span(block.size, n - 1, n - 1, n - 1 + block.size, FAR)
-            if block.is_chain:
+            size, first = head.block_size, int(not head.from_anchor)
+            tokens, seen = [s.tokens[n - 1], *[head.mask_id] * (size - 1)], Span(size, n - 1, n - 1, n - 1 + size, FAR)
+            if head.markov_rank:  # one after the other, each corrected for the token before it
                 yield Ask(tokens, seen, (), (), model=1)
-                answer = yield Roll(MARKOV, n, count, block.first, n)
+                answer = yield Roll(MARKOV, n, count, first, n)
             else:
-                run = Run(block.first, count, n, DRAFT)
+                run = Run(first, count, n, DRAFT)
                 answer = yield Ask(tokens, seen, run, [NO_DRAFT] * count, model=1)
         else:
             s.nfe_draft += count
@@ -307,21 +298,14 @@ def means_of(setup: Setup, drafter: Any) -> Means:
         case SuffixDrafterSettings():
             return Means(partial(among_texts, index=SuffixIndex(drafter)), "suffix")
         case HeadDrafterSettings():
-            return _by_head(setup)
+            assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
+            head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
+            most, is_block = head.most_drafts or _MOST, head.most_drafts is not None
+            behind = head.block_size if is_block else 0
+            return Means(partial(by_head, head=head), "head", most, JUDGE, behind, is_block, 2, reads_states=True)
     assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
     longest = None if setup.drafter_info is None else setup.drafter_info.max_length
     return Means(partial(by_model, max_length=longest), "model", kind=JUDGE, settling=2)
-
-
-def _by_head(setup: Setup) -> Means:
-    """Blocks of a head are whole also where the text ends within them, so that a draft's distribution does not depend on how many
-    there are."""
-    assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
-    head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
-    if head.most_drafts is None:
-        return Means(partial(by_head, block=None), "head", _MOST, JUDGE, settling=2, reads_states=True)
-    block = Block(head.block_size, head.mask_id, not head.from_anchor, head.markov_rank > 0)
-    return Means(partial(by_head, block=block), "head", head.most_drafts, JUDGE, block.size, True, 2, True)
 
 
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
