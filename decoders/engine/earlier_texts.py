@@ -61,16 +61,16 @@ class Foretold:
 
 
 class Pointer(Foretold):
-    """Where in `source` the next token is foretold. `grows`: the source is the text itself, as far as it is decided."""
+    """Where in `source` the next token is foretold. `grows`: the source is the text itself, as far as it is decided; else it does
+    not have the first `skipped` tokens, a prompt."""
 
     __slots__ = ("_ends", "_grows", "_known", "_next", "_source")
 
-    def __init__(self, source: list[int], *, grows: bool = False) -> None:
+    def __init__(self, source: list[int], skipped: int = 0, *, grows: bool = False) -> None:
         # A finished text is trusted for a few tokens; the sample's own has to earn it.
         super().__init__(*((0.5, 1.5) if grows else (1.7, 0.3)))
         self._source, self._grows = source, grows
-        self._next = _NOWHERE if grows else 0
-        self._known = 0
+        self._next, self._known = _NOWHERE if grows else 0, skipped
         # The places after each run of 2 or 3 tokens, ascending; of a finished text from its first miss on.
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
@@ -82,10 +82,6 @@ class Pointer(Foretold):
             if self._grows:
                 self._index(rank, rank + 1)
         self._known = decided
-
-    def skip(self, rank: int) -> None:
-        """The tokens before this rank are a prompt, which the source does not have."""
-        self._known = rank
 
     def drafts(self, most: int, decided: int, least: float) -> list[int]:
         """The tokens that should come next: those that hold with a probability of at least `least`, at most `most`."""
@@ -130,9 +126,7 @@ class EarlierTexts:
     def __init__(self, s: Sample, most: int, worth: Callable[[], int]) -> None:
         self._s, self._most, self._worth = s, most, worth
         self._accepted, self._is_earlier = 0, False
-        self._earlier = [Pointer(text) for text in texts_by_rank(s)]
-        for pointer in self._earlier:
-            pointer.skip(s.prompt)
+        self._earlier = [Pointer(text, s.prompt) for text in texts_by_rank(s)]
         self._own: Pointer | None = None
 
     def drafts(self, room: int) -> list[int]:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +41,6 @@ from draftmill.decoders.engine.scheduler import Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
 
-_CANVASES: Final = attrgetter("canvases")
-
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -58,10 +55,6 @@ class Running:
     def answers(self, sample: Sample) -> bool:
         """Whether the record is for a sample: it has asked for it, or is bad, and has not ended before."""
         return sample.decoding is not None and (sample.is_bad or sample.slot not in self.chunks)
-
-    @property
-    def asking(self) -> list[Sample]:
-        return [sample for sample in self.samples if self.answers(sample)]
 
 
 class Engine:
@@ -94,7 +87,7 @@ class Engine:
             max_tokens=setup.max_tokens,
             plan=self.plan,
             multiple=self._multiple,
-            columns=self.columns,
+            columns_of=self.columns,
             slot_bytes=self.slot_bytes,
             pooled=all(runner.backbone.reads_rows for runner in self.models),
         )
@@ -315,12 +308,7 @@ class Engine:
         if self.algorithm.auto is not None:
             name, tokens = self.algorithm.auto.name, self.stats.committed - committed
             self.stats.ways[name] = self.stats.ways.get(name, 0) + tokens
-            self.algorithm.auto.note_step(
-                tokens,
-                self._clock() - began_s,
-                len(turn.samples),
-                num_prompts,
-            )
+            self.algorithm.auto.note_step(tokens, self._clock() - began_s, len(turn.samples), num_prompts)
         return done
 
     def _turn(self) -> Turn:
@@ -336,7 +324,7 @@ class Engine:
             return self.samples
         assert self.algorithm.follows is not None, "asks that follow"
         ending = set[int]()
-        for sample in self._running.asking:
+        for sample in filter(self._running.answers, self._running.samples):
             sample.ask = self.algorithm.follows(sample)
             if sample.ask is None:
                 ending.add(sample.slot)
@@ -477,7 +465,7 @@ class Engine:
     def _count(self, samples: list[Sample], running: Running) -> None:
         """Count a forward of the target: its rows for each canvas of these samples, of its seconds an equal share. The only place
         for it. Rows of samples that had ended before count as computed alone."""
-        active, started, stats = sum(map(_CANVASES, samples)), running.started, self.stats
+        active, started, stats = sum(sample.canvases for sample in samples), running.started, self.stats
         laps, batch, computed = started.seconds, started.batch, started.computed
         dropped = len(running.samples) - len(samples)  # each had one row of each kind
         seconds, useful = sum(laps), batch.num_rows - dropped * len(batch.rows.lines)

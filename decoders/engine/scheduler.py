@@ -254,26 +254,18 @@ def fitting(new: list[Sample], most: int | None) -> int:
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def chunk_within(sample: Sample, algorithm: Algorithm, budget: int) -> int:
-    """How many leading rows of the rest of its prompt, at most `budget`, may run without its end."""
-    most, multiple = algorithm.reusable(sample), algorithm.cut_multiple
-    if multiple == WHOLE:
-        return 0
-    end = min(sample.cached + budget, most)
-    return max(end - end % multiple - sample.cached, 0)
-
-
 def schedule_chunks(waiting: Iterable[Sample], algorithm: Algorithm, budget: int) -> list[Sample]:
     """Divide the budget among samples in their order: which of them run rows in the next forward. Those with a `chunk` run that
     many rows of their prompts, the others all that is left. What can't be cut waits until it fits, or runs as the only one:
     something runs in any case."""
-    running, left = list[Sample](), budget
+    running, left, multiple = list[Sample](), budget, algorithm.cut_multiple
     for sample in waiting:
         # The rows of its prompt that it has still to run, with those that are scored.
         rows, is_first = max((sample.length if algorithm.scores else sample.prompt) - sample.cached, 1), not running
         if rows > left:
-            most = max(left, algorithm.cut_multiple) if is_first else left
-            sample.chunk = chunk_within(sample, algorithm, most)
+            if multiple != WHOLE:
+                end = min(sample.cached + (max(left, multiple) if is_first else left), algorithm.reusable(sample))
+                sample.chunk = max(end - end % multiple - sample.cached, 0)
             if not (sample.chunk or is_first):
                 break
         running.append(sample)

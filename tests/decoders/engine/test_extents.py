@@ -15,7 +15,7 @@ from tests.device.steps import SLOTS, made
 
 
 def capacity_of(**more: Any) -> Capacity:
-    return Capacity(multiple=1, columns=lambda n: n, slot_bytes=lambda n: 2 * n + 5, pooled=True, **more)
+    return Capacity(multiple=1, columns_of=lambda n: n, slot_bytes=lambda n: 2 * n + 5, pooled=True, **more)
 
 
 def test_cells_belong_to_one_slot_and_lost_ones_are_told():
