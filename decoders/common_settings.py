@@ -194,7 +194,6 @@ class DecoderChoice(Settings):
         return drafter.path if isinstance(drafter, RunDrafterSettings) else ()
 
     def with_drafting_runs(self, runs: tuple[str, ...]) -> Self:
-        """The settings with other runs that draft."""
         drafter = self.drafter.model_copy(update={"path": runs})  # type: ignore[attr-defined]
         return self.model_copy(update={"drafter": drafter})
 
@@ -210,7 +209,6 @@ class DecoderChoice(Settings):
 
     @classmethod
     def name(cls) -> str:
-        """The `kind` of the class."""
         return str(get_args(cls.model_fields["kind"].annotation)[0])
 
     def check_model(self, info: ModelInfo) -> None:

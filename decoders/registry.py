@@ -28,7 +28,6 @@ def build_decoder(setup: Setup, settings: DecoderChoice) -> CachedDecoder:
 
 
 def algorithm_of(setup: Setup, settings: DecoderChoice) -> Algorithm:
-    """What the engine runs for these settings."""
     algorithm: Algorithm = _import_named(settings.runs)(setup, settings)
     return algorithm
 

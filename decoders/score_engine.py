@@ -32,7 +32,6 @@ class ScoreEngine(Engine):
         return sorted(texts, key=lambda text: text.times.admitted_s)
 
     def room(self, length: int) -> int:
-        """One more text while the next forward has room for its canvases."""
         if not self.active:
             return 1
         pending = sum(text.left for text in self.texts)

@@ -54,13 +54,11 @@ DECODERS: dict[str, type[DecoderChoice]] = {choice.name(): choice for choice in 
 
 
 def decoders_of(model: ModelKind) -> tuple[str, ...]:
-    """The decoders that run on a kind of models."""
     own = tuple(kind for kind, choice in DECODERS.items() if choice.runs_on == model and choice is not FastestSettings)
     return (*own, "fastest") if model in ROOMS else own
 
 
 def decoders_for(task: str) -> tuple[str, ...]:
-    """The decoders that support a task."""
     return tuple(kind for kind, choice in DECODERS.items() if task in choice.tasks)
 
 

@@ -100,7 +100,6 @@ def window(s: Sample, most: int, ngrams: Ngrams | None, head: int) -> Decoding:
 
 
 def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Decoding:
-    """Texts of earlier runs draft."""
     texts = texts_of(s)
     while s.decided < s.length:
         yield from by_texts(s, texts)
@@ -224,7 +223,6 @@ def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
 
 
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
-    """How the engine runs these settings."""
     if isinstance(settings.drafter, RunDrafterSettings):
         texts_of, most, auto = texts_by(settings.drafter)
         decode = partial(by_earlier_texts, texts_of=texts_of)

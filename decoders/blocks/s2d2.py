@@ -205,7 +205,6 @@ def next_drafts(now: Round, answer: Answer, positions: range) -> Drafts:
 
 
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
-    """How the engine runs these settings."""
     if settings.drafts_in_verifications or settings.drafter is not None:
         return _fused(setup, settings, settings.drafter)
     rules, sampling = Rules(settings, setup.info), setup.sampling

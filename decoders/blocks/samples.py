@@ -103,7 +103,6 @@ class BlockSample(Sample):
             self.show(news)
 
     def skip_iteration(self) -> None:
-        """End an iteration that revealed nothing."""
         self._close_iteration(0, 0, 0)
 
     def show(self, news: Sequence[Revealed], proposed: Sequence[int] = ()) -> None:

@@ -86,7 +86,6 @@ class Layout:
 
 
 def algorithm(setup: Setup, settings: BlockDiffusionSettings, estimate: Estimate) -> Algorithm:
-    """How the engine runs it."""
     assert not setup.info.prompt_block, "which blocks a text is made of is not known without its prompt"
     assert setup.info.mask_id is not None, "families of this kind have a mask"
     layout = Layout(settings.size_for(setup.info), setup.info.mask_id, setup.info.shift, settings.causal_cache)

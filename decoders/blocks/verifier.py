@@ -197,7 +197,6 @@ block without masks, drafted once more where tokens are edited, isn't verified a
 
 
 def route_of(router: Router, cost: VerificationCost) -> Route:
-    """A router for a new sample."""
     return UpperConfidence(router) if isinstance(router, Bandit) else Threshold(router, cost)
 
 

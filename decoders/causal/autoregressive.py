@@ -38,7 +38,6 @@ def prompt_but_one(s: Sample) -> int:
 
 
 def algorithm(setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> Algorithm:
-    """How the engine runs it; settings do not matter."""
     return Algorithm(decode=autoregressive, reusable=prompt_but_one, follows=Sample.causal_next)
 
 

@@ -241,7 +241,6 @@ class NgramPool:
 
 
 def jacobi_algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:
-    """How the engine runs `jacobi`."""
     return Algorithm(
         decode=partial(jacobi, block_size=settings.block_size, running=settings.window == "running"),
         window=settings.block_size + 1,
@@ -250,7 +249,6 @@ def jacobi_algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:
 
 
 def multiblock_algorithm(setup: Setup, settings: MultiblockJacobiSettings) -> Algorithm:
-    """How the engine runs `multiblock_jacobi`."""
     n, most = settings.block_size, settings.verify_size - 1 if settings.pool_size else 0
     decode = partial(multiblock_jacobi, n=n, blocks=settings.blocks, most=most, pool_size=settings.pool_size)
     return Algorithm(

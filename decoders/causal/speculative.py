@@ -278,7 +278,6 @@ class Means(NamedTuple):
     reads_states: bool = False
 
     def algorithm(self, length: Length, auto: AutoLength | None) -> Algorithm:
-        """How the engine runs it."""
         return Algorithm(
             decode=partial(speculative, length=length, drafter=self.drafter, kind=self.kind),
             window=self.most + 1,

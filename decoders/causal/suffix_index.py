@@ -66,7 +66,6 @@ class Reader:
         self._last, self._match, self._length = ROOT, ROOT, 0
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Read on."""
         index = self._index
         for token in tokens:
             if index.young.size >= index.most:
@@ -197,7 +196,6 @@ class Automaton:
         self.best[state], self.target[state], self.count[state] = token, target, 1
 
     def _count_again(self, state: int, token: int) -> None:
-        """A token follows a state once more."""
         self.total[state] += 1
         if self.best[state] == token:
             self.count[state] += 1

@@ -123,7 +123,6 @@ def size_of(node: Node) -> int:
 
 
 def sequence(*parts: Node | None) -> Node | None:
-    """One after the other."""
     return graph([(place, part, place + 1) for place, part in enumerate(parts)], 0, [len(parts)])
 
 
@@ -134,7 +133,6 @@ def either(parts: Iterable[Node | None]) -> Node | None:
 
 
 def optional(part: Node | None) -> Node | None:
-    """It, or nothing."""
     return graph([(0, part, 1)], 0, [0, 1])
 
 
@@ -159,7 +157,6 @@ class Dfa:
     ends: list[bool]
 
     def accepts(self, symbols: Iterable[int]) -> bool:
-        """Whether it accepts a text."""
         state = 0
         for symbol in symbols:
             found = self.step(state, symbol)
@@ -169,7 +166,6 @@ class Dfa:
         return self.ends[state]
 
     def step(self, state: int, symbol: int) -> int | None:
-        """The state after a symbol."""
         return next((to for first, last, to in self.edges[state] if first <= symbol <= last), None)
 
     def live(self) -> set[int]:
@@ -246,7 +242,6 @@ def both(first: Dfa | None, other: Dfa | None) -> Dfa | None:
 
 
 def negated(machine: Dfa | None) -> Dfa:
-    """Every text that it does not accept."""
     if machine is None:
         return Dfa([[(0, LAST, 0)]], [True])
     sink = len(machine.edges)
@@ -256,7 +251,6 @@ def negated(machine: Dfa | None) -> Dfa:
 
 
 def inverted(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """All other characters."""
     found, place = list[tuple[int, int]](), 0
     for first, last in sorted(ranges):
         if first > place:
@@ -266,7 +260,6 @@ def inverted(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def common(first: Ranges, other: Ranges) -> Ranges:
-    """The characters of both."""
     return inverted((*inverted(first), *inverted(other)))
 
 

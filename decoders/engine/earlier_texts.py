@@ -56,7 +56,6 @@ class Foretold:
         return self.hits / (self.hits + self.misses)
 
     def note(self, hit: bool) -> None:
-        """One more comparison."""
         self.hits, self.misses = self.hits * _MEMORY + hit, self.misses * _MEMORY + (not hit)
 
 

@@ -151,12 +151,10 @@ class Engine:
         return most - inside if most >= len(self._slots) else 0
 
     def most_rows(self, length: int) -> int:
-        """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
         columns = self._capacity.columns(length)
         return max(self._capacity.most_rows(columns), int(self._capacity.fits(1, columns)))
 
     def fit(self, free_bytes: int) -> None:
-        """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
         self.plan = self._capacity.plan = self.sampler.plan = MemoryPlan.of(
             self.backbone.device,
             free_bytes,
@@ -274,7 +272,7 @@ class Engine:
         self.scheduler.start(sample)
 
     def clear(self) -> list[int]:
-        """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
+        """See Decoder; frees the caches' memory, too."""
         dropped = [sample.request.index for sample in self.samples] + [outcome.index for outcome in self._instant]
         for slot in range(len(self._slots)):
             self.slots.release(slot)

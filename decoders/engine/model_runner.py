@@ -301,7 +301,6 @@ class ModelRunner:
         return torch.cat([fields_AFR.flatten(), record[count:]])
 
     def size(self, count: int) -> int:
-        """The bucket size for `count` rows."""
         return (self.graphs and self.graphs.size(count)) or count
 
     def _pad_batch(self, b: Batch[Host]) -> bool:

@@ -86,7 +86,6 @@ class PenaltyTracker:
     # ---- what is decided
 
     def decide(self, position: int, token: int) -> None:
-        """A token stands at a position from now on."""
         self._token_at[position] = token
         self._generated[token] += 1
         self._after = {}

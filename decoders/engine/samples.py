@@ -366,7 +366,6 @@ class SlotTable:
         self.uses = Uses.of(self.settings_4S)
 
     def start(self, sample: Sample) -> None:
-        """A new sample has its slot."""
         slot, own = sample.slot, sample.request.settings
         self.key_S2[slot], self.length_S[slot] = split_key(sample.key), sample.length
         self._set(slot, column_of(self._job, (own.temperature, own.top_p, own.min_p, own.top_k)))

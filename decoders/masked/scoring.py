@@ -21,7 +21,6 @@ from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estim
 
 
 def all_together(request: Request) -> Grouping:
-    """All scored tokens are one group."""
     scored = request.to_score()
     return Grouping([scored], scored[:0])
 

@@ -230,7 +230,6 @@ class Predictions:
 
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
-    """How the engine runs these settings."""
     tree = Tree(settings.draft_length, settings.tree == "mixed", reading_of(setup, settings), settings.block_length)
     return _algorithm_of(setup, settings, tree)
 
