@@ -28,6 +28,7 @@ from draftmill.decoders.common_settings import (
     Settings,
     Tasks,
 )
+from draftmill.decoders.draws.settings import Note
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -79,7 +80,7 @@ class Bandit(Settings):
 Router = Annotated[MinSpan | ScoreRouter | Hysteresis | Bandit, Field(discriminator="kind")]
 
 
-# ---- estimators: how likely a drafted token is accepted --------------------------------------------------------------
+# ---- estimators: how likely a drafted token is accepted (`alpha`), by the `note` of its row --------------------------
 
 
 class Entropy(Settings):
@@ -87,6 +88,10 @@ class Entropy(Settings):
 
     kind: Literal["entropy"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the entropy")
+    note: ClassVar[Note] = "entropy"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return math.exp(-self.beta * measured / most_entropy)
 
 
 class Margin(Settings):
@@ -94,6 +99,10 @@ class Margin(Settings):
 
     kind: Literal["margin"]
     tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False, description="the lead")
+    note: ClassVar[Note] = "margin"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return float(measured > self.tau)
 
 
 class LinearMargin(Settings):
@@ -101,6 +110,10 @@ class LinearMargin(Settings):
 
     kind: Literal["linear_margin"]
     coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the lead")
+    note: ClassVar[Note] = "margin"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return min(self.coefficient * measured, 1.0)
 
 
 class Confidence(Settings):
@@ -108,12 +121,20 @@ class Confidence(Settings):
 
     kind: Literal["confidence"]
     power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="exponent of the probability")
+    note: ClassVar[Note] = "top1"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return min(measured, 1.0) ** self.power
 
 
 class Renyi(Settings):
     """The sum of the squared probabilities: the chance that two draws agree."""
 
     kind: Literal["renyi"]
+    note: ClassVar[Note] = "squares"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return min(measured, 1.0)
 
 
 class HardEntropy(Settings):
@@ -121,6 +142,10 @@ class HardEntropy(Settings):
 
     kind: Literal["hard_entropy"]
     tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False, description="the normalised entropy")
+    note: ClassVar[Note] = "entropy"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return float(measured / most_entropy < self.tau)
 
 
 Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | HardEntropy, Field(discriminator="kind")]

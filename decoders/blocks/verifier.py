@@ -1,6 +1,6 @@
 """S2D2's routing and verification: whether to verify the first run of masks in a drafted block of a sample, and the verification.
 
-    estimator   how likely each drafted token of the run is accepted: alpha_1 .. alpha_n (`acceptance`)
+    estimator   how likely each drafted token of the run is accepted: alpha_1 .. alpha_n (settings.py)
     K           sum_k prod_{i <= k} alpha_i, the tokens that a verification is expected to accept
     score       K - c (static), or K - c N with the N masks that the confidence rule would reveal at once (dynamic)
     router      run >= n | score >= tau | hysteresis of the score | a bandit that learns what pays (UCB)
@@ -24,15 +24,9 @@ import numpy as np
 from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import (
     Bandit,
-    Confidence,
-    Entropy,
     Estimator,
-    HardEntropy,
     Hysteresis,
-    LinearMargin,
-    Margin,
     MinSpan,
-    Renyi,
     Router,
     Rules,
     S2d2Settings,
@@ -59,32 +53,7 @@ def measure_of(router: Router, estimator: Estimator) -> Note | None:
         return None
     if isinstance(router, Bandit):
         return "entropy"
-    match estimator:
-        case Entropy() | HardEntropy():
-            return "entropy"
-        case Margin() | LinearMargin():
-            return "margin"
-        case Confidence():
-            return "top1"
-        case Renyi():
-            return "squares"
-
-
-def acceptance(estimator: Estimator, measured: float, most_entropy: float) -> float:
-    """How likely a drafted token is accepted, by the note of its row; entropies are divided by their maximum."""
-    match estimator:
-        case Entropy(beta=beta):
-            return math.exp(-beta * measured / most_entropy)
-        case HardEntropy(tau=tau):
-            return float(measured / most_entropy < tau)
-        case Margin(tau=tau):
-            return float(measured > tau)
-        case LinearMargin(coefficient=coefficient):
-            return min(coefficient * measured, 1.0)
-        case Confidence(power=power):
-            return min(measured, 1.0) ** power
-        case Renyi():
-            return min(measured, 1.0)
+    return estimator.note
 
 
 def expected_tokens(alphas: Iterable[float]) -> float:
@@ -218,7 +187,7 @@ class SelfVerifier:
             entropy = sum(draft[place].measured / most for place in over) / max(len(over), 1)
         elif not isinstance(router, MinSpan):
             estimator = self._settings.estimator
-            expected = expected_tokens(acceptance(estimator, draft[place].measured, most) for place in run)
+            expected = expected_tokens(estimator.alpha(draft[place].measured, most) for place in run)
         signals = Signals(len(run), expected, num_sure, progress, entropy, self._rules.sub_block)
         return run if self.route.decide(signals) else []
 

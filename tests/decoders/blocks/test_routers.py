@@ -26,7 +26,6 @@ from draftmill.decoders.blocks.verifier import (
     SelfVerifier,
     Signals,
     Threshold,
-    acceptance,
     expected_tokens,
     first_run,
     measure_of,
@@ -99,7 +98,7 @@ def test_estimators_give_what_their_formula_says(settings, alpha, alpha_when_sur
     note = measure_of(ScoreRouter(kind="score"), estimator)
     assert note is not None
     measured = measure(note, torch.cat([LAW, ONE_HOT]), torch.tensor([1, 1])).tolist()
-    found = [acceptance(estimator, one, MOST) for one in measured]
+    found = [estimator.alpha(one, MOST) for one in measured]
     assert found == pytest.approx([alpha, alpha_when_sure], abs=1e-12)
 
 
