@@ -35,21 +35,9 @@ from draftmill.decoders.causal.settings import (
 )
 from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
 from draftmill.decoders.common_settings import RunDrafterSettings
+from draftmill.decoders.engine import asks
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import (
-    DRAFT,
-    FAR,
-    JUDGE,
-    MARKOV,
-    MODEL,
-    NO_DRAFT,
-    SURE,
-    Ask,
-    Decoding,
-    Roll,
-    Run,
-    Span,
-)
+from draftmill.decoders.engine.asks import Ask, Decoding, Roll, Run, Span
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
 from draftmill.decoders.engine.samples import Sample
@@ -89,7 +77,7 @@ def speculative(s: Sample, length: Length, drafter: Callable[[Sample], Drafter],
         if most := length():
             drafts = yield from drafts_by.draft(min(most, s.length - n - 1))
         s.tokens[n : n + len(drafts)] = drafts
-        accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
+        accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, asks.NO_DRAFT])
         s.cached = n + accepted
         s.cached_draft = min(s.cached_draft, s.cached)
         s.tokens[n : n + len(tokens)] = tokens  # those behind the accepted ones are guesses
@@ -143,7 +131,7 @@ def by_model(s: Sample, max_length: int | None) -> Drafter:
         if not most:
             return []
         s.nfe_draft += most
-        drafts: list[int] = (yield Roll(MODEL, n, most)).tokens
+        drafts: list[int] = (yield Roll(asks.MODEL, n, most)).tokens
         return drafts
 
     return Drafter(draft)
@@ -164,17 +152,18 @@ def by_head(s: Sample, head: Any) -> Drafter:
         if head.most_drafts is not None:
             s.nfe_draft += 1
             size, first = head.block_size, int(not head.from_anchor)
-            tokens, seen = [s.tokens[n - 1], *[head.mask_id] * (size - 1)], Span(size, n - 1, n - 1, n - 1 + size, FAR)
+            tokens = [s.tokens[n - 1], *[head.mask_id] * (size - 1)]
+            seen = Span(size, n - 1, n - 1, n - 1 + size, asks.FAR)
             if head.markov_rank:  # one after the other, each corrected for the token before it
                 yield Ask(tokens, seen, (), (), model=1)
-                answer = yield Roll(MARKOV, n, count, first, n)
+                answer = yield Roll(asks.MARKOV, n, count, first, n)
             else:
-                run = Run(first, count, n, DRAFT)
-                answer = yield Ask(tokens, seen, run, [NO_DRAFT] * count, model=1)
+                run = Run(first, count, n, asks.DRAFT)
+                answer = yield Ask(tokens, seen, run, [asks.NO_DRAFT] * count, model=1)
         else:
             s.nfe_draft += count
             s.cached_draft, read = read, n
-            answer = yield Roll(MODEL, n, count)
+            answer = yield Roll(asks.MODEL, n, count)
         drafts: list[int] = answer.tokens
         return drafts
 
@@ -271,7 +260,7 @@ class Means(NamedTuple):
     drafter: Callable[[Sample], Drafter]
     name: str
     most: int = _MOST
-    kind: int = SURE
+    kind: int = asks.SURE
     behind: int = 0
     shares_cost: bool = False
     settling: int = 1
@@ -283,7 +272,7 @@ class Means(NamedTuple):
             window=self.most + 1,
             columns=lambda length: length + self.behind,
             auto=auto,
-            keeps_laws=self.kind == JUDGE,
+            keeps_laws=self.kind == asks.JUDGE,
             reads_states=self.reads_states,
             reusable=prompt_but_one,
         )
@@ -301,10 +290,10 @@ def means_of(setup: Setup, drafter: Any) -> Means:
             head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
             most, is_block = head.most_drafts or _MOST, head.most_drafts is not None
             behind = head.block_size if is_block else 0
-            return Means(partial(by_head, head=head), "head", most, JUDGE, behind, is_block, 2, reads_states=True)
+            return Means(partial(by_head, head=head), "head", most, asks.JUDGE, behind, is_block, 2, reads_states=True)
     assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
     longest = None if setup.drafter_info is None else setup.drafter_info.max_length
-    return Means(partial(by_model, max_length=longest), "model", kind=JUDGE, settling=2)
+    return Means(partial(by_model, max_length=longest), "model", kind=asks.JUDGE, settling=2)
 
 
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
@@ -313,7 +302,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         return autoregressive.algorithm(setup, settings)
     if isinstance(settings.drafter, RunDrafterSettings):
         texts_of, most, auto = texts_by(settings.drafter)
-        return Means(partial(by_earlier_texts, texts_of=texts_of), "run", most).algorithm(lambda: FAR, auto)
+        return Means(partial(by_earlier_texts, texts_of=texts_of), "run", most).algorithm(lambda: asks.FAR, auto)
     means = means_of(setup, settings.drafter)
     if settings.k != "auto":
         k = min(settings.k, means.most)
