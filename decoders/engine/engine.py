@@ -408,7 +408,7 @@ class Engine:
     def _launch(self, turn: Turn) -> Running:
         samples = turn.samples
         asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
-        assert len(asks) == len(samples), "offers and drafts were answered before"
+        assert len(asks) == len(samples), "drafts were answered before"
         rule = self.target.rule
         if rule.ahead and self.algorithm.auto is not None and self.target.graphs is None:
             rule = rule._replace(ahead=min(rule.ahead, self.algorithm.auto()))  # a graph draws always as many
