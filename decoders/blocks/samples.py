@@ -39,8 +39,6 @@ class BlockSample(Sample):
     own. Under coupled acceptance they are those of the step `number`, counted from the beginning of a block. `log_p_at` are
     log-probabilities by position, `kinds` forwards by purpose. `is_over`: nothing is left to do."""
 
-    __slots__ = ("draws", "is_over", "kinds", "log_p_at", "number")
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if HOLE in self.tokens[: self.prompt]:

@@ -205,8 +205,6 @@ class NgramPool:
     """Token runs that one sample's iterations rejected: the last `size` different ones, the most recent first. Each has at most
     `longest` tokens."""
 
-    __slots__ = ("_longest", "_runs", "_size")
-
     def __init__(self, size: int, longest: int) -> None:
         self._size, self._longest = size, longest
         self._runs: list[list[int]] = []

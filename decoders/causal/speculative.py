@@ -219,8 +219,6 @@ def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> D
 class Lookup:
     """Knows where each n-gram of one sample's text last ended, if a token followed it; O(max_n) a token."""
 
-    __slots__ = ("_end_of", "_known", "_max_n", "_min_n")
-
     def __init__(self, max_n: int, min_n: int) -> None:
         self._max_n, self._min_n = max_n, min_n
         self._known = 1

@@ -128,13 +128,6 @@ class Automaton:
             return int(self.next_E[part.start + at])
         return -1
 
-    def matches(self, tokens: Sequence[int]) -> bool:
-        """Whether the tokens spell a text that the expression matches."""
-        state = 0
-        for token in tokens:
-            state = self.step(state, token)
-        return state >= 0 and bool(self.is_end_S[state])
-
     def allowed(self, state: int, left: int, *, exactly: bool) -> Bools:
         """Which tokens may follow `state`, [V], when at most `left` tokens remain, this one included, or `exactly` that many."""
         part = self.edges(state)

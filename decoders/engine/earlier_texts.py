@@ -45,8 +45,6 @@ _NOWHERE: Final = 1 << 60
 class Foretold:
     """How many tokens a text has foretold, and how many not."""
 
-    __slots__ = ("hits", "misses")
-
     def __init__(self, hits: float, misses: float) -> None:
         self.hits, self.misses = hits, misses
 
@@ -62,8 +60,6 @@ class Foretold:
 class Pointer(Foretold):
     """Where in `source` the next token is foretold. `grows`: the source is the text itself, as far as it is decided; else it does
     not have the first `skipped` tokens, a prompt."""
-
-    __slots__ = ("_ends", "_grows", "_known", "_next", "_source")
 
     def __init__(self, source: list[int], skipped: int = 0, *, grows: bool = False) -> None:
         # A finished text is trusted for a few tokens; the sample's own has to earn it.
@@ -120,8 +116,6 @@ class Pointer(Foretold):
 class EarlierTexts:
     """Drafts for one sample, and counts those from earlier runs that held. `worth` gives the rows that a token is worth."""
 
-    __slots__ = ("_accepted", "_earlier", "_is_earlier", "_most", "_own", "_s", "_worth")
-
     def __init__(self, s: Sample, most: int, worth: Callable[[], int]) -> None:
         self._s, self._most, self._worth = s, most, worth
         self._accepted, self._is_earlier = 0, False
@@ -157,8 +151,6 @@ class EarlierTexts:
 
 class PlacedTexts:
     """The earlier texts of a canvas whose holes are filled in any order: they foretell the token of each hole, by its place."""
-
-    __slots__ = ("_accepted", "_is_earlier", "_s", "_texts")
 
     def __init__(self, s: Sample, holes: Sequence[int]) -> None:
         self._s, self._accepted, self._is_earlier = s, 0, False

@@ -80,12 +80,6 @@ class Sample:
     `first_s` is the first evaluation's, `batch_rows` samples, `used_rows` that were asked for, `computed_rows` with padding.
     """
 
-    __slots__ = (
-        "accepted", "ask", "batch_rows", "cached", "cached_draft", "chunk", "computed_rows", "copies", "decided", "decoding",
-        "device_s", "draft_lag", "end", "first_s", "histogram", "is_bad", "is_greedy", "iterations", "key", "length",
-        "log_ps", "logprob", "nfe", "nfe_draft", "order", "penalties", "prompt", "proposed", "rank_at", "request", "reused",
-        "slot", "stats", "stops", "times", "tokens", "tops", "tops_at", "trace", "tracker", "used_rows",
-    )  # fmt: skip
     canvases = 1
     """How many canvases of it a forward runs, an evaluation each; a text that is scored has several (estimates.py)."""
 

@@ -58,8 +58,6 @@ class Canvas(Sample):
     array; `holes` are the masks' positions, ascending. Positions of `given` had no mask in the beginning. `size` is the block
     length, by default that of the canvas."""
 
-    __slots__ = ("canvas", "given", "holes", "keep", "log_p_at", "origin", "size", "uniform")
-
     def __init__(self, *args: Any, block_length: int | None, **more: Any) -> None:
         super().__init__(*args, **more)
         self.holes = [position for position, token in enumerate(self.tokens) if token == HOLE]
