@@ -31,7 +31,6 @@ from draftmill.decoders.common_settings import (
 from draftmill.decoders.draws.settings import Note
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
-_Number = Annotated[float, Field(allow_inf_nan=False)]
 _Bins = Annotated[int, Field(ge=1, le=64)]
 
 
@@ -49,15 +48,15 @@ class ScoreRouter(Settings):
     """Verify where the score (expected accepted tokens less their cost) is at least `tau`."""
 
     kind: Literal["score"]
-    tau: _Number = Field(default=0.0, description="least score")
+    tau: float = Field(default=0.0, description="least score")
 
 
 class Hysteresis(Settings):
     """Start to verify at a score above `on`, stop at a score below `off`; a sample starts without verification."""
 
     kind: Literal["hysteresis"]
-    on: _Number = Field(default=0.0, description="verify from above this score")
-    off: _Number = Field(default=-1.0, description="stop below this score")
+    on: float = Field(default=0.0, description="verify from above this score")
+    off: float = Field(default=-1.0, description="stop below this score")
 
     @model_validator(mode="after")
     def _check_order(self) -> Hysteresis:
@@ -70,7 +69,7 @@ class Bandit(Settings):
     """Learn within each sample what pays (UCB), by span, progress and entropy (of the span, or of the block's masks)."""
 
     kind: Literal["bandit"]
-    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
+    beta: float = Field(default=1.0, ge=0.0, description="weight of the bonus of rare actions")
     span_bins: _Bins = Field(default=2, description="bins of span lengths")
     progress_bins: _Bins = Field(default=2, description="bins of progress")
     entropy_bins: _Bins = Field(default=2, description="bins of entropies")
@@ -87,7 +86,7 @@ class Entropy(Settings):
     """exp(-beta H / log V), with the entropy H of the draft distribution."""
 
     kind: Literal["entropy"]
-    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the entropy")
+    beta: float = Field(default=1.0, ge=0.0, description="weight of the entropy")
     note: ClassVar[Note] = "entropy"
 
     def alpha(self, measured: float, most_entropy: float) -> float:
@@ -98,7 +97,7 @@ class Margin(Settings):
     """1 where the best token leads the second by more than `tau`, else 0."""
 
     kind: Literal["margin"]
-    tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False, description="the lead")
+    tau: float = Field(default=0.05, ge=0.0, le=1.0, description="the lead")
     note: ClassVar[Note] = "margin"
 
     def alpha(self, measured: float, most_entropy: float) -> float:
@@ -109,7 +108,7 @@ class LinearMargin(Settings):
     """The best token's lead over the second times `coefficient`, at most 1."""
 
     kind: Literal["linear_margin"]
-    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the lead")
+    coefficient: float = Field(default=1.0, ge=0.0, description="weight of the lead")
     note: ClassVar[Note] = "margin"
 
     def alpha(self, measured: float, most_entropy: float) -> float:
@@ -120,7 +119,7 @@ class Confidence(Settings):
     """The drafted token's probability to the `power`."""
 
     kind: Literal["confidence"]
-    power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="exponent of the probability")
+    power: float = Field(default=1.0, ge=0.0, description="exponent of the probability")
     note: ClassVar[Note] = "top1"
 
     def alpha(self, measured: float, most_entropy: float) -> float:
@@ -141,7 +140,7 @@ class HardEntropy(Settings):
     """1 where H / log V is below `tau`, else 0."""
 
     kind: Literal["hard_entropy"]
-    tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False, description="the normalised entropy")
+    tau: float = Field(default=0.5, ge=0.0, description="the normalised entropy")
     note: ClassVar[Note] = "entropy"
 
     def alpha(self, measured: float, most_entropy: float) -> float:
@@ -157,7 +156,7 @@ class VerificationCost(Settings):
     kind: Literal["static", "dynamic"] = Field(
         default="static", description="c tokens, or c for each token that is revealed without it"
     )
-    c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="number of tokens")
+    c: float = Field(default=1.0, ge=0.0, description="number of tokens")
 
 
 # ---- decoders --------------------------------------------------------------------------------------------------------
@@ -179,11 +178,9 @@ class BlockSettings(DecoderChoice):
         default="dynamic", description="which masks a step reveals"
     )
     steps: _Count | None = Field(default=None, description="denoising steps of a block; null: one per position")
-    tau: float = Field(default=0.9, ge=0.0, allow_inf_nan=False, description="threshold of dynamic and entropy")
+    tau: float = Field(default=0.9, ge=0.0, description="threshold of dynamic and entropy")
     sub_block: _Count | None = Field(default=None, description="denoise blocks in parts of N positions")
-    tau_edit: float | None = Field(
-        default=None, ge=0.0, allow_inf_nan=False, description="replace a revealed token if another exceeds this"
-    )
+    tau_edit: float | None = Field(default=None, ge=0.0, description="replace a revealed token if another exceeds this")
     post_steps: int = Field(default=16, ge=0, le=2**20, description="with tau_edit: steps after the last mask")
     causal_cache: bool = Field(default=False, description="finished blocks see only what is to their left")
     fused: bool = Field(default=False, description="draft a block in the forward that adds what is before it")
@@ -267,7 +264,7 @@ class S2d2Settings(BlockSettings):
     router: Router = Field(default=MinSpan(kind="min_span"), description="whether a drafted span is verified")
     estimator: Estimator = Field(default=Entropy(kind="entropy"), description="how likely a draft is accepted")
     cost: VerificationCost = Field(default=VerificationCost(), description="how many tokens a verification must gain")
-    temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, if it is used")
+    temper: float = Field(default=1.0, gt=0.0, description="power of the ratio p/q, if it is used")
     causal_draft: bool = Field(default=False, description="draft with the decided front of the block run causally")
     paper_compat: bool = Field(default=False, description="at temperature 0: untempered, as the public code")
     drafter: DrafterPlace | RunDrafterSettings | None = Field(

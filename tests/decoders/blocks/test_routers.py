@@ -57,8 +57,9 @@ def read(router, estimator, masks, measured):
     info = ModelInfo("", vocab_size=4, mask_id=0, max_length=None, kind="blocks", num_parameters=0)
     verifier = SelfVerifier(Rules(settings, info), settings)
     verifier.route = SimpleNamespace(decide=seen.append)
-    draft = {place: Drafted(0, 0.0, 0.0, measured=one) for place, one in measured.items()}
-    verifier.wants(masks, draft, num_sure=1, progress=0.5)
+    verifier.wants(
+        masks, {at: Drafted(0, 0, 0, measured=one) for at, one in measured.items()}, num_sure=1, progress=0.5
+    )
     return seen[0]
 
 
