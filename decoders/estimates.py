@@ -249,7 +249,7 @@ def estimate_algorithm(
     """How the engine estimates scores, with the family's own estimator for `auto`."""
     kind = settings.estimates[0] if estimate.kind == "auto" else estimate.kind
     return Algorithm(
-        decode=lambda text: (ask for ask in ()),  # the engine asks (score_engine.py)
+        decode=lambda text: (ask for ask in list[Ask]()),  # the engine asks (score_engine.py)
         scores=True,
         estimates=True,
         sample=partial(Text, rows_of=rows_of, grouping=grouping, kind=kind, samples=estimate.samples),

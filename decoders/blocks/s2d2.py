@@ -230,7 +230,13 @@ def _fused(setup: Setup, settings: S2d2Settings, drafter: Any, clock: AutoLength
     if isinstance(drafter, RunDrafterSettings):
         texts_of, longest, own = texts_by(drafter, clock)
         most, auto = max(longest, most if clock else 0), clock or own
-    given = {"by_ratio": by_ratio, "longest": most, "drafter": info, "texts_of": texts_of, "auto": clock}
+    given: dict[str, Any] = {
+        "by_ratio": by_ratio,
+        "longest": most,
+        "drafter": info,
+        "texts_of": texts_of,
+        "auto": clock,
+    }
     decode = partial(s2d2_fused, rules=rules, **given)
     return replace(
         algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True),

@@ -62,8 +62,8 @@ def by_diffusion(s: Sample, settings: SpecDiffSettings, info: ModelInfo, vocab_s
         drafts: list[int | None] = [None] * count
         for first in range(0, count, max(size, 1)):
             now = sorted(order[first : first + size])
-            start, tokens = window(drafts)
-            sigmas, row = (noise_of_share(tokens.count(info.mask_id) / len(tokens)),), n - start - info.shift
+            start, tokens, share = window(drafts)
+            sigmas, row = (noise_of_share(share),), n - start - info.shift
             ask = partial(Ask, tokens, Span(len(tokens), 0, 0, len(tokens), FAR), model=1, sigmas=sigmas)
             s.nfe_draft += 1
             if has_head:
@@ -90,8 +90,9 @@ def _random_order(s: Sample, n: int, count: int) -> list[int]:
 
 def _window(
     s: Sample, info: ModelInfo, vocab_size: int, drafts: list[int | None], *, is_full: bool
-) -> tuple[int, list[int]]:
-    """The rank at which the window begins, and its tokens: all of the text where it fits, else its end; drafts, and masks."""
+) -> tuple[int, list[int], float]:
+    """The rank at which the window begins; its tokens: all of the text where it fits, else its end; drafts, and masks; and the
+    share of these."""
     end, mask, longest = s.decided + len(drafts), info.mask_id, info.max_length
     assert mask is not None, "a drafter without a mask token"
     start = 0 if longest is None else max(end - longest, 0)
@@ -99,7 +100,7 @@ def _window(
     tokens = [token if token < vocab_size else mask for token in tokens]
     if is_full and longest is not None:
         tokens += [mask] * (longest - len(tokens))
-    return start, tokens
+    return start, tokens, tokens.count(mask) / len(tokens)
 
 
 def runs_of(offsets: list[int]) -> list[tuple[int, int]]:
@@ -121,9 +122,9 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
     k, auto = settings.gamma, None
     if k == "auto":
         k, auto = MOST_AUTO, AutoLength(Way(MOST_AUTO, shares_cost=True))
-    given = {"settings": settings, "info": info, "vocab_size": drafter.vocab_size, "has_head": has_head}
+    drafts = partial(by_diffusion, settings=settings, info=info, vocab_size=drafter.vocab_size, has_head=has_head)
     return Algorithm(
-        decode=partial(speculative, length=auto or (lambda: k), drafter=partial(by_diffusion, **given), kind=JUDGE),
+        decode=partial(speculative, length=auto or (lambda: k), drafter=drafts, kind=JUDGE),
         window=k + 1,
         auto=auto,
         keeps_laws=True,

@@ -1,7 +1,8 @@
 """S2D2's routers against decisions worked out by hand, and each sample's memory against that of the sample alone."""
 
 import math
-from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,6 @@ from draftmill.decoders.blocks.settings import (
 from draftmill.decoders.blocks.verifier import (
     SelfVerifier,
     Signals,
-    Threshold,
     expected_tokens,
     first_run,
     measure_of,
@@ -53,14 +53,13 @@ def signals(*, span=1, expected=0.0, sure=0, progress=0.0, entropy=0.0, size=8):
 
 def read(router, estimator, masks, measured):
     """What a router is told of a draft with these notes."""
-    settings, seen = S2d2Settings(kind="s2d2", router=router, estimator=estimator, block_size=4), []
+    settings = S2d2Settings(kind="s2d2", router=router, estimator=estimator, block_size=4)
     info = ModelInfo("", vocab_size=4, mask_id=0, max_length=None, kind="blocks", num_parameters=0)
-    verifier = SelfVerifier(Rules(settings, info), settings)
-    verifier.route = SimpleNamespace(decide=seen.append)
-    verifier.wants(
-        masks, {at: Drafted(0, 0, 0, measured=one) for at, one in measured.items()}, num_sure=1, progress=0.5
-    )
-    return seen[0]
+    verifier: Any = SelfVerifier(Rules(settings, info), settings)
+    verifier.route = Mock()
+    draft = {place: Drafted(0, 0.0, 0.0, measured=one) for place, one in measured.items()}
+    verifier.wants(masks, draft, num_sure=1, progress=0.5)
+    return verifier.route.decide.call_args[0][0]
 
 
 def decisions(route, **columns):
@@ -157,7 +156,6 @@ def test_a_span_is_verified_from_its_minimum_on():
 def test_the_score_takes_its_cost_and_verifies_at_the_threshold(cost, scores, verified):
     route = router_of({"kind": "score", "tau": 0.5}, cost=cost)
     draft = {"span": (3, 3, 2), "expected": (2.0, 2.25, 1.5), "sure": (0, 4, 2)}
-    assert isinstance(route, Threshold)
     assert [route.score(signals(span=s, expected=k, sure=n)) for s, k, n in zip(*draft.values(), strict=True)] == scores
     assert decisions(lambda: route, **draft) == verified
 
