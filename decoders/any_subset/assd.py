@@ -165,9 +165,6 @@ class Ngrams:
         return pairs or self._singles
 
 
-# ---- one forward an iteration ------------------------------------------------------------------------------------------
-
-
 def one_pass(s: Sample, length: Length, *, head: int, ends: bool) -> Decoding:
     """Each forward verifies one window and drafts the next."""
     drafts = list[int]()
@@ -240,8 +237,6 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         names_laws=ngram,
     )
 
-
-# ---- whichever is fastest ----------------------------------------------------------------------------------------------
 
 _ROWS, _ENDS, _SELF, _NGRAM, _TEXTS = range(5)
 _WAYS: Final = (

@@ -71,8 +71,6 @@ from draftmill.decoders.engine.setup import Setup
 if TYPE_CHECKING:
     from draftmill.decoders.fastest import FastestSettings
 
-# ---- verifications that draft ------------------------------------------------------------------------------------------
-
 _MOST_AUTO: Final = 8
 """The most drafts of a model that does not tell the size of its blocks, where the clock chooses."""
 _TEXTS: Final = 0

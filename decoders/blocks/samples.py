@@ -52,8 +52,6 @@ class BlockSample(Sample):
         self.tokens += [HOLE] * (length - len(self.tokens))
         self.log_p_at = [0.0] * length
 
-    # ---- what decoders ask ---------------------------------------------------------------------------------------
-
     def runs(self, kind: int, rows: Sequence[int], positions: Sequence[int], bank: int = 0) -> list[int]:
         """Sampled rows of one kind, and the positions that they speak of, as runs."""
         runs = list[int]()
@@ -70,8 +68,6 @@ class BlockSample(Sample):
         """A forward, counted by its purpose."""
         self.kinds[purpose] += 1
         return Ask(tokens, spans, runs, drafts, when=self.draws)
-
-    # ---- what decoders decide ------------------------------------------------------------------------------------
 
     def reveal(self, news: Sequence[Revealed], proposed: Sequence[int] = (), *, stops: bool = True) -> None:
         """End an iteration: write what it reveals, in this order, up to the end of the completion (if it looks for stops)."""

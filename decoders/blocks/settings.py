@@ -34,9 +34,6 @@ _Count = Annotated[int, Field(ge=1, le=2**20)]
 _Bins = Annotated[int, Field(ge=1, le=64)]
 
 
-# ---- routers ---------------------------------------------------------------------------------------------------------
-
-
 class MinSpan(Settings):
     """Verify a span of at least `span` tokens; 1 means always."""
 
@@ -157,9 +154,6 @@ class VerificationCost(Settings):
         default="static", description="c tokens, or c for each token that is revealed without it"
     )
     c: float = Field(default=1.0, ge=0.0, description="number of tokens")
-
-
-# ---- decoders --------------------------------------------------------------------------------------------------------
 
 
 class BlockSettings(DecoderChoice):

@@ -39,8 +39,6 @@ from draftmill.decoders.engine.asks import JUDGE, SELF, Answer, Span
 if TYPE_CHECKING:
     from draftmill.decoders.blocks.block_diffusion import Block, Draft
 
-# ---- reading a draft -------------------------------------------------------------------------------------------------
-
 
 def first_run(masks: list[int]) -> list[int]:
     """The first run of masks, given the places of all."""
@@ -77,9 +75,6 @@ class Signals:
     progress: float
     entropy: float
     size: int
-
-
-# ---- routing ---------------------------------------------------------------------------------------------------------
 
 
 class Threshold:
@@ -167,9 +162,6 @@ block without masks, drafted once more where tokens are edited, isn't verified a
 
 def route_of(router: Router, cost: VerificationCost) -> Route:
     return UpperConfidence(router) if isinstance(router, Bandit) else Threshold(router, cost)
-
-
-# ---- verifying -------------------------------------------------------------------------------------------------------
 
 
 class SelfVerifier:

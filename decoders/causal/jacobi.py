@@ -86,9 +86,6 @@ def fill_with_prompt(s: Sample) -> None:
     s.tokens[s.decided :] = [s.tokens[place] for place in places.tolist()]
 
 
-# ---- several blocks --------------------------------------------------------------------------------------------------
-
-
 class Blocks:
     """Which blocks of a sample are open, and how many provisionally accepted tokens each pseudo-active one holds."""
 

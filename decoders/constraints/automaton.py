@@ -41,9 +41,6 @@ _MOST_EDGES: Final = 8_000_000
 _NUMBERS = count()
 
 
-# ---- the vocabulary --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Level:
     """The trie's nodes at one depth. Node l has the children first_L[l] .. first_L[l + 1] - 1 in the next level, reached by the
@@ -85,9 +82,6 @@ def _grouped(key_T: Ints, value_T: Ints, num_keys: int) -> tuple[Ints, Ints]:
     """Values sorted by key, as (the offset of each key's first value, the values)."""
     order_T = np.argsort(key_T, kind="stable")
     return np.searchsorted(key_T[order_T], np.arange(num_keys + 1)), value_T[order_T]
-
-
-# ---- automata --------------------------------------------------------------------------------------------------------
 
 
 class Automaton:

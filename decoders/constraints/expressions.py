@@ -48,9 +48,6 @@ class TooLarge(ValueError):
         )
 
 
-# ---- nodes -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Chars:
     """One character out of some."""
@@ -144,9 +141,6 @@ def repeated(part: Node | None, least: int, most: int | None) -> Node | None:
     if most is None:
         edges += [(least, EMPTY, "loop"), ("loop", part, "loop")]  # type: ignore[list-item]
     return graph(edges, 0, [*range(least, (least if most is None else most) + 1), "loop"])
-
-
-# ---- automata --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)

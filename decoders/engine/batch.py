@@ -248,9 +248,6 @@ class Batch(Sent[A]):
         rows.shape = replace(rows.shape, num_slots=sizes["G"], num_positions=longest)
 
 
-# ---- packing ---------------------------------------------------------------------------------------------------------
-
-
 def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layout: Layout, rule: Rule) -> Batch[Host]:
     """The batch of what these samples ask one model."""
     slot_B = np.array([sample.slot for sample in samples])
@@ -511,9 +508,6 @@ def _join(parts: Sequence[Sequence[int] | Ints]) -> Ints:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     return np.array(list(chain.from_iterable(parts)), dtype=np.int64)
-
-
-# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def answers(b: Batch[Host], record: NDArray[np.float64] | None) -> list[Answer]:

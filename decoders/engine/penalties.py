@@ -83,8 +83,6 @@ class PenaltyTracker:
         for token in dict.fromkeys([*self._biases, *sorted(self._never), *seen]):
             self._set(token)
 
-    # ---- what is decided
-
     def decide(self, position: int, token: int) -> None:
         self._token_at[position] = token
         self._generated[token] += 1
@@ -108,8 +106,6 @@ class PenaltyTracker:
         after = -(penalties.presence * (count > 0) + penalties.frequency * count)
         factor = penalties.repetition if is_known else 1.0
         return self._biases.get(token, 0.0), factor, _NEVER if token in self._never else after
-
-    # ---- what rows know
 
     def entries(self, position: int, known: Known) -> Entries:
         """How the logits of a row change that speaks of a position, and knows these drafts beside what is decided."""

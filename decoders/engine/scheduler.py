@@ -251,9 +251,6 @@ def fitting(new: list[Sample], most: int | None) -> int:
     return len(new)
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
-
-
 def schedule_chunks(waiting: Iterable[Sample], algorithm: Algorithm, budget: int) -> list[Sample]:
     """Divide the budget among samples in their order: which of them run rows in the next forward. Those with a `chunk` run that
     many rows of their prompts, the others all that is left. What can't be cut waits until it fits, or runs as the only one:
@@ -280,9 +277,6 @@ def ask_of_chunk(sample: Sample, algorithm: Algorithm) -> Ask:
     start, count = sample.cached, sample.chunk
     block = algorithm.cut_multiple if algorithm.kind == "blocks" else 1
     return Ask(sample.tokens[start : start + count], Span(count, start, start, block=block), (), ())
-
-
-# ---- what prompts have in common -------------------------------------------------------------------------------------
 
 
 class PrefixCache:

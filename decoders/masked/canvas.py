@@ -82,16 +82,12 @@ class Canvas(Sample):
             self.uniform = keys.uniforms(self.key, np.arange(self.length), keys.ORDER)
         return self.uniform
 
-    # ---- what decoders ask about ---------------------------------------------------------------------------------
-
     def block(self, position: int) -> int:
         return max(position - self.origin, 0) // self.size
 
     def end_of(self, block: int) -> int:
         """The position after the last one of a block."""
         return min(self.origin + (block + 1) * self.size, self.length)
-
-    # ---- what decoders reveal ------------------------------------------------------------------------------------
 
     def reveal(self, picks: Sequence[Pick], proposed: int = 0, drafts: Sequence[int] = ()) -> None:
         """End an iteration: reveal these tokens in their order, fewer where the completion ends. All but the first of them
@@ -141,9 +137,6 @@ class Canvas(Sample):
         if self.keep is not None and outcome.logprob is not None:
             outcome.logprob = sum(self._generated_tokens()[1])
         return outcome
-
-
-# ---- asks ------------------------------------------------------------------------------------------------------------
 
 
 class CanvasAsk:
@@ -217,8 +210,6 @@ class CanvasAsk:
         return np.where(np.isin(answer.tokens, s.stops.ids), -np.inf, sure_AR) if ends_last else sure_AR
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
-
 Positions = tuple[int, int]
 """The positions from the first number up to the second."""
 
@@ -272,8 +263,6 @@ class Windows:
         """The number of tokens that were revealed since the cache was made."""
         return self._s.decided - self.made_at
 
-
-# ---- nodes -------------------------------------------------------------------------------------------------------------
 
 Visible = list[tuple[int, int, int]]
 """What a node sees: positions [low, high) in the columns from the third number on."""

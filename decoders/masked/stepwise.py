@@ -82,9 +82,6 @@ def first_confidence(s: Canvas, reading: Reading) -> Decoding:
     s.logprob = math.log(max(float(np.exp(answer.log_ps[0]).mean()), 1e-300))
 
 
-# ---- how many at once ------------------------------------------------------------------------------------------------
-
-
 def equal_steps(s: Canvas, tokens: int) -> Quota:
     return lambda masks: min(masks, tokens)
 
