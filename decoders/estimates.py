@@ -111,15 +111,6 @@ class ScoredRows(NamedTuple):
     sigmas: Sequence[float] = ()
 
 
-class Grouping(NamedTuple):
-    """The scored positions that are masked together, group by group, and those that are read `alone`, without a mask.
-    `per_canvas` draws share a canvas; a function of the text alone."""
-
-    groups: list[Ints]
-    alone: Ints
-    per_canvas: int = 1
-
-
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One draw of masks: the masked positions, those that are read (the masked ones, and those alone), and their weights.
@@ -134,7 +125,9 @@ class Draw:
 
 
 RowsOf = Callable[["Text", list[Draw]], ScoredRows]
-GroupingOf = Callable[[Request], Grouping]
+Grouping = tuple[list[Ints], Ints, int]
+"""The scored positions that are masked together, group by group, those that are read alone, without a mask, and how many draws
+share a canvas; a function of the text."""
 
 
 class Text(Sample):
@@ -142,7 +135,14 @@ class Text(Sample):
     groups with random masks, `exact_M` over all other tokens. `rows_of` lays out the rows of a canvas with some draws."""
 
     def __init__(
-        self, request: Request, *args: Any, rows_of: RowsOf, grouping: GroupingOf, kind: str, samples: int, **more: Any
+        self,
+        request: Request,
+        *args: Any,
+        rows_of: RowsOf,
+        grouping: Callable[[Request], Grouping],
+        kind: str,
+        samples: int,
+        **more: Any,
     ) -> None:
         super().__init__(request, *args, **more)
         self.scored, self._rows_of, self._running = request.to_score(), rows_of, list[Draw]()
@@ -244,7 +244,7 @@ def ask_about(canvases: Sequence[ScoredRows]) -> Ask:
 
 
 def estimate_algorithm(
-    settings: DecoderChoice, estimate: Estimate, rows_of: RowsOf, grouping: GroupingOf, **more: Any
+    settings: DecoderChoice, estimate: Estimate, rows_of: RowsOf, grouping: Callable[[Request], Grouping], **more: Any
 ) -> Algorithm:
     """How the engine estimates scores, with the family's own estimator for `auto`."""
     kind = settings.estimates[0] if estimate.kind == "auto" else estimate.kind

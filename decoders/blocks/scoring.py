@@ -55,10 +55,10 @@ class Layout:
         masked = scored[~alone]
         blocks = masked // self.size
         if not len(masked):
-            return Grouping([], scored)
+            return [], scored, 1
         first, last = int(blocks[0]) * self.size, int(blocks[-1]) * self.size
         groups = [masked[blocks == block] for block in np.unique(blocks)]
-        return Grouping(groups, scored[alone], max(1, last // (length - first)))
+        return groups, scored[alone], max(1, last // (length - first))
 
     def rows_of(self, s: Text, canvas: list[Draw]) -> ScoredRows:
         """The clean text, and behind it the masked blocks of each draw; a row's number is its column."""
