@@ -7,9 +7,7 @@ from both with a model (`Rules`).
       estimator: {kind: entropy, beta: 1.0}      how likely a drafted token is accepted
       cost: {kind: dynamic, c: 1.0}
 
-Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), Han et al.,
-"Fast decoding for diffusion LLMs via training-free self-speculation" (S2D2, 2026; thresholds compare as in its public code), and
-Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking" (2025).
+Pure pydantic, without torch. block_diffusion.py and verifier.py name the sources; thresholds compare as in S2D2's public code.
 """
 
 from __future__ import annotations

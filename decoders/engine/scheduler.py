@@ -7,9 +7,6 @@ in chunks, with a budget of rows beside the decoding samples:
     A  prompt of 300    300, its first ask decodes           decodes
     B  prompt of 900    212 rows           512 rows          176 rows, its first ask
 
-Where a step without prompts can be captured as a graph, and a step's time is that of its launches, new samples gather: their
-prompts run when those that wait have lost as many places in steps as one such step has, all in one step.
-
 A chunk is leading rows of a prompt of which none is sampled: it writes their columns and raises `cached`, as columns do
 that are taken over from another sample. So the decoder's generator starts when only the rest is left, and notices nothing.
 The chunks of a prompt and its first ask are one evaluation.
@@ -27,8 +24,6 @@ What prompts have in common is looked up in a table of the slots (`PrefixCache`)
     slot 1    shots shots question B          takes over what it has in common with A, and runs the rest
     slot 2    (free) shots shots question C   what the last sample left there stays good until it is overwritten
 
-In a causal model a column depends on the tokens up to its own: any common beginning can be taken over or run as a chunk. In
-block diffusion whole blocks can, in an any-subset model, whose prompt sees all of itself, the whole prompt or nothing.
 Prompts are compared as integers: tokens, or (any-subset) tokens with their positions. Numpy only; the engine copies what is
 on the device.
 
@@ -92,7 +87,8 @@ class Prefill:
 
 class Scheduler:
     """The `line` of new samples, in the order in which they came, and what their prompts have in common. `gathers`: new samples
-    wait for more of them. Without `prompt_rows` prompts run without a budget."""
+    wait until they have lost as many places in steps as one step has; then their prompts run in one step. Without `prompt_rows`
+    prompts run without a budget."""
 
     def __init__(self, setup: Setup, algorithm: Algorithm, stats: EngineStats, *, gathers: bool) -> None:
         self.algorithm, self._copy_prefix, self._stats = algorithm, setup.backbone.copy_prefix, stats
