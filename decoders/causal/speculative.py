@@ -312,19 +312,16 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
 
 def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     """How the engine runs `fastest` on a causal model: nothing drafts, or what the settings name, or look-ups, or guesses."""
-    named = settings.drafter
+    named, most = settings.drafter, MOST_AUTO
     means = [means_of(setup, NgramDrafterSettings(kind="ngram")), Means(by_guesses, "jacobi", shares_cost=True)]
-    if isinstance(named, RunDrafterSettings):
-        means.insert(0, Means(by_guesses, "run"))  # until the clock is there, which its texts need
-    elif named is not None:
+    if named is not None and not isinstance(named, RunDrafterSettings):
         means.insert(0, means_of(setup, named))
     ways = [Way(min(each.most, MOST_AUTO), 0, each.shares_cost, each.name) for each in means]
-    if isinstance(named, RunDrafterSettings):
-        ways[0] = way_of(named)
-    auto, most = AutoLength(*ways, settling=max(each.settling for each in means)), MOST_AUTO
+    runs = [way_of(named)] if isinstance(named, RunDrafterSettings) else []
+    auto = AutoLength(*runs, *ways, settling=max(each.settling for each in means))
     if isinstance(named, RunDrafterSettings):
         texts_of, most, _ = texts_by(named, auto)
-        means[0] = Means(partial(by_earlier_texts, texts_of=texts_of), "run")
+        means.insert(0, Means(partial(by_earlier_texts, texts_of=texts_of), "run"))
     drafter = partial(by_any, auto=auto, makers=[each.drafter for each in means])
     base = means[0]._replace(drafter=drafter, most=max(most, MOST_AUTO)).algorithm(auto, auto)
     return replace(base, follows=Sample.causal_next)

@@ -194,18 +194,11 @@ class Engine:
         sample = self.algorithm.sample(
             request, ranks, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing
         )
-        if request.settings.constraint is not None:
-            sample.tracker = tracker_of(
-                request.settings.constraint, masked.tolist(), in_order=self.algorithm.kind == "causal"
-            )
-        if request.settings.penalties is not None:
-            sample.penalties = PenaltyTracker(
-                request.settings.penalties,
-                masked.tolist(),
-                in_order=self.algorithm.kind == "causal",
-                vocab_size=self.info.vocab_size,
-                never=frozenset(self.info.suppressed),
-            )
+        own, in_order = request.settings, self.algorithm.kind == "causal"
+        if own.constraint is not None:
+            sample.tracker = tracker_of(own.constraint, masked.tolist(), in_order=in_order)
+        if own.penalties is not None:
+            sample.penalties = PenaltyTracker(own.penalties, masked.tolist(), self.info, in_order=in_order)
         return sample
 
     def _make_room(self, needed: int, length: int) -> None:

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.base import HOLE
+from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.constraints.trackers import Known
 
 Entries = tuple[NDArray[np.int64], NDArray[np.float64]]
@@ -59,19 +59,16 @@ class Penalties:
 
 
 class PenaltyTracker:
-    """Penalties at work on one sample. `canvas` holds HOLE where a token is to be generated; `in_order`: from left to right. Of
-    `vocab_size` tokens those in `never` are never generated anyway."""
+    """Penalties at work on one sample. `canvas` holds HOLE where a token is to be generated; `in_order`: from left to right."""
 
-    def __init__(
-        self, penalties: Penalties, canvas: Sequence[int], *, in_order: bool, vocab_size: int, never: frozenset[int]
-    ) -> None:
-        self.penalties, self._in_order, self._vocab_size = penalties, in_order, vocab_size
+    def __init__(self, penalties: Penalties, canvas: Sequence[int], info: ModelInfo, *, in_order: bool) -> None:
+        self.penalties, self._in_order, self._vocab_size = penalties, in_order, info.vocab_size
         self._token_at = {position: token for position, token in enumerate(canvas) if token != HOLE}
         self._first = next((position for position, token in enumerate(canvas) if token == HOLE), len(canvas))
         self._given, self._generated = frozenset(self._token_at.values()), Counter[int]()
         self._biases = dict(penalties.biases)
         self._never = frozenset(run[0] for run in penalties.banned if len(run) == 1)
-        self._impossible = self._never | never
+        self._impossible = self._never.union(info.suppressed)
         self._runs = _by_neighbour(penalties.banned)
         self._grams = defaultdict[tuple[int, tuple[int, ...]], set[int]](set)
         if penalties.ngram:
