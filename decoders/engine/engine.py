@@ -32,7 +32,7 @@ from draftmill.decoders.engine.batch import Batch, answers, bad_samples, best_to
 from draftmill.decoders.engine.cuda_graphs import drop_all, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.memory import Capacity, Extents, MemoryPlan, Shape
-from draftmill.decoders.engine.model_runner import ModelRunner, Started
+from draftmill.decoders.engine.model_runner import ModelRunner, Started, seconds_of
 from draftmill.decoders.engine.penalties import PenaltyTracker
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
 from draftmill.decoders.engine.sampler import Sampler
@@ -218,8 +218,7 @@ class Engine:
         if self._extents is not None and self._extents.num_cells < least:
             self._allocate(Shape())
         if self._extents is None:
-            for runner in reversed(self.models):
-                runner.reserve(self._capacity.cells)
+            self._reserve()
             self._extents = Extents(max(least, self._capacity.cells or self.max_tokens))
             self.slots.start_S = np.zeros(self.max_rows, dtype=np.int64)
         if shape[:2] != self._shape[:2]:
@@ -236,12 +235,17 @@ class Engine:
         if has_graphs and not all([self.sampler.stays(slots), *(runner.stays(shape) for runner in self.models)]):
             drop_all()
         self.sampler.resize(slots)
+        if shape.slots:
+            self._reserve()
         for runner in reversed(self.models):
-            if shape.slots:
-                runner.reserve(self._capacity.cells)
             runner.resize(shape, self._multiple)
         self.scheduler.prefixes.resize(shape.slots, shape.columns)
         self._shape = shape
+
+    def _reserve(self) -> None:
+        """Take the memory for all slots together at once, as far as caches are pools and their sizes are known."""
+        for runner in reversed(self.models if self._capacity.cells else []):
+            runner.backbone.reserve(self._capacity.cells)
 
     def _place(self, sample: Sample) -> None:
         slot = sample.slot = self._slots.index(None) if None in self._slots else len(self._slots)
@@ -369,7 +373,7 @@ class Engine:
     def _roll_rows(self, samples: list[Sample], asks: list[Roll]) -> list[Answer]:
         """Draft from rows of the forward that has just run, by their own distributions or a head."""
         replies = list(roll_rows(samples, asks, self._ran, self.sampler, self.slots, self.heads))
-        self._charge(samples, sum(self._ran[2].seconds()))
+        self._charge(samples, sum(seconds_of(self._ran[2].clock.cut())))
         return replies
 
     @staticmethod

@@ -183,11 +183,6 @@ class ModelRunner:
         """Whether a resize to this leaves all that its graphs read as it is."""
         return self.graphs is None or bool(self.backbone.stays(shape.slots, shape.columns))
 
-    def reserve(self, num_cells: int) -> None:
-        """Take the memory for this number of columns of all slots together, if the cache is one pool; 0 takes none."""
-        if num_cells:
-            self.backbone.reserve(num_cells)
-
     def resize(self, shape: Shape, multiple: int) -> None:
         """Resize the cache to this shape; unless it `stays`, all graphs must have been dropped."""
         num_slots, num_columns = shape.slots, shape.columns
@@ -212,10 +207,6 @@ class ModelRunner:
         """Clear slots that hold NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN."""
         for slot in slots:
             self.backbone.clear_slot(slot)
-
-    def seconds(self) -> list[float]:
-        """The seconds of the calls since the last forward; an answer must have come since."""
-        return seconds_of(self.clock.cut())
 
     # ---- a forward -----------------------------------------------------------------------------------------------
 
