@@ -56,7 +56,6 @@ from functools import partial
 
 import numpy as np
 
-from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import JacobiSettings, MultiblockJacobiSettings
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -236,11 +235,8 @@ class NgramPool:
 
 
 def jacobi_algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:
-    return Algorithm(
-        decode=partial(jacobi, block_size=settings.block_size, running=settings.window == "running"),
-        window=settings.block_size + 1,
-        reusable=prompt_but_one,
-    )
+    decode = partial(jacobi, block_size=settings.block_size, running=settings.window == "running")
+    return Algorithm(decode=decode, window=settings.block_size + 1)
 
 
 def multiblock_algorithm(setup: Setup, settings: MultiblockJacobiSettings) -> Algorithm:
@@ -250,5 +246,4 @@ def multiblock_algorithm(setup: Setup, settings: MultiblockJacobiSettings) -> Al
         decode=partial(decode, spawn_at=math.ceil(settings.spawn_ratio * n)),
         window=n * settings.blocks + 1,
         columns=lambda length: length + most * n,
-        reusable=prompt_but_one,
     )

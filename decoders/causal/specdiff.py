@@ -34,7 +34,6 @@ from typing import Final
 import numpy as np
 
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.causal.speculative import Drafter, Drafting, speculative
 from draftmill.decoders.draws import keys
@@ -81,11 +80,8 @@ def by_diffusion(s: Sample, settings: SpecDiffSettings, info: ModelInfo, vocab_s
 
 def _random_order(s: Sample, n: int, count: int) -> list[int]:
     """The offsets of the drafts in the sample's own random order."""
-    positions, when = np.arange(n, n + count), np.full(count, n)
-    words = np.tile(np.array(keys.split_key(s.key)), (count, 1))
-    uniforms = keys.uniform_rows(words, positions, keys.ORDER, when)
-    order: list[int] = uniforms.argsort(kind="stable").tolist()
-    return order
+    uniforms = keys.uniforms(s.key, np.arange(n, n + count), keys.ORDER, draw=n)
+    return [int(offset) for offset in uniforms.argsort(kind="stable")]
 
 
 def _window(
@@ -129,5 +125,4 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
         auto=auto,
         keeps_laws=True,
         windows=settings.window,
-        reusable=prompt_but_one,
     )

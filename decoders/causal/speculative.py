@@ -25,7 +25,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from draftmill.decoders.causal import autoregressive
-from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.jacobi import fill_with_prompt
 from draftmill.decoders.causal.settings import (
     HeadDrafterSettings,
@@ -272,7 +271,6 @@ class Means(NamedTuple):
             auto=auto,
             keeps_laws=self.kind == asks.JUDGE,
             reads_states=self.reads_states,
-            reusable=prompt_but_one,
         )
 
 
