@@ -28,7 +28,6 @@ absorbing diffusion starts from masks; its indices are off; and it does not defi
 from __future__ import annotations
 
 from functools import partial
-from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -39,7 +38,7 @@ from draftmill.decoders.causal.speculative import Drafter, Drafting, speculative
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Run, Span
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Span, runs_of
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
@@ -55,33 +54,29 @@ def by_diffusion(s: Sample, settings: SpecDiffSettings, info: ModelInfo, vocab_s
 
     def draft(most: int) -> Drafting:
         n, count = s.decided, most if info.max_length is None else min(most, info.max_length - 1)
-        order = _random_order(s, n, count) if settings.order == "native" else list(range(count))
+        order = np.arange(count)
+        if settings.order == "native":
+            order = keys.uniforms(s.key, n + order, keys.ORDER, draw=n).argsort(kind="stable")
         # The last drafts of a canvas are fewer and take fewer forwards.
         size = -(-(count if settings.gamma == "auto" else settings.gamma) // settings.steps)
         drafts: list[int | None] = [None] * count
         for first in range(0, count, max(size, 1)):
-            now = sorted(order[first : first + size])
+            now_D = np.sort(order[first : first + size])
             start, tokens, share = window(drafts)
             sigmas, row = (noise_of_share(share),), n - start - info.shift
             ask = partial(Ask, tokens, Span(len(tokens), 0, 0, len(tokens), FAR), model=1, sigmas=sigmas)
             s.nfe_draft += 1
             if has_head:
                 yield ask(runs=(), drafts=())
-                answer = yield Roll(MARKOV, n + now[0], len(now), row + now[0], n + now[0])
+                begin = int(now_D[0])
+                answer = yield Roll(MARKOV, n + begin, len(now_D), row + begin, n + begin)
             else:
-                runs = [Run(row + at, size, n + at, DRAFT) for at, size in runs_of(now)]
-                answer = yield ask(runs=[number for run in runs for number in run], drafts=[NO_DRAFT] * len(now))
-            for offset, token in zip(now, answer.tokens, strict=True):
+                answer = yield ask(runs=runs_of(row + now_D, n + now_D, DRAFT), drafts=[NO_DRAFT] * len(now_D))
+            for offset, token in zip(now_D.tolist(), answer.tokens, strict=True):
                 drafts[offset] = s.tokens[n + offset] = token
         return s.tokens[n : n + count]
 
     return Drafter(draft)
-
-
-def _random_order(s: Sample, n: int, count: int) -> list[int]:
-    """The offsets of the drafts in the sample's own random order."""
-    uniforms = keys.uniforms(s.key, np.arange(n, n + count), keys.ORDER, draw=n)
-    return [int(offset) for offset in uniforms.argsort(kind="stable")]
 
 
 def _window(
@@ -97,15 +92,6 @@ def _window(
     if is_full and longest is not None:
         tokens += [mask] * (longest - len(tokens))
     return start, tokens, tokens.count(mask) / len(tokens)
-
-
-def runs_of(offsets: list[int]) -> list[tuple[int, int]]:
-    """The first one and the number of each run of neighbours among ascending offsets."""
-    runs = list[tuple[int, int]]()
-    for _, run in groupby(enumerate(offsets), key=lambda item: item[1] - item[0]):
-        members = [offset for _, offset in run]
-        runs.append((members[0], len(members)))
-    return runs
 
 
 def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
