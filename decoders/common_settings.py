@@ -11,9 +11,9 @@ from draftmill.decoders.base import ModelInfo, ModelKind
 
 
 class Settings(BaseModel):
-    """Base of every settings model: immutable, and unknown keys are errors."""
+    """Base of every settings model: immutable, and unknown keys are errors, as are NaN and infinity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +70,17 @@ class Sampling(Settings):
     min_p, in this order. The same warp is applied to target and draft. `n` samples are drawn a row."""
 
     temperature: float = Field(
-        default=1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="0: the likeliest token, ties to the lowest id"
+        default=1.0, ge=0.0, le=100.0, description="0: the likeliest token, ties to the lowest id"
     )
     top_k: int | None = Field(default=None, ge=1, description="draw from this many of the likeliest tokens")
     top_p: float | None = Field(
         default=None, gt=0.0, le=1.0, description="draw from the fewest tokens of this probability"
     )
     min_p: float | None = Field(
-        default=None,
-        ge=0.0,
-        le=1.0,
-        description="draw from tokens of this share of the best one's probability",
+        default=None, ge=0.0, le=1.0, description="draw from tokens of this share of the best one's probability"
     )
     repetition_penalty: float = Field(
-        default=1.0,
-        gt=0.0,
-        le=100.0,
-        description="divides positive logits of known tokens, multiplies negative ones",
+        default=1.0, gt=0.0, le=100.0, description="divides positive logits of known tokens, multiplies negative ones"
     )
     presence_penalty: float = Field(
         default=0.0, ge=-2.0, le=2.0, description="subtracted from logits of generated tokens"
@@ -194,7 +188,6 @@ class DecoderChoice(Settings):
         return drafter.path if isinstance(drafter, RunDrafterSettings) else ()
 
     def with_drafting_runs(self, runs: tuple[str, ...]) -> Self:
-        """The settings with other runs that draft."""
         drafter = self.drafter.model_copy(update={"path": runs})  # type: ignore[attr-defined]
         return self.model_copy(update={"drafter": drafter})
 
@@ -210,7 +203,6 @@ class DecoderChoice(Settings):
 
     @classmethod
     def name(cls) -> str:
-        """The `kind` of the class."""
         return str(get_args(cls.model_fields["kind"].annotation)[0])
 
     def check_model(self, info: ModelInfo) -> None:

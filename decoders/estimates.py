@@ -1,7 +1,7 @@
 """Texts that are scored under masked diffusion by a mean over random masks; each mask is a canvas.
 
-A text is a sample whose canvases each need one forward and keep nothing. So a text offers as many as it has left, and runs those
-that fit; the engine (score_engine.py) puts the canvases of several texts into one forward.
+A text is a sample whose canvases each need one forward and keep nothing. The engine (score_engine.py) puts as many canvases of
+several texts into a forward as fit.
 
     text          tokens that are scored       canvases                     a forward
     A             * * * *                      A0 A1 A2 .. A127             A126 A127 B0 B1
@@ -48,7 +48,7 @@ from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
 from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
-from draftmill.decoders.engine.asks import SCORE, Ask, Decoding, Ints, Offer, Span, runs_of
+from draftmill.decoders.engine.asks import SCORE, Answer, Ask, Ints, Span, runs_of
 from draftmill.decoders.engine.samples import Sample
 
 
@@ -111,15 +111,6 @@ class ScoredRows(NamedTuple):
     sigmas: Sequence[float] = ()
 
 
-class Grouping(NamedTuple):
-    """The scored positions that are masked together, group by group, and those that are read `alone`, without a mask.
-    `per_canvas` draws share a canvas; a function of the text alone."""
-
-    groups: list[Ints]
-    alone: Ints
-    per_canvas: int = 1
-
-
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One draw of masks: the masked positions, those that are read (the masked ones, and those alone), and their weights.
@@ -133,26 +124,28 @@ class Draw:
     share: float
 
 
+RowsOf = Callable[["Text", list[Draw]], ScoredRows]
+Grouping = tuple[list[Ints], Ints, int]
+"""The scored positions that are masked together, group by group, those that are read alone, without a mask, and how many draws
+share a canvas; a function of the text."""
+
+
 class Text(Sample):
     """A text that is being scored: its masks, and what was read from its canvases so far. `sampled_M` are each draw's sums over
-    groups with random masks, `exact_M` over all other tokens."""
-
-    __slots__ = (
-        "alone", "by_position", "canvases", "exact_M", "groups", "is_exact", "num_canvases", "num_draws", "num_run", "per_canvas",
-        "positions", "sampled_M", "scored",
-    )  # fmt: skip
+    groups with random masks, `exact_M` over all other tokens. `rows_of` lays out the rows of a canvas with some draws."""
 
     def __init__(
         self,
         request: Request,
         *args: Any,
+        rows_of: RowsOf,
         grouping: Callable[[Request], Grouping],
         kind: str,
         samples: int,
         **more: Any,
     ) -> None:
         super().__init__(request, *args, **more)
-        self.scored = request.to_score()
+        self.scored, self._rows_of, self._running = request.to_score(), rows_of, list[Draw]()
         self.positions, self.alone, self.per_canvas = grouping(request)
         places = [np.searchsorted(self.scored, each).astype(np.int64) for each in self.positions]
         self.groups = [MaskedGroup(request.key, number, each, kind, samples) for number, each in enumerate(places)]
@@ -168,11 +161,13 @@ class Text(Sample):
     def left(self) -> int:
         return self.num_canvases - self.num_run
 
-    def next_canvases(self, count: int) -> list[list[Draw]]:
-        """The draws of the next canvases."""
-        numbers = range(self.num_run * self.per_canvas, min((self.num_run + count) * self.per_canvas, self.num_draws))
-        draws = [self._draw(number) for number in numbers]
-        return [draws[first : first + self.per_canvas] for first in range(0, len(draws), self.per_canvas)]
+    def run(self, count: int) -> None:
+        """Ask about this many canvases in the next forward."""
+        self.canvases, size = count, self.per_canvas
+        numbers = range(self.num_run * size, min((self.num_run + count) * size, self.num_draws))
+        self._running = draws = [self._draw(number) for number in numbers]
+        parts = [draws[first : first + size] for first in range(0, len(draws), size)]
+        self.ask = ask_about([self._rows_of(self, part) for part in parts])
 
     def _draw(self, number: int) -> Draw:
         masked, weights, sampled, share = [], [], [], 0.0
@@ -195,10 +190,11 @@ class Text(Sample):
             share,
         )
 
-    def take(self, canvas: list[Draw], log_p_R: NDArray[np.float64], is_first_R: NDArray[np.bool_]) -> None:
-        """Add the log-probabilities that a canvas gave to the tokens of its draws; after the last one the text has its score."""
-        first = 0
-        for draw in canvas:
+    def read(self, answer: Answer) -> None:
+        """Add the log-probabilities that canvases gave to the tokens of their draws; after the last the text has its score."""
+        assert isinstance(self.ask, Ask), "a forward has run"
+        log_p_R, is_first_R, first = answer.log_ps[0], answer.tokens[0] == self.ask.drafts, 0
+        for draw in self._running:
             end = first + len(draw.asked_R)
             each_R = draw.weights_R * log_p_R[first:end]
             self.sampled_M[draw.number] = fsum(each_R[draw.sampled_R].tolist())
@@ -208,7 +204,7 @@ class Text(Sample):
                 self.is_greedy = bool(self.is_greedy and is_first_R[first:end].all())
             first = end
         committed = len(self.scored) * self.num_run // self.num_canvases
-        self.num_run += 1
+        self.num_run += self.canvases
         self.stats.committed += len(self.scored) * self.num_run // self.num_canvases - committed
         if not self.left:
             self.decided = self.length
@@ -226,22 +222,6 @@ class Text(Sample):
             sampled_M = self.sampled_M[: len(self.sampled_M) // 2 * 2]
             outcome.logprob_stderr = sqrt(fsum(((sampled_M[0::2] - sampled_M[1::2]) ** 2).tolist()))
         return outcome
-
-
-def estimate_score(s: Text, rows_of: Callable[[Text, list[Draw]], ScoredRows]) -> Decoding:
-    """Run all canvases of a text, in each forward as many as fit; `rows_of` lays out the rows of one."""
-    while s.left:
-        count = yield Offer(s.left)
-        canvases = s.next_canvases(count)
-        rows = [rows_of(s, canvas) for canvas in canvases]
-        answer = yield ask_about(rows)
-        if answer is None:
-            continue  # too many for the memory: they are offered again
-        ends = np.cumsum([len(part.wanted) for part in rows])[:-1]
-        is_first_R = answer.tokens[0] == np.concatenate([part.wanted for part in rows])
-        readings = zip(np.split(answer.log_ps[0], ends), np.split(is_first_R, ends), strict=True)
-        for canvas, (log_p_R, first_R) in zip(canvases, readings, strict=True):
-            s.take(canvas, log_p_R, first_R)
 
 
 def ask_about(canvases: Sequence[ScoredRows]) -> Ask:
@@ -264,19 +244,15 @@ def ask_about(canvases: Sequence[ScoredRows]) -> Ask:
 
 
 def estimate_algorithm(
-    settings: DecoderChoice,
-    estimate: Estimate,
-    rows_of: Callable[[Text, list[Draw]], ScoredRows],
-    grouping: Callable[[Request], Grouping],
-    **more: Any,
+    settings: DecoderChoice, estimate: Estimate, rows_of: RowsOf, grouping: Callable[[Request], Grouping], **more: Any
 ) -> Algorithm:
     """How the engine estimates scores, with the family's own estimator for `auto`."""
     kind = settings.estimates[0] if estimate.kind == "auto" else estimate.kind
     return Algorithm(
-        decode=partial(estimate_score, rows_of=rows_of),
+        decode=lambda text: (ask for ask in list[Ask]()),  # the engine asks (score_engine.py)
         scores=True,
         estimates=True,
-        sample=partial(Text, grouping=grouping, kind=kind, samples=estimate.samples),
+        sample=partial(Text, rows_of=rows_of, grouping=grouping, kind=kind, samples=estimate.samples),
         has_prompt=no_prompt,
         keeps=False,
         **more,

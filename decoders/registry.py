@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.heads.files import head_place
@@ -28,24 +27,17 @@ def build_decoder(setup: Setup, settings: DecoderChoice) -> CachedDecoder:
 
 
 def algorithm_of(setup: Setup, settings: DecoderChoice) -> Algorithm:
-    """What the engine runs for these settings."""
-    algorithm: Algorithm = _import_named(settings.runs)(setup, settings)
+    algorithm: Algorithm = resolve_name(settings.runs)(setup, settings)
     return algorithm
 
 
 def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> CachedDecoder:
     """Return what scores texts, with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)
-    algorithm: Algorithm = _import_named(settings.scorer)(setup, settings, estimate)
+    algorithm: Algorithm = resolve_name(settings.scorer)(setup, settings, estimate)
     # The model's own distribution scores; at temperature 0 its first choice is known beside it, and there is no noise.
     plain = replace(setup, sampling=Sampling(temperature=0.0), heads=None, drafter=None, trace=False)
     return ScoreEngine(plain, algorithm) if algorithm.estimates else Engine(plain, algorithm)
-
-
-def _import_named(place: str) -> Any:
-    """The object `module:name`, whose module is imported."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def find_heads(settings: DecoderChoice, folder: Path, backbone: Model) -> DraftHeads | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import Offer
+from draftmill.decoders.engine.asks import Answer
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.scheduler import Turn
@@ -32,7 +34,6 @@ class ScoreEngine(Engine):
         return sorted(texts, key=lambda text: text.times.admitted_s)
 
     def room(self, length: int) -> int:
-        """One more text while the next forward has room for its canvases."""
         if not self.active:
             return 1
         pending = sum(text.left for text in self.texts)
@@ -48,15 +49,22 @@ class ScoreEngine(Engine):
         left, taking = self._most_canvases(1), list[Sample]()
         self._shape = self._shape._replace(possible=left)
         for text in self.texts:
-            assert text.decoding is not None, "a text in a slot has a generator"
-            offer = text.ask or next(text.decoding)
-            assert isinstance(offer, Offer), "a text offers its canvases before each forward"
-            text.ask, count = offer, min(offer.most, left)
-            if count:
-                text.ask, left = text.decoding.send(count), left - count
-                text.canvases = count
+            if count := min(text.left, left):
+                text.run(count)
                 taking.append(text)
+                left -= count
         return Turn(taking)
+
+    def _resume(self, samples: Sequence[Sample], replies: Iterable[Answer]) -> list[Sample]:
+        ended = list[Sample]()
+        for text, answer in zip(samples, replies, strict=True):
+            assert isinstance(text, Text), "samples of this engine"
+            if not text.is_bad:
+                text.read(answer)
+            if text.is_bad or not text.left:
+                text.decoding = None
+                ended.append(text)
+        return ended
 
     def _evaluate(self, turn: Turn) -> list[Sample]:
         """Run the canvases; where they do not fit into memory none is run, and from here on no more than half as many are."""
@@ -70,4 +78,4 @@ class ScoreEngine(Engine):
             if num_canvases == 1:
                 raise
             self._memory_bound = num_canvases // 2
-            return self._resume(turn.samples, [None] * len(turn.samples))  # type: ignore[list-item]
+            return []

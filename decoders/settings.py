@@ -10,42 +10,30 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.any_subset import settings as any_subset
 from draftmill.decoders.base import ModelInfo, ModelKind
-from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    JacobiSettings,
-    MultiblockJacobiSettings,
-    SpecDiffSettings,
-    SpeculativeSettings,
-)
+from draftmill.decoders.blocks import settings as blocks
+from draftmill.decoders.causal import settings as causal
 from draftmill.decoders.common_settings import DecoderChoice
 from draftmill.decoders.fastest import ROOMS, FastestSettings
-from draftmill.decoders.masked.settings import (
-    AncestralSettings,
-    FactorSettings,
-    SelfSpeculativeSettings,
-    StepwiseSettings,
-    ThresholdSettings,
-)
+from draftmill.decoders.masked import settings as masked
 
 DecoderSettings = Annotated[
-    AnySubsetSettings
-    | ParallelSettings
-    | AssdSettings
-    | AutoregressiveSettings
-    | SpeculativeSettings
-    | SpecDiffSettings
-    | JacobiSettings
-    | MultiblockJacobiSettings
-    | StepwiseSettings
-    | ThresholdSettings
-    | FactorSettings
-    | SelfSpeculativeSettings
-    | AncestralSettings
-    | BlockDiffusionSettings
-    | S2d2Settings
+    any_subset.AnySubsetSettings
+    | any_subset.ParallelSettings
+    | any_subset.AssdSettings
+    | causal.AutoregressiveSettings
+    | causal.SpeculativeSettings
+    | causal.SpecDiffSettings
+    | causal.JacobiSettings
+    | causal.MultiblockJacobiSettings
+    | masked.StepwiseSettings
+    | masked.ThresholdSettings
+    | masked.FactorSettings
+    | masked.SelfSpeculativeSettings
+    | masked.AncestralSettings
+    | blocks.BlockDiffusionSettings
+    | blocks.S2d2Settings
     | FastestSettings,
     Field(discriminator="kind"),
 ]
@@ -54,13 +42,11 @@ DECODERS: dict[str, type[DecoderChoice]] = {choice.name(): choice for choice in 
 
 
 def decoders_of(model: ModelKind) -> tuple[str, ...]:
-    """The decoders that run on a kind of models."""
     own = tuple(kind for kind, choice in DECODERS.items() if choice.runs_on == model and choice is not FastestSettings)
     return (*own, "fastest") if model in ROOMS else own
 
 
 def decoders_for(task: str) -> tuple[str, ...]:
-    """The decoders that support a task."""
     return tuple(kind for kind, choice in DECODERS.items() if task in choice.tasks)
 
 

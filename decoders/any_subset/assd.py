@@ -41,19 +41,9 @@ from typing import TYPE_CHECKING, Any, Final
 from draftmill.decoders.any_subset.sequential import joint
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.common_settings import RunDrafterSettings
+from draftmill.decoders.engine import asks
 from draftmill.decoders.engine.algorithm import Algorithm, any_subset_model
-from draftmill.decoders.engine.asks import (
-    DRAFT,
-    INDEPENDENT,
-    JUDGE,
-    JUST_ONE,
-    MARKOV,
-    NO_DRAFT,
-    SURE,
-    Decoding,
-    Roll,
-    SampleFrom,
-)
+from draftmill.decoders.engine.asks import Decoding, Roll, SampleFrom
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
@@ -93,14 +83,13 @@ def window(s: Sample, most: int, ngrams: Ngrams | None, head: int) -> Decoding:
     if sure < count:
         # No query of this window sees the content of the last draft.
         checks = fresh_queries(n + sure, count - sure)
-        good, judged, judged_log_ps, _ = yield s.two_stream(n + count - 1, checks, JUDGE, drafts[sure:])
+        good, judged, judged_log_ps, _ = yield s.two_stream(n + count - 1, checks, asks.JUDGE, drafts[sure:])
         accepted, tokens, log_ps = sure + good, tokens + judged, log_ps + judged_log_ps
         s.cached = n + min(accepted, count - 1)
     s.commit(tokens, log_ps, min(accepted + 1, count), drafts, accepted)
 
 
 def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Decoding:
-    """Texts of earlier runs draft."""
     texts = texts_of(s)
     while s.decided < s.length:
         yield from by_texts(s, texts)
@@ -113,8 +102,8 @@ def by_texts(s: Sample, texts: EarlierTexts) -> Decoding:
     drafts = texts.drafts(s.length - n - 1)
     end = n + len(drafts)
     s.tokens[n:end] = drafts
-    judged = [*drafts, NO_DRAFT]
-    accepted, tokens, log_ps, _ = yield s.two_stream(end, fresh_queries(n, len(judged)), SURE, judged)
+    judged = [*drafts, asks.NO_DRAFT]
+    accepted, tokens, log_ps, _ = yield s.two_stream(end, fresh_queries(n, len(judged)), asks.SURE, judged)
     s.cached = n + accepted
     s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
 
@@ -122,10 +111,10 @@ def by_texts(s: Sample, texts: EarlierTexts) -> Decoding:
 def by_marginals(s: Sample, count: int, head: int) -> Drafting:
     """Algorithm 1: the model's own marginals, given what is decided."""
     n = s.decided
-    if head == INDEPENDENT or count == 1:
-        _, drafts, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), DRAFT, [NO_DRAFT] * count)
+    if head == asks.INDEPENDENT or count == 1:
+        _, drafts, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), asks.DRAFT, [asks.NO_DRAFT] * count)
         return drafts, log_ps[:1]
-    _, first, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), DRAFT, JUST_ONE)
+    _, first, log_ps, _ = yield s.two_stream(n, equal_queries(n, count, n), asks.DRAFT, asks.JUST_ONE)
     s.tokens[n] = first[0]
     _, later, _, _ = yield Roll(head, n + 1, count - 1, row=1, limit=n)
     return first + later, log_ps
@@ -176,9 +165,6 @@ class Ngrams:
         return pairs or self._singles
 
 
-# ---- one forward an iteration ------------------------------------------------------------------------------------------
-
-
 def one_pass(s: Sample, length: Length, *, head: int, ends: bool) -> Decoding:
     """Each forward verifies one window and drafts the next."""
     drafts = list[int]()
@@ -202,8 +188,8 @@ def fused(s: Sample, drafts: list[int], most: int, head: int, *, ends: bool) -> 
         if inside > 0:
             queries = (*queries, *equal_queries(n + cut + 1, inside, n + cut))
             first_row[cut], row = row, row + inside
-    judged = [*drafts, NO_DRAFT][:num_checks]
-    accepted, tokens, log_ps, _ = yield s.two_stream(n + depth, queries, JUDGE, judged)
+    judged = [*drafts, asks.NO_DRAFT][:num_checks]
+    accepted, tokens, log_ps, _ = yield s.two_stream(n + depth, queries, asks.JUDGE, judged)
     s.commit(tokens, log_ps, min(accepted + 1, num_checks), drafts, accepted)
     s.cached = n + accepted
     if not (count := min(reach, s.length - s.decided)):
@@ -224,7 +210,6 @@ def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
 
 
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
-    """How the engine runs these settings."""
     if isinstance(settings.drafter, RunDrafterSettings):
         texts_of, most, auto = texts_by(settings.drafter)
         decode = partial(by_earlier_texts, texts_of=texts_of)
@@ -234,7 +219,7 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     if k == "auto":
         k, auto = MOST_AUTO, AutoLength(Way(MOST_AUTO, least=int(not is_fused), shares_cost=not is_fused))
     length = auto or (lambda: k)
-    head = INDEPENDENT if ngram or setup.heads is None else MARKOV
+    head = asks.INDEPENDENT if ngram or setup.heads is None else asks.MARKOV
     if is_fused:
         return any_subset_model(
             probe=joint,
@@ -252,8 +237,6 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         names_laws=ngram,
     )
 
-
-# ---- whichever is fastest ----------------------------------------------------------------------------------------------
 
 _ROWS, _ENDS, _SELF, _NGRAM, _TEXTS = range(5)
 _WAYS: Final = (
@@ -287,7 +270,7 @@ def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     if isinstance(settings.drafter, RunDrafterSettings):
         auto = AutoLength(way_of(settings.drafter), *_WAYS)
         texts_of, most, _ = texts_by(settings.drafter, auto)
-    head = INDEPENDENT if setup.heads is None else MARKOV
+    head = asks.INDEPENDENT if setup.heads is None else asks.MARKOV
     decode = partial(by_clock, auto=auto, head=head, texts_of=texts_of)
     return any_subset_model(
         probe=joint,

@@ -70,12 +70,10 @@ def joint(s: Sample) -> Decoding:
 
 
 def any_subset_algorithm(setup: Setup, settings: AnySubsetSettings) -> Algorithm:
-    """How the engine runs `any_subset`."""
     return any_subset_model(decode=any_subset, probe=joint, follows=Sample.two_stream_next)
 
 
 def parallel_algorithm(setup: Setup, settings: ParallelSettings) -> Algorithm:
-    """How the engine runs `parallel`."""
     return any_subset_model(decode=parallel, knows_logprob=False)
 
 

@@ -67,8 +67,6 @@ class Model(ABC):
     """With `has_sums`: a float64 sum over each row's state in the last forward, not finite if any number of it is not."""
     _attend: Attend | None = None
 
-    # ---- memory --------------------------------------------------------------------------------------------------
-
     @property
     def reads_rows(self) -> bool:
         """Whether a kernel reads flat rows: then a slot with many rows costs the others nothing."""
@@ -146,8 +144,6 @@ class Model(ABC):
     def set_order(self, slot: int, order_L: Tensor) -> None:
         """Set the positions of a slot's columns, int64 [L]; forgets what the slot held. Two-stream models."""
         self.cache.set_positions(slot, order_L)
-
-    # ---- a forward -----------------------------------------------------------------------------------------------
 
     def tap(self, reader: Any) -> None:
         """Give a draft head the states after some layers, from the next forward on; None gives them to nobody."""

@@ -50,7 +50,6 @@ class SlotCache:
         self._free()
 
     def _free(self) -> None:
-        """Become empty."""
         self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
         self.pools_2CKd = [layer.transpose(2, 3).flatten(1, 2) for layer in self.layers_2SKWd if self.is_pooled]
         self.positions_SW = self.positions_SW[:0, :0].clone()

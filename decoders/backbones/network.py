@@ -258,8 +258,6 @@ class RotaryNetwork(nn.Module):
         return layer.down(self._activation(gate_PI).mul_(up_PI))
 
 
-# ---- weights -----------------------------------------------------------------------------------------------------------
-
 _JOINED: Final = {
     "q_proj": ("qkv_proj", "q_proj", "k_proj", "v_proj"),
     "gate_proj": ("gate_up_proj", "gate_proj", "up_proj"),

@@ -85,9 +85,6 @@ def products(module: nn.Module) -> Iterator[Product]:
             yield partial(nn.functional.linear, weight=weight), weight.shape[1], weight.shape[0], weight.dtype
 
 
-# ---- masks ---------------------------------------------------------------------------------------------------------
-
-
 def check_masking(backbone: ModuleBackbone) -> None:
     """Raise ValueError on NaN or infinity, RuntimeError if a masked column or another slot changes a row.
 

@@ -92,8 +92,6 @@ class ModuleBackbone(Model):
         self.cache_shape = len(windows), key_heads, width
         self.forget()
 
-    # ---- the cache -----------------------------------------------------------------------------------------------
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         super().copy_prefix(source, target, num_columns)
         if self.reader is not None:
@@ -108,8 +106,6 @@ class ModuleBackbone(Model):
     def row_bytes(self) -> int:
         """Bytes of a row's states, heads, and widest product with its gate."""
         return (8 * self.width + 3 * self._inner) * self.dtype.itemsize
-
-    # ---- the forward ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(self, rows: TokenRows) -> Tensor:
@@ -195,8 +191,6 @@ class ModuleBackbone(Model):
                 within_NW = seen_NW & (near_NW > rows.position_N.unsqueeze(1) - window)
             biases[window] = torch.where(within_NW, 0.0, -torch.inf).to(self.dtype)
         return biases
-
-    # ---- both ends -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def raw_logits(self, hidden_RD: Tensor) -> Tensor:

@@ -188,8 +188,6 @@ class XLNetBackbone(Model):
             inner_norm=(*pair(inner + "layer_norm"), self.eps),
         )
 
-    # ---- the cache -----------------------------------------------------------------------------------------------
-
     def stays(self, num_slots: int, num_columns: int) -> bool:
         """See Model. How many distances a forward looks at depends on the number of columns."""
         num_columns = rounded(num_columns, self.column_multiple)
@@ -229,8 +227,6 @@ class XLNetBackbone(Model):
         sinusoid = torch.cat([angle.sin(), angle.cos()], dim=1).to(device=self.device, dtype=self.dtype)
         parts = [torch.einsum("pD,Dhd->hdp", part, layer.relative_DHd) for part in sinusoid.split(_DISTANCES)]
         return torch.cat(parts, dim=2).contiguous()
-
-    # ---- the forward ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(self, rows: StreamRows) -> Tensor:

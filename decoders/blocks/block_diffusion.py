@@ -83,7 +83,6 @@ class Block:
 
 
 def denoise(s: BlockSample, rules: Rules, verifier: SelfVerifier | None = None) -> Decoding:
-    """Fill block after block."""
     s.widen(rules.full(s.length, s.prompt))
     start = rules.start(s.prompt)
     # Decided positions that are not yet in the cache.
@@ -279,8 +278,7 @@ def _number(value: float) -> float:
 
 
 def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
-    """How the engine runs these settings."""
-    rules = Rules.of(settings, setup.info)
+    rules = Rules(settings, setup.info)
     one_by_one = settings.schedule in {"static", "sequential"} and rules.takes_all_steps
     return algorithm_of(
         rules,

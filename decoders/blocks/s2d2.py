@@ -71,8 +71,6 @@ from draftmill.decoders.engine.setup import Setup
 if TYPE_CHECKING:
     from draftmill.decoders.fastest import FastestSettings
 
-# ---- verifications that draft ------------------------------------------------------------------------------------------
-
 _MOST_AUTO: Final = 8
 """The most drafts of a model that does not tell the size of its blocks, where the clock chooses."""
 _TEXTS: Final = 0
@@ -205,10 +203,9 @@ def next_drafts(now: Round, answer: Answer, positions: range) -> Drafts:
 
 
 def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
-    """How the engine runs these settings."""
     if settings.drafts_in_verifications or settings.drafter is not None:
-        return _fused_algorithm(setup, settings)
-    rules, sampling = Rules.of(settings, setup.info), setup.sampling
+        return _fused(setup, settings, settings.drafter)
+    rules, sampling = Rules(settings, setup.info), setup.sampling
     by_ratio = settings.paper_compat if sampling.temperature == 0.0 else sampling.acceptance == "rejection"
     measure = measure_of(settings.router, settings.estimator)
     # Whether every token comes from a verification, which sees only the tokens to its left.
@@ -221,45 +218,39 @@ def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
     return replace(base, measured=measure is not None, temper=settings.temper, keeps_laws=True)
 
 
-def _fused_algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
-    rules, sampling = Rules.of(settings, setup.info), setup.sampling
-    by_ratio = sampling.temperature != 0.0 and sampling.acceptance == "rejection"
-    texts_of, most, auto = None, rules.size, None
-    if isinstance(settings.drafter, RunDrafterSettings):
-        texts_of, most, auto = texts_by(settings.drafter)
-    assert isinstance(settings.drafter, DrafterPlace) == (setup.drafter_info is not None), (
-        "decoder.drafter names a model, but none was loaded"
-    )
-    decode = partial(
-        s2d2_fused, rules=rules, by_ratio=by_ratio, longest=most, drafter=setup.drafter_info, texts_of=texts_of
-    )
-    base = _fused(rules, decode, most, by_ratio=by_ratio, auto=auto)
-    windows: Any = "short" if isinstance(settings.drafter, DrafterPlace) else None
-    return replace(base, temper=settings.temper, keeps_laws=texts_of is None, windows=windows)
-
-
-def _fused(
-    rules: Rules, decode: Callable[..., Decoding], most: int, *, by_ratio: bool, auto: AutoLength | None
-) -> Algorithm:
+def _fused(setup: Setup, settings: S2d2Settings, drafter: Any, clock: AutoLength | None = None) -> Algorithm:
+    """Each verification drafts, or what the `drafter` names; with a `clock` either of them, as it says."""
+    rules, by_model, texts_of, auto = Rules(settings, setup.info), isinstance(drafter, DrafterPlace), None, clock
+    info = setup.drafter_info
+    assert by_model == (info is not None), "decoder.drafter names a model, but none was loaded"
+    by_ratio = setup.sampling.temperature != 0.0 and setup.sampling.acceptance == "rejection"
+    most = rules.size
+    if isinstance(drafter, RunDrafterSettings):
+        texts_of, longest, own = texts_by(drafter, clock)
+        most, auto = max(longest, most if clock else 0), clock or own
+    given: dict[str, Any] = {
+        "by_ratio": by_ratio,
+        "longest": most,
+        "drafter": info,
+        "texts_of": texts_of,
+        "auto": clock,
+    }
+    decode = partial(s2d2_fused, rules=rules, **given)
     return replace(
         algorithm_of(rules, decode, (), by_ratio=by_ratio, knows_logprob=True),
         window=2 * most + 1,
         columns=lambda length: length + 3 * (most + 1),
         auto=auto,
-        keeps_laws=True,
+        temper=settings.temper,
+        keeps_laws=texts_of is None,
         banks=2,
+        windows="short" if by_model else None,
     )
 
 
 def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     """How the engine runs `fastest` on a block-diffusion model: without drafts a round decodes one token, at block size 1."""
     size = setup.info.block_size or _MOST_AUTO
-    fused = S2d2Settings(kind="s2d2", fused=True, causal_cache=True, block_size=size)
-    rules, texts_of = Rules.of(fused, setup.info), None
-    auto, most = AutoLength(Way(rules.size, name="self")), rules.size
-    if isinstance(settings.drafter, RunDrafterSettings):
-        auto = AutoLength(way_of(settings.drafter), Way(rules.size, name="self"))
-        texts_of, longest, _ = texts_by(settings.drafter, auto)
-        most = max(most, longest)
-    decode = partial(s2d2_fused, rules=rules, by_ratio=False, longest=most, texts_of=texts_of, auto=auto)
-    return _fused(rules, decode, most, by_ratio=False, auto=auto)
+    like = S2d2Settings(kind="s2d2", fused=True, causal_cache=True, block_size=size)
+    ways = [way_of(settings.drafter)] if isinstance(settings.drafter, RunDrafterSettings) else []
+    return _fused(setup, like, settings.drafter, AutoLength(*ways, Way(size, name="self")))

@@ -39,8 +39,6 @@ class BlockSample(Sample):
     own. Under coupled acceptance they are those of the step `number`, counted from the beginning of a block. `log_p_at` are
     log-probabilities by position, `kinds` forwards by purpose. `is_over`: nothing is left to do."""
 
-    __slots__ = ("draws", "is_over", "kinds", "log_p_at", "number")
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if HOLE in self.tokens[: self.prompt]:
@@ -53,8 +51,6 @@ class BlockSample(Sample):
         """Begin with a canvas of this length, which may end after what was requested."""
         self.tokens += [HOLE] * (length - len(self.tokens))
         self.log_p_at = [0.0] * length
-
-    # ---- what decoders ask ---------------------------------------------------------------------------------------
 
     def runs(self, kind: int, rows: Sequence[int], positions: Sequence[int], bank: int = 0) -> list[int]:
         """Sampled rows of one kind, and the positions that they speak of, as runs."""
@@ -72,8 +68,6 @@ class BlockSample(Sample):
         """A forward, counted by its purpose."""
         self.kinds[purpose] += 1
         return Ask(tokens, spans, runs, drafts, when=self.draws)
-
-    # ---- what decoders decide ------------------------------------------------------------------------------------
 
     def reveal(self, news: Sequence[Revealed], proposed: Sequence[int] = (), *, stops: bool = True) -> None:
         """End an iteration: write what it reveals, in this order, up to the end of the completion (if it looks for stops)."""
@@ -103,7 +97,6 @@ class BlockSample(Sample):
             self.show(news)
 
     def skip_iteration(self) -> None:
-        """End an iteration that revealed nothing."""
         self._close_iteration(0, 0, 0)
 
     def show(self, news: Sequence[Revealed], proposed: Sequence[int] = ()) -> None:

@@ -55,10 +55,10 @@ class Layout:
         masked = scored[~alone]
         blocks = masked // self.size
         if not len(masked):
-            return Grouping([], scored)
+            return [], scored, 1
         first, last = int(blocks[0]) * self.size, int(blocks[-1]) * self.size
         groups = [masked[blocks == block] for block in np.unique(blocks)]
-        return Grouping(groups, scored[alone], max(1, last // (length - first)))
+        return groups, scored[alone], max(1, last // (length - first))
 
     def rows_of(self, s: Text, canvas: list[Draw]) -> ScoredRows:
         """The clean text, and behind it the masked blocks of each draw; a row's number is its column."""
@@ -86,7 +86,6 @@ class Layout:
 
 
 def algorithm(setup: Setup, settings: BlockDiffusionSettings, estimate: Estimate) -> Algorithm:
-    """How the engine runs it."""
     assert not setup.info.prompt_block, "which blocks a text is made of is not known without its prompt"
     assert setup.info.mask_id is not None, "families of this kind have a mask"
     layout = Layout(settings.size_for(setup.info), setup.info.mask_id, setup.info.shift, settings.causal_cache)

@@ -7,15 +7,12 @@ from both with a model (`Rules`).
       estimator: {kind: entropy, beta: 1.0}      how likely a drafted token is accepted
       cost: {kind: dynamic, c: 1.0}
 
-Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), Han et al.,
-"Fast decoding for diffusion LLMs via training-free self-speculation" (S2D2, 2026; thresholds compare as in its public code), and
-Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking" (2025).
+Pure pydantic, without torch. block_diffusion.py and verifier.py name the sources; thresholds compare as in S2D2's public code.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -29,13 +26,10 @@ from draftmill.decoders.common_settings import (
     Settings,
     Tasks,
 )
+from draftmill.decoders.draws.settings import Note
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
-_Number = Annotated[float, Field(allow_inf_nan=False)]
 _Bins = Annotated[int, Field(ge=1, le=64)]
-
-
-# ---- routers ---------------------------------------------------------------------------------------------------------
 
 
 class MinSpan(Settings):
@@ -49,15 +43,15 @@ class ScoreRouter(Settings):
     """Verify where the score (expected accepted tokens less their cost) is at least `tau`."""
 
     kind: Literal["score"]
-    tau: _Number = Field(default=0.0, description="least score")
+    tau: float = Field(default=0.0, description="least score")
 
 
 class Hysteresis(Settings):
     """Start to verify at a score above `on`, stop at a score below `off`; a sample starts without verification."""
 
     kind: Literal["hysteresis"]
-    on: _Number = Field(default=0.0, description="verify from above this score")
-    off: _Number = Field(default=-1.0, description="stop below this score")
+    on: float = Field(default=0.0, description="verify from above this score")
+    off: float = Field(default=-1.0, description="stop below this score")
 
     @model_validator(mode="after")
     def _check_order(self) -> Hysteresis:
@@ -70,7 +64,7 @@ class Bandit(Settings):
     """Learn within each sample what pays (UCB), by span, progress and entropy (of the span, or of the block's masks)."""
 
     kind: Literal["bandit"]
-    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the bonus of rare actions")
+    beta: float = Field(default=1.0, ge=0.0, description="weight of the bonus of rare actions")
     span_bins: _Bins = Field(default=2, description="bins of span lengths")
     progress_bins: _Bins = Field(default=2, description="bins of progress")
     entropy_bins: _Bins = Field(default=2, description="bins of entropies")
@@ -80,48 +74,72 @@ class Bandit(Settings):
 Router = Annotated[MinSpan | ScoreRouter | Hysteresis | Bandit, Field(discriminator="kind")]
 
 
-# ---- estimators: how likely a drafted token is accepted --------------------------------------------------------------
+# ---- estimators: how likely a drafted token is accepted (`alpha`), by the `note` of its row --------------------------
 
 
 class Entropy(Settings):
     """exp(-beta H / log V), with the entropy H of the draft distribution."""
 
     kind: Literal["entropy"]
-    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the entropy")
+    beta: float = Field(default=1.0, ge=0.0, description="weight of the entropy")
+    note: ClassVar[Note] = "entropy"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return math.exp(-self.beta * measured / most_entropy)
 
 
 class Margin(Settings):
     """1 where the best token leads the second by more than `tau`, else 0."""
 
     kind: Literal["margin"]
-    tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False, description="the lead")
+    tau: float = Field(default=0.05, ge=0.0, le=1.0, description="the lead")
+    note: ClassVar[Note] = "margin"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return float(measured > self.tau)
 
 
 class LinearMargin(Settings):
     """The best token's lead over the second times `coefficient`, at most 1."""
 
     kind: Literal["linear_margin"]
-    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="weight of the lead")
+    coefficient: float = Field(default=1.0, ge=0.0, description="weight of the lead")
+    note: ClassVar[Note] = "margin"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return min(self.coefficient * measured, 1.0)
 
 
 class Confidence(Settings):
     """The drafted token's probability to the `power`."""
 
     kind: Literal["confidence"]
-    power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="exponent of the probability")
+    power: float = Field(default=1.0, ge=0.0, description="exponent of the probability")
+    note: ClassVar[Note] = "top1"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return min(measured, 1.0) ** self.power
 
 
 class Renyi(Settings):
     """The sum of the squared probabilities: the chance that two draws agree."""
 
     kind: Literal["renyi"]
+    note: ClassVar[Note] = "squares"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return min(measured, 1.0)
 
 
 class HardEntropy(Settings):
     """1 where H / log V is below `tau`, else 0."""
 
     kind: Literal["hard_entropy"]
-    tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False, description="the normalised entropy")
+    tau: float = Field(default=0.5, ge=0.0, description="the normalised entropy")
+    note: ClassVar[Note] = "entropy"
+
+    def alpha(self, measured: float, most_entropy: float) -> float:
+        return float(measured / most_entropy < self.tau)
 
 
 Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | HardEntropy, Field(discriminator="kind")]
@@ -133,10 +151,7 @@ class VerificationCost(Settings):
     kind: Literal["static", "dynamic"] = Field(
         default="static", description="c tokens, or c for each token that is revealed without it"
     )
-    c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="number of tokens")
-
-
-# ---- decoders --------------------------------------------------------------------------------------------------------
+    c: float = Field(default=1.0, ge=0.0, description="number of tokens")
 
 
 class BlockSettings(DecoderChoice):
@@ -155,11 +170,9 @@ class BlockSettings(DecoderChoice):
         default="dynamic", description="which masks a step reveals"
     )
     steps: _Count | None = Field(default=None, description="denoising steps of a block; null: one per position")
-    tau: float = Field(default=0.9, ge=0.0, allow_inf_nan=False, description="threshold of dynamic and entropy")
+    tau: float = Field(default=0.9, ge=0.0, description="threshold of dynamic and entropy")
     sub_block: _Count | None = Field(default=None, description="denoise blocks in parts of N positions")
-    tau_edit: float | None = Field(
-        default=None, ge=0.0, allow_inf_nan=False, description="replace a revealed token if another exceeds this"
-    )
+    tau_edit: float | None = Field(default=None, ge=0.0, description="replace a revealed token if another exceeds this")
     post_steps: int = Field(default=16, ge=0, le=2**20, description="with tau_edit: steps after the last mask")
     causal_cache: bool = Field(default=False, description="finished blocks see only what is to their left")
     fused: bool = Field(default=False, description="draft a block in the forward that adds what is before it")
@@ -243,7 +256,7 @@ class S2d2Settings(BlockSettings):
     router: Router = Field(default=MinSpan(kind="min_span"), description="whether a drafted span is verified")
     estimator: Estimator = Field(default=Entropy(kind="entropy"), description="how likely a draft is accepted")
     cost: VerificationCost = Field(default=VerificationCost(), description="how many tokens a verification must gain")
-    temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="power of the ratio p/q, if it is used")
+    temper: float = Field(default=1.0, gt=0.0, description="power of the ratio p/q, if it is used")
     causal_draft: bool = Field(default=False, description="draft with the decided front of the block run causally")
     paper_compat: bool = Field(default=False, description="at temperature 0: untempered, as the public code")
     drafter: DrafterPlace | RunDrafterSettings | None = Field(
@@ -313,7 +326,6 @@ def _left_shift(info: ModelInfo) -> int:
     return info.shift if info.left_shift is None else info.left_shift
 
 
-@dataclass(frozen=True, slots=True)
 class Rules:
     """The settings of a block decoder and what it needs to know of its model, as plain numbers.
 
@@ -323,39 +335,16 @@ class Rules:
     step draws all masks anew. `most_entropy` is the logarithm of the vocabulary.
     """
 
-    settings: BlockSettings
-    size: int
-    sub_block: int
-    mask: int
-    shift: int
-    left_shift: int
-    prompt_block: bool
-    grain: int
-    causal_draft: bool
-    fresh: bool
-    most_entropy: float
-    max_length: int | None
-
-    @classmethod
-    def of(cls, settings: BlockSettings, info: ModelInfo) -> Rules:
+    def __init__(self, settings: BlockSettings, info: ModelInfo) -> None:
         """Raises ValueError, with the field path, where settings and model do not fit."""
         settings.check_model(info)
-        size = settings.size_for(info)
         assert info.mask_id is not None, "families of this kind have a mask"
-        return cls(
-            settings=settings,
-            size=size,
-            sub_block=settings.sub_block or size,
-            mask=info.mask_id,
-            shift=info.shift,
-            left_shift=_left_shift(info),
-            prompt_block=info.prompt_block,
-            grain=1 if settings.causal_cache else size,
-            causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
-            fresh=settings.draws_anew,
-            most_entropy=max(math.log(info.vocab_size), 1e-12),
-            max_length=info.max_length,
-        )
+        self.settings, self.size, self.mask = settings, settings.size_for(info), info.mask_id
+        self.shift, self.left_shift, self.prompt_block = info.shift, _left_shift(info), info.prompt_block
+        self.sub_block, self.grain = settings.sub_block or self.size, 1 if settings.causal_cache else self.size
+        self.causal_draft = isinstance(settings, S2d2Settings) and settings.causal_draft
+        self.fresh, self.most_entropy = settings.draws_anew, max(math.log(info.vocab_size), 1e-12)
+        self._max_length = info.max_length
 
     def start(self, prompt: int) -> int:
         """Where the first block begins that is to be filled."""
@@ -365,7 +354,7 @@ class Rules:
         """Where the last block of a canvas ends."""
         start = self.start(prompt)
         whole = start + -(-(length - start) // self.size) * self.size
-        return whole if self.max_length is None else max(min(whole, self.max_length), length)
+        return whole if self._max_length is None else max(min(whole, self._max_length), length)
 
     def columns(self, length: int) -> int:
         """The most columns of a canvas: copies come after the last block, and a block that is cut short has room for as many

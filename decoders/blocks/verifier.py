@@ -1,6 +1,6 @@
 """S2D2's routing and verification: whether to verify the first run of masks in a drafted block of a sample, and the verification.
 
-    estimator   how likely each drafted token of the run is accepted: alpha_1 .. alpha_n (`acceptance`)
+    estimator   how likely each drafted token of the run is accepted: alpha_1 .. alpha_n (settings.py)
     K           sum_k prod_{i <= k} alpha_i, the tokens that a verification is expected to accept
     score       K - c (static), or K - c N with the N masks that the confidence rule would reveal at once (dynamic)
     router      run >= n | score >= tau | hysteresis of the score | a bandit that learns what pays (UCB)
@@ -15,7 +15,7 @@ Source: Han et al., "Fast decoding for diffusion LLMs via training-free self-spe
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +24,9 @@ import numpy as np
 from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Revealed
 from draftmill.decoders.blocks.settings import (
     Bandit,
-    Confidence,
-    Entropy,
     Estimator,
-    HardEntropy,
     Hysteresis,
-    LinearMargin,
-    Margin,
     MinSpan,
-    Renyi,
     Router,
     Rules,
     S2d2Settings,
@@ -44,8 +38,6 @@ from draftmill.decoders.engine.asks import JUDGE, SELF, Answer, Span
 
 if TYPE_CHECKING:
     from draftmill.decoders.blocks.block_diffusion import Block, Draft
-
-# ---- reading a draft -------------------------------------------------------------------------------------------------
 
 
 def first_run(masks: list[int]) -> list[int]:
@@ -59,32 +51,7 @@ def measure_of(router: Router, estimator: Estimator) -> Note | None:
         return None
     if isinstance(router, Bandit):
         return "entropy"
-    match estimator:
-        case Entropy() | HardEntropy():
-            return "entropy"
-        case Margin() | LinearMargin():
-            return "margin"
-        case Confidence():
-            return "top1"
-        case Renyi():
-            return "squares"
-
-
-def acceptance(estimator: Estimator, measured: float, most_entropy: float) -> float:
-    """How likely a drafted token is accepted, by the note of its row; entropies are divided by their maximum."""
-    match estimator:
-        case Entropy(beta=beta):
-            return math.exp(-beta * measured / most_entropy)
-        case HardEntropy(tau=tau):
-            return float(measured / most_entropy < tau)
-        case Margin(tau=tau):
-            return float(measured > tau)
-        case LinearMargin(coefficient=coefficient):
-            return min(coefficient * measured, 1.0)
-        case Confidence(power=power):
-            return min(measured, 1.0) ** power
-        case Renyi():
-            return min(measured, 1.0)
+    return estimator.note
 
 
 def expected_tokens(alphas: Iterable[float]) -> float:
@@ -108,30 +75,6 @@ class Signals:
     progress: float
     entropy: float
     size: int
-
-
-def signals_of(
-    router: Router,
-    estimator: Estimator,
-    masks: list[int],
-    measured: Mapping[int, float],
-    *,
-    num_sure: int,
-    progress: float,
-    size: int,
-    most_entropy: float,
-) -> Signals:
-    """The inputs that a draft gives for these masks; `measured` has the note of each (`measure_of`), `most_entropy` is log V."""
-    run, expected, entropy = first_run(masks), 0.0, 0.0
-    if isinstance(router, Bandit):
-        over = run if router.entropy_of == "span" else masks
-        entropy = sum(measured[place] / most_entropy for place in over) / max(len(over), 1)
-    elif not isinstance(router, MinSpan):
-        expected = expected_tokens(acceptance(estimator, measured[place], most_entropy) for place in run)
-    return Signals(len(run), expected, num_sure, progress, entropy, size)
-
-
-# ---- routing ---------------------------------------------------------------------------------------------------------
 
 
 class Threshold:
@@ -218,11 +161,7 @@ block without masks, drafted once more where tokens are edited, isn't verified a
 
 
 def route_of(router: Router, cost: VerificationCost) -> Route:
-    """A router for a new sample."""
     return UpperConfidence(router) if isinstance(router, Bandit) else Threshold(router, cost)
-
-
-# ---- verifying -------------------------------------------------------------------------------------------------------
 
 
 class SelfVerifier:
@@ -232,18 +171,17 @@ class SelfVerifier:
         self._rules, self._settings, self.route = rules, settings, route_of(settings.router, settings.cost)
 
     def wants(self, masks: list[int], draft: Draft, *, num_sure: int, progress: float) -> list[int]:
-        """The places to verify; none if it does not pay."""
-        signals = signals_of(
-            self._settings.router,
-            self._settings.estimator,
-            masks,
-            {place: draft[place].measured for place in masks},
-            num_sure=num_sure,
-            progress=progress,
-            size=self._rules.sub_block,
-            most_entropy=self._rules.most_entropy,
-        )
-        return first_run(masks) if self.route.decide(signals) else []
+        """The places to verify; none if it does not pay. The measure of a draft is that of `measure_of`."""
+        router, most, run = self._settings.router, self._rules.most_entropy, first_run(masks)
+        expected = entropy = 0.0
+        if isinstance(router, Bandit):
+            over = run if router.entropy_of == "span" else masks
+            entropy = sum(draft[place].measured / most for place in over) / max(len(over), 1)
+        elif not isinstance(router, MinSpan):
+            estimator = self._settings.estimator
+            expected = expected_tokens(estimator.alpha(draft[place].measured, most) for place in run)
+        signals = Signals(len(run), expected, num_sure, progress, entropy, self._rules.sub_block)
+        return run if self.route.decide(signals) else []
 
     def verdict(
         self, s: BlockSample, block: Block, run: list[int], draft: Draft

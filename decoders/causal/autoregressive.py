@@ -32,16 +32,10 @@ def score(s: Sample) -> Decoding:
     s.grade(log_ps, first_choices)
 
 
-def prompt_but_one(s: Sample) -> int:
-    """The columns of a prompt that another sample can take over: the row of its last token predicts the first hole."""
-    return s.prompt - 1
-
-
 def algorithm(setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> Algorithm:
-    """How the engine runs it; settings do not matter."""
-    return Algorithm(decode=autoregressive, reusable=prompt_but_one, follows=Sample.causal_next)
+    return Algorithm(decode=autoregressive, follows=Sample.causal_next)
 
 
 def scorer(setup: Setup, settings: AutoregressiveSettings, estimate: Estimate) -> Algorithm:
     """How the engine scores: exactly, whatever the `settings` and the `estimate`."""
-    return Algorithm(decode=score, scores=True, reusable=prompt_but_one)
+    return Algorithm(decode=score, scores=True)

@@ -56,7 +56,6 @@ from functools import partial
 
 import numpy as np
 
-from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import JacobiSettings, MultiblockJacobiSettings
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -84,9 +83,6 @@ def fill_with_prompt(s: Sample) -> None:
     positions = np.arange(s.decided, s.length, dtype=np.int64)
     places = (keys.uniforms(s.key, positions, keys.JACOBI) * s.prompt).astype(np.int64)
     s.tokens[s.decided :] = [s.tokens[place] for place in places.tolist()]
-
-
-# ---- several blocks --------------------------------------------------------------------------------------------------
 
 
 class Blocks:
@@ -205,8 +201,6 @@ class NgramPool:
     """Token runs that one sample's iterations rejected: the last `size` different ones, the most recent first. Each has at most
     `longest` tokens."""
 
-    __slots__ = ("_longest", "_runs", "_size")
-
     def __init__(self, size: int, longest: int) -> None:
         self._size, self._longest = size, longest
         self._runs: list[list[int]] = []
@@ -241,21 +235,15 @@ class NgramPool:
 
 
 def jacobi_algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:
-    """How the engine runs `jacobi`."""
-    return Algorithm(
-        decode=partial(jacobi, block_size=settings.block_size, running=settings.window == "running"),
-        window=settings.block_size + 1,
-        reusable=prompt_but_one,
-    )
+    decode = partial(jacobi, block_size=settings.block_size, running=settings.window == "running")
+    return Algorithm(decode=decode, window=settings.block_size + 1)
 
 
 def multiblock_algorithm(setup: Setup, settings: MultiblockJacobiSettings) -> Algorithm:
-    """How the engine runs `multiblock_jacobi`."""
     n, most = settings.block_size, settings.verify_size - 1 if settings.pool_size else 0
     decode = partial(multiblock_jacobi, n=n, blocks=settings.blocks, most=most, pool_size=settings.pool_size)
     return Algorithm(
         decode=partial(decode, spawn_at=math.ceil(settings.spawn_ratio * n)),
         window=n * settings.blocks + 1,
         columns=lambda length: length + most * n,
-        reusable=prompt_but_one,
     )

@@ -73,10 +73,10 @@ class SuffixDrafterSettings(Settings):
         default=1 << 20, ge=1 << 10, le=1 << 28, description="the index holds the last N tokens, at least half of them"
     )
     max_spec_factor: float = Field(
-        default=1.0, gt=0.0, le=64.0, allow_inf_nan=False, description="drafts at most N times the tokens that match"
+        default=1.0, gt=0.0, le=64.0, description="drafts at most N times the tokens that match"
     )
     min_token_prob: float = Field(
-        default=0.1, ge=0.0, le=1.0, allow_inf_nan=False, description="drafts while all hold with this probability"
+        default=0.1, ge=0.0, le=1.0, description="drafts while all hold with this probability"
     )
 
 

@@ -27,20 +27,18 @@ absorbing diffusion starts from masks; its indices are off; and it does not defi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Final
 
 import numpy as np
 
-from draftmill.decoders.causal.autoregressive import prompt_but_one
+from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.causal.speculative import Drafter, Drafting, speculative
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Run, Span
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Span, runs_of
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
@@ -49,102 +47,68 @@ MOST_AUTO: Final = 32
 """The most drafts that `auto` gives to a sample; the paper's best are 30 to 45."""
 
 
-@dataclass(frozen=True, slots=True)
-class Revealing:
-    """How masks become drafts by these settings, with a head or without. The drafter's row at a position predicts the token
-    `shift` positions after it. `longest` is its longest window, `vocab_size` how many ids it knows, `mask` its mask."""
-
-    settings: SpecDiffSettings
-    has_head: bool
-    mask: int
-    shift: int
-    longest: int | None
-    vocab_size: int
-
-    def chunk(self, count: int) -> int:
-        """How many drafts each forward reveals; the last drafts of a canvas are fewer and take fewer forwards."""
-        gamma = self.settings.gamma
-        return -(-(count if gamma == "auto" else gamma) // self.settings.steps)
-
-
-def by_diffusion(s: Sample, r: Revealing) -> Drafter:
-    """Reveal masks after the text, chunk by chunk; the text in the window has at least one token."""
+def by_diffusion(s: Sample, settings: SpecDiffSettings, info: ModelInfo, vocab_size: int, *, has_head: bool) -> Drafter:
+    """Reveal masks after the text, chunk by chunk; the text in the window has at least one token. `info` and `vocab_size` are the
+    drafter's; a head may correct its rows."""
+    window = partial(_window, s, info, vocab_size, is_full=settings.window == "full")
 
     def draft(most: int) -> Drafting:
-        n, count = s.decided, most if r.longest is None else min(most, r.longest - 1)
-        order = _random_order(s, n, count) if r.settings.order == "native" else list(range(count))
-        size = r.chunk(count)
+        n, count = s.decided, most if info.max_length is None else min(most, info.max_length - 1)
+        order = np.arange(count)
+        if settings.order == "native":
+            order = keys.uniforms(s.key, n + order, keys.ORDER, draw=n).argsort(kind="stable")
+        # The last drafts of a canvas are fewer and take fewer forwards.
+        size = -(-(count if settings.gamma == "auto" else settings.gamma) // settings.steps)
         drafts: list[int | None] = [None] * count
         for first in range(0, count, max(size, 1)):
-            now = sorted(order[first : first + size])
-            start, tokens = _window(s, r, drafts)
-            ask = partial(
-                Ask,
-                tokens,
-                Span(len(tokens), 0, 0, len(tokens), FAR),
-                model=1,
-                sigmas=(noise_of_share(tokens.count(r.mask) / len(tokens)),),
-            )
+            now_D = np.sort(order[first : first + size])
+            start, tokens, share = window(drafts)
+            sigmas, row = (noise_of_share(share),), n - start - info.shift
+            ask = partial(Ask, tokens, Span(len(tokens), 0, 0, len(tokens), FAR), model=1, sigmas=sigmas)
             s.nfe_draft += 1
-            if r.has_head:
+            if has_head:
                 yield ask(runs=(), drafts=())
-                answer = yield Roll(MARKOV, n + now[0], len(now), n + now[0] - start - r.shift, n + now[0])
+                begin = int(now_D[0])
+                answer = yield Roll(MARKOV, n + begin, len(now_D), row + begin, n + begin)
             else:
-                runs = [Run(n + at - start - r.shift, size, n + at, DRAFT) for at, size in runs_of(now)]
-                answer = yield ask(runs=[number for run in runs for number in run], drafts=[NO_DRAFT] * len(now))
-            for offset, token in zip(now, answer.tokens, strict=True):
+                answer = yield ask(runs=runs_of(row + now_D, n + now_D, DRAFT), drafts=[NO_DRAFT] * len(now_D))
+            for offset, token in zip(now_D.tolist(), answer.tokens, strict=True):
                 drafts[offset] = s.tokens[n + offset] = token
         return s.tokens[n : n + count]
 
     return Drafter(draft)
 
 
-def _random_order(s: Sample, n: int, count: int) -> list[int]:
-    """The offsets of the drafts in the sample's own random order."""
-    positions, when = np.arange(n, n + count), np.full(count, n)
-    words = np.tile(np.array(keys.split_key(s.key)), (count, 1))
-    uniforms = keys.uniform_rows(words, positions, keys.ORDER, when)
-    order: list[int] = uniforms.argsort(kind="stable").tolist()
-    return order
-
-
-def _window(s: Sample, r: Revealing, drafts: list[int | None]) -> tuple[int, list[int]]:
-    """The rank at which the window begins, and its tokens: all of the text where it fits, else its end; drafts, and masks."""
-    end = s.decided + len(drafts)
-    start = 0 if r.longest is None else max(end - r.longest, 0)
-    tokens = [*s.tokens[start : s.decided], *(r.mask if draft is None else draft for draft in drafts)]
-    tokens = [token if token < r.vocab_size else r.mask for token in tokens]
-    if r.settings.window == "full" and r.longest is not None:
-        tokens += [r.mask] * (r.longest - len(tokens))
-    return start, tokens
-
-
-def runs_of(offsets: list[int]) -> list[tuple[int, int]]:
-    """The first one and the number of each run of neighbours among ascending offsets."""
-    runs = list[tuple[int, int]]()
-    for _, run in groupby(enumerate(offsets), key=lambda item: item[1] - item[0]):
-        members = [offset for _, offset in run]
-        runs.append((members[0], len(members)))
-    return runs
+def _window(
+    s: Sample, info: ModelInfo, vocab_size: int, drafts: list[int | None], *, is_full: bool
+) -> tuple[int, list[int], float]:
+    """The rank at which the window begins; its tokens: all of the text where it fits, else its end; drafts, and masks; and the
+    share of these."""
+    end, mask, longest = s.decided + len(drafts), info.mask_id, info.max_length
+    assert mask is not None, "a drafter without a mask token"
+    start = 0 if longest is None else max(end - longest, 0)
+    tokens = [*s.tokens[start : s.decided], *(mask if draft is None else draft for draft in drafts)]
+    tokens = [token if token < vocab_size else mask for token in tokens]
+    if is_full and longest is not None:
+        tokens += [mask] * (longest - len(tokens))
+    return start, tokens, tokens.count(mask) / len(tokens)
 
 
 def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
     """How the engine runs these settings. Raises ValueError if `window: full` is impossible with the drafter."""
     drafter, info = setup.drafter, setup.drafter_info
     assert drafter is not None and info is not None, "decoder.drafter names a model, but none was loaded"
-    assert info.mask_id is not None, "a drafter without a mask token"
     settings.check_drafter(info)
     has_head = setup.heads is not None
     assert not (has_head and settings.order == "native"), "a head corrects for what stands before"
     k, auto = settings.gamma, None
     if k == "auto":
         k, auto = MOST_AUTO, AutoLength(Way(MOST_AUTO, shares_cost=True))
-    r = Revealing(settings, has_head, info.mask_id, info.shift, info.max_length, drafter.vocab_size)
+    drafts = partial(by_diffusion, settings=settings, info=info, vocab_size=drafter.vocab_size, has_head=has_head)
     return Algorithm(
-        decode=partial(speculative, length=auto or (lambda: k), drafter=partial(by_diffusion, r=r), kind=JUDGE),
+        decode=partial(speculative, length=auto or (lambda: k), drafter=drafts, kind=JUDGE),
         window=k + 1,
         auto=auto,
         keeps_laws=True,
         windows=settings.window,
-        reusable=prompt_but_one,
     )

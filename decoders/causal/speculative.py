@@ -25,7 +25,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from draftmill.decoders.causal import autoregressive
-from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.jacobi import fill_with_prompt
 from draftmill.decoders.causal.settings import (
     HeadDrafterSettings,
@@ -35,21 +34,9 @@ from draftmill.decoders.causal.settings import (
 )
 from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
 from draftmill.decoders.common_settings import RunDrafterSettings
+from draftmill.decoders.engine import asks
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import (
-    DRAFT,
-    FAR,
-    JUDGE,
-    MARKOV,
-    MODEL,
-    NO_DRAFT,
-    SURE,
-    Ask,
-    Decoding,
-    Roll,
-    Run,
-    Span,
-)
+from draftmill.decoders.engine.asks import Ask, Decoding, Roll, Run, Span
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
 from draftmill.decoders.engine.samples import Sample
@@ -81,16 +68,6 @@ Length = Callable[[], int]
 """How many drafts the next iteration may have."""
 
 
-class Block(NamedTuple):
-    """What a head of blocks runs at once: the last token and masks, `size` in all, whose rows from `first` on draft. With
-    `is_chain` one after the other, each corrected for the token before it."""
-
-    size: int
-    mask: int
-    first: int
-    is_chain: bool
-
-
 def speculative(s: Sample, length: Length, drafter: Callable[[Sample], Drafter], kind: int) -> Decoding:
     """Draft, verify, commit the drafts that hold and the token after them. A length of 0 is plain decoding."""
     drafts_by = drafter(s)
@@ -99,7 +76,7 @@ def speculative(s: Sample, length: Length, drafter: Callable[[Sample], Drafter],
         if most := length():
             drafts = yield from drafts_by.draft(min(most, s.length - n - 1))
         s.tokens[n : n + len(drafts)] = drafts
-        accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
+        accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, asks.NO_DRAFT])
         s.cached = n + accepted
         s.cached_draft = min(s.cached_draft, s.cached)
         s.tokens[n : n + len(tokens)] = tokens  # those behind the accepted ones are guesses
@@ -153,37 +130,39 @@ def by_model(s: Sample, max_length: int | None) -> Drafter:
         if not most:
             return []
         s.nfe_draft += most
-        drafts: list[int] = (yield Roll(MODEL, n, most)).tokens
+        drafts: list[int] = (yield Roll(asks.MODEL, n, most)).tokens
         return drafts
 
     return Drafter(draft)
 
 
-def by_head(s: Sample, block: Block | None) -> Drafter:
-    """A draft head drafts from the target's states: one token after the other, or a block at once. The first forward has no
-    drafts: whether its prompt has run before depends on other samples. A head of tokens runs its own drafts again, since then
-    their states are known."""
+def by_head(s: Sample, head: Any) -> Drafter:
+    """A draft head (heads/files.py, SpeculatorConfig) drafts from the target's states: one token after the other, or a block at
+    once. The first forward has no drafts: whether its prompt has run before depends on other samples. A head of tokens runs its
+    own drafts again, since then their states are known. Blocks are whole also where the text ends within them, so that a
+    draft's distribution does not depend on how many there are."""
     read = s.draft_lag = s.cached_draft = 1
 
     def draft(most: int) -> Drafting:
         nonlocal read
-        n, count = s.decided, most if block is None else min(most, block.size - block.first)
+        n, count = s.decided, most if head.most_drafts is None else min(most, head.most_drafts)
         if n == s.prompt or not count:
             return []
-        if block is not None:
+        if head.most_drafts is not None:
             s.nfe_draft += 1
-            tokens = [s.tokens[n - 1], *[block.mask] * (block.size - 1)]
-            seen = Span(block.size, n - 1, n - 1, n - 1 + block.size, FAR)
-            if block.is_chain:
+            size, first = head.block_size, int(not head.from_anchor)
+            tokens = [s.tokens[n - 1], *[head.mask_id] * (size - 1)]
+            seen = Span(size, n - 1, n - 1, n - 1 + size, asks.FAR)
+            if head.markov_rank:  # one after the other, each corrected for the token before it
                 yield Ask(tokens, seen, (), (), model=1)
-                answer = yield Roll(MARKOV, n, count, block.first, n)
+                answer = yield Roll(asks.MARKOV, n, count, first, n)
             else:
-                run = Run(block.first, count, n, DRAFT)
-                answer = yield Ask(tokens, seen, run, [NO_DRAFT] * count, model=1)
+                run = Run(first, count, n, asks.DRAFT)
+                answer = yield Ask(tokens, seen, run, [asks.NO_DRAFT] * count, model=1)
         else:
             s.nfe_draft += count
             s.cached_draft, read = read, n
-            answer = yield Roll(MODEL, n, count)
+            answer = yield Roll(asks.MODEL, n, count)
         drafts: list[int] = answer.tokens
         return drafts
 
@@ -239,8 +218,6 @@ def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> D
 class Lookup:
     """Knows where each n-gram of one sample's text last ended, if a token followed it; O(max_n) a token."""
 
-    __slots__ = ("_end_of", "_known", "_max_n", "_min_n")
-
     def __init__(self, max_n: int, min_n: int) -> None:
         self._max_n, self._min_n = max_n, min_n
         self._known = 1
@@ -280,22 +257,20 @@ class Means(NamedTuple):
     drafter: Callable[[Sample], Drafter]
     name: str
     most: int = _MOST
-    kind: int = SURE
+    kind: int = asks.SURE
     behind: int = 0
     shares_cost: bool = False
     settling: int = 1
     reads_states: bool = False
 
     def algorithm(self, length: Length, auto: AutoLength | None) -> Algorithm:
-        """How the engine runs it."""
         return Algorithm(
             decode=partial(speculative, length=length, drafter=self.drafter, kind=self.kind),
             window=self.most + 1,
             columns=lambda length: length + self.behind,
             auto=auto,
-            keeps_laws=self.kind == JUDGE,
+            keeps_laws=self.kind == asks.JUDGE,
             reads_states=self.reads_states,
-            reusable=prompt_but_one,
         )
 
 
@@ -307,21 +282,14 @@ def means_of(setup: Setup, drafter: Any) -> Means:
         case SuffixDrafterSettings():
             return Means(partial(among_texts, index=SuffixIndex(drafter)), "suffix")
         case HeadDrafterSettings():
-            return _by_head(setup)
+            assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
+            head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
+            most, is_block = head.most_drafts or _MOST, head.most_drafts is not None
+            behind = head.block_size if is_block else 0
+            return Means(partial(by_head, head=head), "head", most, asks.JUDGE, behind, is_block, 2, reads_states=True)
     assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
     longest = None if setup.drafter_info is None else setup.drafter_info.max_length
-    return Means(partial(by_model, max_length=longest), "model", kind=JUDGE, settling=2)
-
-
-def _by_head(setup: Setup) -> Means:
-    """Blocks of a head are whole also where the text ends within them, so that a draft's distribution does not depend on how many
-    there are."""
-    assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
-    head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
-    if head.most_drafts is None:
-        return Means(partial(by_head, block=None), "head", _MOST, JUDGE, settling=2, reads_states=True)
-    block = Block(head.block_size, head.mask_id, not head.from_anchor, head.markov_rank > 0)
-    return Means(partial(by_head, block=block), "head", head.most_drafts, JUDGE, block.size, True, 2, True)
+    return Means(partial(by_model, max_length=longest), "model", kind=asks.JUDGE, settling=2)
 
 
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
@@ -330,7 +298,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         return autoregressive.algorithm(setup, settings)
     if isinstance(settings.drafter, RunDrafterSettings):
         texts_of, most, auto = texts_by(settings.drafter)
-        return Means(partial(by_earlier_texts, texts_of=texts_of), "run", most).algorithm(lambda: FAR, auto)
+        return Means(partial(by_earlier_texts, texts_of=texts_of), "run", most).algorithm(lambda: asks.FAR, auto)
     means = means_of(setup, settings.drafter)
     if settings.k != "auto":
         k = min(settings.k, means.most)
@@ -342,19 +310,16 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
 
 def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     """How the engine runs `fastest` on a causal model: nothing drafts, or what the settings name, or look-ups, or guesses."""
-    named = settings.drafter
+    named, most = settings.drafter, MOST_AUTO
     means = [means_of(setup, NgramDrafterSettings(kind="ngram")), Means(by_guesses, "jacobi", shares_cost=True)]
-    if isinstance(named, RunDrafterSettings):
-        means.insert(0, Means(by_guesses, "run"))  # until the clock is there, which its texts need
-    elif named is not None:
+    if named is not None and not isinstance(named, RunDrafterSettings):
         means.insert(0, means_of(setup, named))
     ways = [Way(min(each.most, MOST_AUTO), 0, each.shares_cost, each.name) for each in means]
-    if isinstance(named, RunDrafterSettings):
-        ways[0] = way_of(named)
-    auto, most = AutoLength(*ways, settling=max(each.settling for each in means)), MOST_AUTO
+    runs = [way_of(named)] if isinstance(named, RunDrafterSettings) else []
+    auto = AutoLength(*runs, *ways, settling=max(each.settling for each in means))
     if isinstance(named, RunDrafterSettings):
         texts_of, most, _ = texts_by(named, auto)
-        means[0] = Means(partial(by_earlier_texts, texts_of=texts_of), "run")
+        means.insert(0, Means(partial(by_earlier_texts, texts_of=texts_of), "run"))
     drafter = partial(by_any, auto=auto, makers=[each.drafter for each in means])
     base = means[0]._replace(drafter=drafter, most=max(most, MOST_AUTO)).algorithm(auto, auto)
     return replace(base, follows=Sample.causal_next)

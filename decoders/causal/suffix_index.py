@@ -46,8 +46,6 @@ _TARGET: Final = _ONCE - 1
 class SuffixIndex:
     """Texts of up to `max_tokens` tokens in all. `era` counts how often the young automaton has become the old one."""
 
-    __slots__ = ("era", "factor", "least", "most", "old", "young")
-
     def __init__(self, settings: SuffixDrafterSettings) -> None:
         self.factor, self.least = settings.max_spec_factor, settings.min_token_prob
         self.most = settings.max_tokens // 2
@@ -57,8 +55,6 @@ class SuffixIndex:
 class Reader:
     """Reads one text into the index, and drafts what may follow what it has read."""
 
-    __slots__ = ("_era", "_index", "_last", "_length", "_match")
-
     def __init__(self, index: SuffixIndex) -> None:
         self._index = index
         self._era = index.era
@@ -66,7 +62,6 @@ class Reader:
         self._last, self._match, self._length = ROOT, ROOT, 0
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Read on."""
         index = self._index
         for token in tokens:
             if index.young.size >= index.most:
@@ -127,8 +122,6 @@ class Automaton:
     `best[s]` is the token that followed most often, of several the last one that came so far, or NOWHERE; `target[s]` the
     state that it leads to, `count[s]` how often it was followed, and `total[s]` how often any token was. `size` counts the
     tokens that were not known to the automaton in their text: only these take memory."""
-
-    __slots__ = ("_others", "best", "count", "length", "link", "size", "target", "total")
 
     def __init__(self) -> None:
         self.length, self.link = array("i", [0]), array("i", [NOWHERE])
@@ -197,7 +190,6 @@ class Automaton:
         self.best[state], self.target[state], self.count[state] = token, target, 1
 
     def _count_again(self, state: int, token: int) -> None:
-        """A token follows a state once more."""
         self.total[state] += 1
         if self.best[state] == token:
             self.count[state] += 1

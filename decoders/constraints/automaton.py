@@ -41,9 +41,6 @@ _MOST_EDGES: Final = 8_000_000
 _NUMBERS = count()
 
 
-# ---- the vocabulary --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Level:
     """The trie's nodes at one depth. Node l has the children first_L[l] .. first_L[l + 1] - 1 in the next level, reached by the
@@ -87,9 +84,6 @@ def _grouped(key_T: Ints, value_T: Ints, num_keys: int) -> tuple[Ints, Ints]:
     return np.searchsorted(key_T[order_T], np.arange(num_keys + 1)), value_T[order_T]
 
 
-# ---- automata --------------------------------------------------------------------------------------------------------
-
-
 class Automaton:
     """States 0 .. `num_states` - 1; 0 is the start. `class_V` is each token's class: tokens of one class have the same edges, and
     class 0 has none. Edge e goes from `state_E` to `next_E` by a token of `class_E`; edges are sorted by state, then class.
@@ -127,13 +121,6 @@ class Automaton:
         if at < part.stop - part.start and self.class_E[part.start + at] == token_class:
             return int(self.next_E[part.start + at])
         return -1
-
-    def matches(self, tokens: Sequence[int]) -> bool:
-        """Whether the tokens spell a text that the expression matches."""
-        state = 0
-        for token in tokens:
-            state = self.step(state, token)
-        return state >= 0 and bool(self.is_end_S[state])
 
     def allowed(self, state: int, left: int, *, exactly: bool) -> Bools:
         """Which tokens may follow `state`, [V], when at most `left` tokens remain, this one included, or `exactly` that many."""

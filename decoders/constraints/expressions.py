@@ -48,9 +48,6 @@ class TooLarge(ValueError):
         )
 
 
-# ---- nodes -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Chars:
     """One character out of some."""
@@ -123,7 +120,6 @@ def size_of(node: Node) -> int:
 
 
 def sequence(*parts: Node | None) -> Node | None:
-    """One after the other."""
     return graph([(place, part, place + 1) for place, part in enumerate(parts)], 0, [len(parts)])
 
 
@@ -134,7 +130,6 @@ def either(parts: Iterable[Node | None]) -> Node | None:
 
 
 def optional(part: Node | None) -> Node | None:
-    """It, or nothing."""
     return graph([(0, part, 1)], 0, [0, 1])
 
 
@@ -148,9 +143,6 @@ def repeated(part: Node | None, least: int, most: int | None) -> Node | None:
     return graph(edges, 0, [*range(least, (least if most is None else most) + 1), "loop"])
 
 
-# ---- automata --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Dfa:
     """State 0 is the start; the steps of each state in ascending order, and whether a text may end there."""
@@ -159,7 +151,6 @@ class Dfa:
     ends: list[bool]
 
     def accepts(self, symbols: Iterable[int]) -> bool:
-        """Whether it accepts a text."""
         state = 0
         for symbol in symbols:
             found = self.step(state, symbol)
@@ -169,7 +160,6 @@ class Dfa:
         return self.ends[state]
 
     def step(self, state: int, symbol: int) -> int | None:
-        """The state after a symbol."""
         return next((to for first, last, to in self.edges[state] if first <= symbol <= last), None)
 
     def live(self) -> set[int]:
@@ -246,7 +236,6 @@ def both(first: Dfa | None, other: Dfa | None) -> Dfa | None:
 
 
 def negated(machine: Dfa | None) -> Dfa:
-    """Every text that it does not accept."""
     if machine is None:
         return Dfa([[(0, LAST, 0)]], [True])
     sink = len(machine.edges)
@@ -256,7 +245,6 @@ def negated(machine: Dfa | None) -> Dfa:
 
 
 def inverted(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """All other characters."""
     found, place = list[tuple[int, int]](), 0
     for first, last in sorted(ranges):
         if first > place:
@@ -266,7 +254,6 @@ def inverted(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def common(first: Ranges, other: Ranges) -> Ranges:
-    """The characters of both."""
     return inverted((*inverted(first), *inverted(other)))
 
 

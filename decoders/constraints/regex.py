@@ -81,7 +81,9 @@ class _Parser:
                 self._is_wide ^= is_not
                 self.looks.append((not is_not, self._alternatives()))
                 self._is_wide ^= is_not
-                self._expect(")")
+                if not self.text.startswith(")", self.at):
+                    self._refuse(") is missing")
+                self.at += 1
             node = sequence(_BEGIN, self._row())
             if self.text.startswith("|", self.at):
                 self._refuse("a look-ahead before alternatives can't be kept; allowed: alternatives in a group")
@@ -95,11 +97,6 @@ class _Parser:
         place = self.at if at is None else at
         shown = self.text if len(self.text) <= _SHOWN else self.text[:_SHOWN] + "..."
         raise RegexError(f"{shown!r} is no regular expression that can be compiled: character {place + 1}: {reason}")
-
-    def _expect(self, wanted: str) -> None:
-        if not self.text.startswith(wanted, self.at):
-            self._refuse(f"{wanted} is missing")
-        self.at += len(wanted)
 
     def _alternatives(self) -> Node | None:
         parts = [self._row()]

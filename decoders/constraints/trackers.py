@@ -18,6 +18,7 @@ since it is not accepted. Legend: see automaton.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.constraints.automaton import Automaton, Bools
@@ -28,21 +29,18 @@ Allowed = tuple[Hashable, Callable[[], Bools]] | None
 """What names a set of tokens, and the set, [V]; None: all."""
 
 
-class Tracker:
+class Tracker(Protocol):
     """A constraint at work on one sample: which tokens its rows may draw."""
 
     def decide(self, position: int, token: int) -> None:
         """A token stands at a position from now on."""
-        raise NotImplementedError
 
     def allowed(self, position: int, known: Known) -> Allowed:
         """The tokens that may stand at a position, for a row that knows these drafts, too."""
-        raise NotImplementedError
 
     @property
     def is_met(self) -> bool:
         """Whether what is decided satisfies the constraint, as the finished text."""
-        raise NotImplementedError
 
 
 class LeftToRight(Tracker):
@@ -132,7 +130,6 @@ class AnyOrder(Tracker):
 
     @property
     def is_met(self) -> bool:
-        """Whether the whole hole is decided, or ended before, and matches."""
         has_ended = bool(self._ends) and bool(self._front_S[-1])
         is_whole = self._num_front == len(self._tokens)
         return has_ended or (is_whole and bool((self._front_S & self._automaton.is_end_S).any()))

@@ -1,12 +1,12 @@
-"""A sample's key, and the noise that planners draw with it: decoders/draws/noise.py in numpy, without torch.
+"""A sample's key, and the numbers that are drawn with it: by planners in numpy, by decoders/draws/noise.py in torch.
 
-The numbers are the same ones (tests/decoders/draws/test_noise.py): Philox4x32-10 in wrapping uint64 arithmetic of numpy.
+Source: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,9 @@ SCORE_MASK: Final = 9
 LENGTH: Final = 10
 
 MASK32: Final = 0xFFFFFFFF
-MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
-WEYL: Final = (0x9E3779B9, 0xBB67AE85)
-ROUNDS: Final = 10
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS: Final = 10
 
 
 def sample_key(job_seed: int, sample_id: str) -> int:
@@ -74,18 +74,28 @@ def uniform_rows(
     purpose: int | NDArray[np.int64],
     draws_R: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words. `purpose`
-    is one for all rows, or one a row."""
-    word_1 = positions_R.astype(np.uint64) & np.uint64(MASK32)
-    word_0, word_2, word_3 = np.zeros_like(word_1), np.full_like(word_1, purpose), draws_R.astype(np.uint64)
-    low, high = keys_R2[:, 0].astype(np.uint64), keys_R2[:, 1].astype(np.uint64)
-    for _ in range(ROUNDS):
-        product_0, product_1 = word_0 * np.uint64(MULTIPLIERS[0]), word_2 * np.uint64(MULTIPLIERS[1])
-        word_0, word_2 = _high(product_1) ^ word_1 ^ low, _high(product_0) ^ word_3 ^ high
-        word_1, word_3 = product_1 & np.uint64(MASK32), product_0 & np.uint64(MASK32)
-        low, high = (low + np.uint64(WEYL[0])) & np.uint64(MASK32), (high + np.uint64(WEYL[1])) & np.uint64(MASK32)
-    return (word_0.astype(np.float64) + 0.5) * 2.0**-32
+    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words, `purpose` is one for all rows or one a row."""
+    counter = np.zeros_like(positions_R), positions_R & MASK32, np.zeros_like(positions_R) + purpose, draws_R
+    return (philox(counter, (keys_R2[:, 0], keys_R2[:, 1]))[0].astype(np.float64) + 0.5) * 2.0**-32
 
 
-def _high(product: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    return product >> np.uint64(32)
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Return the four 32-bit output words of Philox4x32-10, of int64 arrays or tensors; counters broadcast, and keys to them.
+    Only the words that are multiplied next must be clean: of an int64 product, which wraps but has the 64 bits of the unsigned
+    one, the high half is masked after the round's exclusive ors, and the low half not before the last round is over."""
+    word_0, word_1, word_2, word_3 = counter
+    key_0, key_1 = key
+    for _ in range(_ROUNDS):
+        product_0, product_1 = word_0 * _MULTIPLIERS[0], word_2 * _MULTIPLIERS[1]
+        word_0, word_2 = _mix(product_1 >> 32, word_1, key_0), _mix(product_0 >> 32, word_3, key_1)
+        word_1, word_3 = product_1, product_0
+        key_0, key_1 = (key_0 + _WEYL[0]) & MASK32, (key_1 + _WEYL[1]) & MASK32
+    return word_0, word_1 & MASK32, word_2, word_3 & MASK32
+
+
+def _mix(high: Any, word: Any, key: Any) -> Any:
+    """(high ^ word ^ key), masked; the last two steps work in place."""
+    mixed = high ^ word
+    mixed ^= key
+    mixed &= MASK32
+    return mixed

@@ -1,8 +1,7 @@
 """The noise field: every random number of a sample is a pure function of the sample's key and the number's purpose.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) in wrapping int64 tensor arithmetic, so
-that the same integers come out on every device. The counter is (token // 4, position, purpose, draw); one block of four
-32-bit words serves four neighbouring token ids. Knows nothing of models or slots.
+Philox4x32-10 (keys.py) in int64 gives the same integers on every device. The counter is (token // 4, position, purpose, draw);
+one block of four 32-bit words serves four neighbouring token ids. Knows nothing of models or slots.
 
 Legend: Q = V / 4 blocks.
 """
@@ -14,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from draftmill.decoders.draws.keys import MASK32, MULTIPLIERS, ROUNDS, TARGET, WEYL
+from draftmill.decoders.draws.keys import TARGET, philox, split_key
 
 _BLOCK: Final = 4
 # Rows x blocks worked on at once: on a CPU small enough that the ten rounds stay in the second-level cache, on a GPU few
@@ -25,27 +24,7 @@ _GPU_CHUNK_BLOCKS: Final = 1 << 22
 
 def key_words(keys: list[int], device: torch.device | str = "cpu") -> Tensor:
     """Split 64-bit keys into int64 [R, 2] of (low, high) 32-bit words."""
-    return torch.tensor([[key & MASK32, key >> 32] for key in keys], dtype=torch.int64, device=device).reshape(-1, 2)
-
-
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return the four 32-bit output words (as int64) of Philox4x32-10; counters broadcast, and keys to them. Only the words
-    that are multiplied next must be clean: of an int64 product, which wraps but has the 64 bits of the unsigned one, the high
-    half is masked after the round's exclusive ors, and the low half not before the last round is over."""
-    word_0, word_1, word_2, word_3 = counter
-    key_0, key_1 = key
-    for _ in range(ROUNDS):
-        product_0, product_1 = word_0 * MULTIPLIERS[0], word_2 * MULTIPLIERS[1]
-        word_0 = _mix(product_1 >> 32, word_1, key_0)
-        word_2 = _mix(product_0 >> 32, word_3, key_1)
-        word_1, word_3 = product_1, product_0
-        key_0, key_1 = (key_0 + WEYL[0]) & MASK32, (key_1 + WEYL[1]) & MASK32
-    return word_0, word_1 & MASK32, word_2, word_3 & MASK32
-
-
-def _mix(high: Tensor, word: Tensor, key: Tensor) -> Tensor:
-    """(high ^ word ^ key), masked; keys must broadcast to counters, since the last two steps work in place."""
-    return (high ^ word).bitwise_xor_(key).bitwise_and_(MASK32)
+    return torch.tensor([split_key(key) for key in keys], dtype=torch.int64, device=device).reshape(-1, 2)
 
 
 def _words(keys_R2: Tensor, positions_R: Tensor, blocks_RQ: Tensor, draws_R: Tensor) -> Tensor:

@@ -211,9 +211,6 @@ def _mass_before(mass_RV: Tensor, token_R: Tensor) -> Tensor:
     return torch.where(before_RV, mass_RV, 0.0).sum(-1, dtype=torch.float64)
 
 
-# ---- tokens and notes ------------------------------------------------------------------------------------------------
-
-
 def sample(
     logits_RV: Tensor,
     warp: Warp,

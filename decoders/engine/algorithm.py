@@ -26,8 +26,9 @@ class Algorithm:
 
     How samples share a batch. `window` is how many ranks from the first undecided one on may be asked about at one time.
     `columns` are those of a canvas length. `reusable` is how many leading columns of a prompt can at most be in place before the
-    first ask: taken over from another sample whose prompt begins alike, or run in chunks (scheduler.py); a multiple of
-    `cut_multiple` of them, or with WHOLE all or none. The first ask runs the rest, at least one row. `has_prompt`: whether a
+    first ask: taken over from another sample whose prompt begins alike, or run in chunks (scheduler.py); by default all but the
+    last, whose row predicts the first hole. A multiple of `cut_multiple` of them, or with WHOLE all or none. The first ask runs
+    the rest, at least one row. `has_prompt`: whether a
     sample's first forward runs a prompt; with `joins_prompts` that of a few new samples may run along with the others' forward.
     Where nothing is kept (`keeps` is false) each canvas of a sample has one slot for the time of a forward, up to
     `num_slots`. `nodes`: canvases of a sample stand beside each other in its slot.
@@ -54,7 +55,7 @@ class Algorithm:
     sample: Callable[..., Sample] = Sample
     window: int = 1
     columns: Callable[[int], int] = lambda length: length
-    reusable: Callable[[Sample], int] = lambda sample: 0
+    reusable: Callable[[Sample], int] = lambda sample: sample.prompt - 1
     cut_multiple: int = 1
     has_prompt: Callable[[Sample], bool] = lambda sample: True
     joins_prompts: bool = True

@@ -145,12 +145,6 @@ class SampleFrom(NamedTuple):
     weights: list[int]
 
 
-class Offer(NamedTuple):
-    """Offers up to `most` canvases of a text that is scored; answered with the number to take, before the forward."""
-
-    most: int
-
-
 class Answer(NamedTuple):
     """`accepted` is how many leading drafts hold. `tokens` and `log_ps` have an entry for each sampled row.
 
@@ -169,6 +163,6 @@ class Answer(NamedTuple):
     notes: Any = ()
 
 
-Wish = Ask | Roll | SampleFrom | Offer
+Wish = Ask | Roll | SampleFrom
 Decoding = Generator[Wish, Any, None]
-"""A decoder at work on one sample: it is sent a number for an Offer, else an Answer, and ends with the sample."""
+"""A decoder at work on one sample: it is sent an Answer for each, and ends with the sample."""

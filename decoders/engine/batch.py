@@ -237,24 +237,15 @@ class Batch(Sent[A]):
             "R": self.draws.num_sampled + (judging is not None),
         }
 
-    def fill_up(
-        self, sizes: dict[str, int], *, dead_column: int, num_positions: int, dead_note: int, dead_cell: int
-    ) -> None:
-        """Fill every array up to the size of its axis. What fills up means nothing: dead rows are token 0 of a slot at the pool's
-        begin, see nothing, and write a column that no row sees; dead sampled rows leave what is kept of them where nobody reads
-        it. At least one sampled row is dead, for dead drafts. No canvas has more than `num_positions`."""
+    def fill_up(self, sizes: dict[str, int], dead: dict[str, int], *, num_positions: int) -> None:
+        """Fill every array up to the size of its axis by what is `dead`, else 0, which means nothing: dead rows are token 0 of a
+        slot at the pool's begin, see nothing, and write a column that no row sees; dead sampled rows leave what is kept of them
+        where nobody reads it. At least one sampled row is dead, for dead drafts. No canvas has more than `num_positions`."""
         rows = self.rows
-        dead = {
-            "line_N": -1, "line_Q": -1, "column_N": dead_column, "settings_4R": 1, "scored_R": NO_DRAFT, "note_R": dead_note,
-            "cell_R": dead_cell, "row_D": self.draws.num_sampled,
-        }  # fmt: skip
         self.pad(sizes, dead)
         self.is_padded, self.draws.reads_all = True, False
         longest = num_positions if isinstance(rows, StreamRows) else rows.shape.num_positions
         rows.shape = replace(rows.shape, num_slots=sizes["G"], num_positions=longest)
-
-
-# ---- packing ---------------------------------------------------------------------------------------------------------
 
 
 def pack(samples: Sequence[Sample], asks: Sequence[Ask], slots: SlotTable, layout: Layout, rule: Rule) -> Batch[Host]:
@@ -517,9 +508,6 @@ def _join(parts: Sequence[Sequence[int] | Ints]) -> Ints:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     return np.array(list(chain.from_iterable(parts)), dtype=np.int64)
-
-
-# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def answers(b: Batch[Host], record: NDArray[np.float64] | None) -> list[Answer]:

@@ -7,16 +7,12 @@ column that no row sees, and what is drawn from them is not read. They cost litt
     first time          operation by operation; then captured, replayed, and compared: a graph with another record is never used
     from then on        one copy down, one launch, one record up
 
-Forwards with rows of prompts differ too much in size to come again: they are not captured. Where launches take longer than the
-device's work, new samples wait for each other, so that such forwards are rare (scheduler.py).
-
 All graphs of a process live and die together. They read the caches, the cells of drafts and each other's hidden states, and they
 share one memory pool and, through cuBLAS, one workspace. So whatever moves memory that a graph reads drops all of them
 (`drop_all`), and what is captured next has a new pool; nothing ever drops a single one.
 
-Chosen at the start: on a CUDA device, where the model's attention and draws are kernels (decoders/kernels), unless
-DRAFTMILL_GRAPHS is 0. Larger forwards run operation by operation: the device is then busy for longer than the host needs to start
-the next kernel. How many rows that takes depends on the model (`rows_of_launches`).
+Larger forwards run operation by operation: the device is then busy for longer than the host needs to start the next kernel. How
+many rows that takes depends on the model (`rows_of_launches`). docs/engine.md says what else is not captured.
 """
 
 from __future__ import annotations

@@ -45,8 +45,6 @@ _NOWHERE: Final = 1 << 60
 class Foretold:
     """How many tokens a text has foretold, and how many not."""
 
-    __slots__ = ("hits", "misses")
-
     def __init__(self, hits: float, misses: float) -> None:
         self.hits, self.misses = hits, misses
 
@@ -56,21 +54,18 @@ class Foretold:
         return self.hits / (self.hits + self.misses)
 
     def note(self, hit: bool) -> None:
-        """One more comparison."""
         self.hits, self.misses = self.hits * _MEMORY + hit, self.misses * _MEMORY + (not hit)
 
 
 class Pointer(Foretold):
-    """Where in `source` the next token is foretold. `grows`: the source is the text itself, as far as it is decided."""
+    """Where in `source` the next token is foretold. `grows`: the source is the text itself, as far as it is decided; else it does
+    not have the first `skipped` tokens, a prompt."""
 
-    __slots__ = ("_ends", "_grows", "_known", "_next", "_source")
-
-    def __init__(self, source: list[int], *, grows: bool = False) -> None:
+    def __init__(self, source: list[int], skipped: int = 0, *, grows: bool = False) -> None:
         # A finished text is trusted for a few tokens; the sample's own has to earn it.
         super().__init__(*((0.5, 1.5) if grows else (1.7, 0.3)))
         self._source, self._grows = source, grows
-        self._next = _NOWHERE if grows else 0
-        self._known = 0
+        self._next, self._known = _NOWHERE if grows else 0, skipped
         # The places after each run of 2 or 3 tokens, ascending; of a finished text from its first miss on.
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
@@ -82,10 +77,6 @@ class Pointer(Foretold):
             if self._grows:
                 self._index(rank, rank + 1)
         self._known = decided
-
-    def skip(self, rank: int) -> None:
-        """The tokens before this rank are a prompt, which the source does not have."""
-        self._known = rank
 
     def drafts(self, most: int, decided: int, least: float) -> list[int]:
         """The tokens that should come next: those that hold with a probability of at least `least`, at most `most`."""
@@ -125,14 +116,10 @@ class Pointer(Foretold):
 class EarlierTexts:
     """Drafts for one sample, and counts those from earlier runs that held. `worth` gives the rows that a token is worth."""
 
-    __slots__ = ("_accepted", "_earlier", "_is_earlier", "_most", "_own", "_s", "_worth")
-
     def __init__(self, s: Sample, most: int, worth: Callable[[], int]) -> None:
         self._s, self._most, self._worth = s, most, worth
         self._accepted, self._is_earlier = 0, False
-        self._earlier = [Pointer(text) for text in texts_by_rank(s)]
-        for pointer in self._earlier:
-            pointer.skip(s.prompt)
+        self._earlier = [Pointer(text.tolist(), s.prompt) for text in s.request.earlier]
         self._own: Pointer | None = None
 
     def drafts(self, room: int) -> list[int]:
@@ -165,8 +152,6 @@ class EarlierTexts:
 class PlacedTexts:
     """The earlier texts of a canvas whose holes are filled in any order: they foretell the token of each hole, by its place."""
 
-    __slots__ = ("_accepted", "_is_earlier", "_s", "_texts")
-
     def __init__(self, s: Sample, holes: Sequence[int]) -> None:
         self._s, self._accepted, self._is_earlier = s, 0, False
         self._texts = [
@@ -187,16 +172,6 @@ class PlacedTexts:
         if self._is_earlier:
             self._s.reused += self._s.accepted - self._accepted
         self._accepted = self._s.accepted
-
-
-def texts_by_rank(s: Sample) -> list[list[int]]:
-    """The earlier texts of a sample, which are in the order of the canvas, in that of its ranks."""
-    texts = [text.tolist() for text in s.request.earlier]
-    if s.order is None:
-        return texts
-    holes = s.order[s.prompt :]
-    place = {position: number for number, position in enumerate(sorted(holes))}
-    return [[text[place[position]] for position in holes] if len(text) == len(holes) else text for text in texts]
 
 
 def way_of(settings: RunDrafterSettings) -> Way:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from draftmill.decoders.engine.batch import Batch, answers, bad_samples, best_to
 from draftmill.decoders.engine.cuda_graphs import drop_all, why_no_graphs
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.memory import Capacity, Extents, MemoryPlan, Shape
-from draftmill.decoders.engine.model_runner import ModelRunner, Started
+from draftmill.decoders.engine.model_runner import ModelRunner, Started, seconds_of
 from draftmill.decoders.engine.penalties import PenaltyTracker
 from draftmill.decoders.engine.rolls import roll_model, roll_rows
 from draftmill.decoders.engine.sampler import Sampler
@@ -41,8 +40,6 @@ from draftmill.decoders.engine.samples import Sample, SlotTable, Times, decoding
 from draftmill.decoders.engine.scheduler import Scheduler, Turn, ask_of_chunk
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
-
-_CANVASES: Final = attrgetter("canvases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +55,6 @@ class Running:
     def answers(self, sample: Sample) -> bool:
         """Whether the record is for a sample: it has asked for it, or is bad, and has not ended before."""
         return sample.decoding is not None and (sample.is_bad or sample.slot not in self.chunks)
-
-    @property
-    def asking(self) -> list[Sample]:
-        return [sample for sample in self.samples if self.answers(sample)]
 
 
 class Engine:
@@ -94,7 +87,7 @@ class Engine:
             max_tokens=setup.max_tokens,
             plan=self.plan,
             multiple=self._multiple,
-            columns=self.columns,
+            columns_of=self.columns,
             slot_bytes=self.slot_bytes,
             pooled=all(runner.backbone.reads_rows for runner in self.models),
         )
@@ -158,12 +151,10 @@ class Engine:
         return most - inside if most >= len(self._slots) else 0
 
     def most_rows(self, length: int) -> int:
-        """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
         columns = self._capacity.columns(length)
         return max(self._capacity.most_rows(columns), int(self._capacity.fits(1, columns)))
 
     def fit(self, free_bytes: int) -> None:
-        """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
         self.plan = self._capacity.plan = self.sampler.plan = MemoryPlan.of(
             self.backbone.device,
             free_bytes,
@@ -196,25 +187,18 @@ class Engine:
         if scores:
             # A score has no settings of its own, and its tokens stand where others have holes.
             request, masked = replace(request, settings=JOB_SETTINGS), without_scored(request)
-        order, prompt = decoding_order(masked, request.hole_order)
+        order, prompt = decoding_order(masked)
         ranks = order.tolist() if self.algorithm.kind == "any_subset" else None
         if self.algorithm.kind == "causal" and prompt < len(request.canvas):
             check_completion(masked, scores=scores)
         sample = self.algorithm.sample(
             request, ranks, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing
         )
-        if request.settings.constraint is not None:
-            sample.tracker = tracker_of(
-                request.settings.constraint, masked.tolist(), in_order=self.algorithm.kind == "causal"
-            )
-        if request.settings.penalties is not None:
-            sample.penalties = PenaltyTracker(
-                request.settings.penalties,
-                masked.tolist(),
-                in_order=self.algorithm.kind == "causal",
-                vocab_size=self.info.vocab_size,
-                never=frozenset(self.info.suppressed),
-            )
+        own, in_order = request.settings, self.algorithm.kind == "causal"
+        if own.constraint is not None:
+            sample.tracker = tracker_of(own.constraint, masked.tolist(), in_order=in_order)
+        if own.penalties is not None:
+            sample.penalties = PenaltyTracker(own.penalties, masked.tolist(), self.info, in_order=in_order)
         return sample
 
     def _make_room(self, needed: int, length: int) -> None:
@@ -234,8 +218,7 @@ class Engine:
         if self._extents is not None and self._extents.num_cells < least:
             self._allocate(Shape())
         if self._extents is None:
-            for runner in reversed(self.models):
-                runner.reserve(self._capacity.cells)
+            self._reserve()
             self._extents = Extents(max(least, self._capacity.cells or self.max_tokens))
             self.slots.start_S = np.zeros(self.max_rows, dtype=np.int64)
         if shape[:2] != self._shape[:2]:
@@ -252,12 +235,17 @@ class Engine:
         if has_graphs and not all([self.sampler.stays(slots), *(runner.stays(shape) for runner in self.models)]):
             drop_all()
         self.sampler.resize(slots)
+        if shape.slots:
+            self._reserve()
         for runner in reversed(self.models):
-            if shape.slots:
-                runner.reserve(self._capacity.cells)
             runner.resize(shape, self._multiple)
         self.scheduler.prefixes.resize(shape.slots, shape.columns)
         self._shape = shape
+
+    def _reserve(self) -> None:
+        """Take the memory for all slots together at once, as far as caches are pools and their sizes are known."""
+        for runner in reversed(self.models if self._capacity.cells else []):
+            runner.backbone.reserve(self._capacity.cells)
 
     def _place(self, sample: Sample) -> None:
         slot = sample.slot = self._slots.index(None) if None in self._slots else len(self._slots)
@@ -281,7 +269,7 @@ class Engine:
         self.scheduler.start(sample)
 
     def clear(self) -> list[int]:
-        """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
+        """See Decoder; frees the caches' memory, too."""
         dropped = [sample.request.index for sample in self.samples] + [outcome.index for outcome in self._instant]
         for slot in range(len(self._slots)):
             self.slots.release(slot)
@@ -315,12 +303,7 @@ class Engine:
         if self.algorithm.auto is not None:
             name, tokens = self.algorithm.auto.name, self.stats.committed - committed
             self.stats.ways[name] = self.stats.ways.get(name, 0) + tokens
-            self.algorithm.auto.note_step(
-                tokens,
-                self._clock() - began_s,
-                len(turn.samples),
-                num_prompts,
-            )
+            self.algorithm.auto.note_step(tokens, self._clock() - began_s, len(turn.samples), num_prompts)
         return done
 
     def _turn(self) -> Turn:
@@ -336,7 +319,7 @@ class Engine:
             return self.samples
         assert self.algorithm.follows is not None, "asks that follow"
         ending = set[int]()
-        for sample in self._running.asking:
+        for sample in filter(self._running.answers, self._running.samples):
             sample.ask = self.algorithm.follows(sample)
             if sample.ask is None:
                 ending.add(sample.slot)
@@ -390,7 +373,7 @@ class Engine:
     def _roll_rows(self, samples: list[Sample], asks: list[Roll]) -> list[Answer]:
         """Draft from rows of the forward that has just run, by their own distributions or a head."""
         replies = list(roll_rows(samples, asks, self._ran, self.sampler, self.slots, self.heads))
-        self._charge(samples, sum(self._ran[2].seconds()))
+        self._charge(samples, sum(seconds_of(self._ran[2].clock.cut())))
         return replies
 
     @staticmethod
@@ -422,7 +405,7 @@ class Engine:
     def _launch(self, turn: Turn) -> Running:
         samples = turn.samples
         asks = [sample.ask for sample in samples if isinstance(sample.ask, Ask)]
-        assert len(asks) == len(samples), "offers and drafts were answered before"
+        assert len(asks) == len(samples), "drafts were answered before"
         rule = self.target.rule
         if rule.ahead and self.algorithm.auto is not None and self.target.graphs is None:
             rule = rule._replace(ahead=min(rule.ahead, self.algorithm.auto()))  # a graph draws always as many
@@ -477,7 +460,7 @@ class Engine:
     def _count(self, samples: list[Sample], running: Running) -> None:
         """Count a forward of the target: its rows for each canvas of these samples, of its seconds an equal share. The only place
         for it. Rows of samples that had ended before count as computed alone."""
-        active, started, stats = sum(map(_CANVASES, samples)), running.started, self.stats
+        active, started, stats = sum(sample.canvases for sample in samples), running.started, self.stats
         laps, batch, computed = started.seconds, started.batch, started.computed
         dropped = len(running.samples) - len(samples)  # each had one row of each kind
         seconds, useful = sum(laps), batch.num_rows - dropped * len(batch.rows.lines)

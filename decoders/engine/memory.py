@@ -108,46 +108,41 @@ class Extents:
         return list(zip(ends, [*(first for first, _ in self._taken), self.num_cells], strict=True))
 
 
+@dataclass(slots=True, kw_only=True)
 class Capacity:
-    """At most `max_rows` samples and `max_tokens` cached columns, and what the `plan` allows. `columns` gives the columns of a
+    """At most `max_rows` samples and `max_tokens` cached columns, and what the `plan` allows. `columns_of` gives the columns of a
     canvas length, which a cache rounds up to a `multiple`; `slot_bytes` the bytes of a slot with that many columns."""
 
-    def __init__(
-        self,
-        *,
-        max_rows: int,
-        max_tokens: int,
-        plan: MemoryPlan,
-        multiple: int,
-        columns: Callable[[int], int],
-        slot_bytes: Callable[[int], int],
-        pooled: bool = False,
-    ) -> None:
-        self.max_rows, self.max_tokens, self.plan = max_rows, max_tokens, plan
-        self._multiple, self._columns, self._slot_bytes, self._pooled = multiple, columns, slot_bytes, pooled
+    max_rows: int
+    max_tokens: int
+    plan: MemoryPlan
+    multiple: int
+    columns_of: Callable[[int], int]
+    slot_bytes: Callable[[int], int]
+    pooled: bool = False
 
     @property
     def cells(self) -> int:
         """How many columns of all slots together are allocated at once; 0 where caches grow by need."""
-        if not self._pooled or self.plan.slots is None:
+        if not self.pooled or self.plan.slots is None:
             return 0
-        for_cells = self.plan.slots - self.max_rows * self._slot_bytes(0)
-        return max(0, min(self.max_tokens, for_cells // max(1, self._slot_bytes(1) - self._slot_bytes(0))))
+        for_cells = self.plan.slots - self.max_rows * self.slot_bytes(0)
+        return max(0, min(self.max_tokens, for_cells // max(1, self.slot_bytes(1) - self.slot_bytes(0))))
 
     def columns(self, length: int) -> int:
         """How many columns a slot has if the longest canvas has this length."""
-        return rounded(self._columns(length), self._multiple)
+        return rounded(self.columns_of(length), self.multiple)
 
     def most_rows(self, num_columns: int) -> int:
         """How many samples fit with this many columns a slot; 0 if not even one does."""
         most = min(self.max_rows, self.max_tokens // num_columns)
         if self.plan.slots is not None:
-            most = min(most, max(self.plan.slots, 0) // max(1, self._slot_bytes(num_columns)))
+            most = min(most, max(self.plan.slots, 0) // max(1, self.slot_bytes(num_columns)))
         return min(most, self.cells // num_columns) if self.cells else most
 
     def fits(self, num_rows: int, num_columns: int) -> bool:
         """Whether `num_rows` slots fit into memory, whatever the batch limits."""
-        return self.plan.slots is None or num_rows * self._slot_bytes(num_columns) <= self.plan.slots
+        return self.plan.slots is None or num_rows * self.slot_bytes(num_columns) <= self.plan.slots
 
     def shape(self, now: Shape, *, needed: int, longest: int) -> Shape:
         """What `needed` samples get; `now` is the present shape. MemoryError for a sample that does not fit even alone."""
@@ -172,7 +167,7 @@ class Capacity:
         """The columns of the longest canvas; MemoryError if `needed` of them don't fit."""
         least = self.columns(longest)
         if not self.fits(needed, least):
-            asked, free = needed * self._slot_bytes(least), max(self.plan.slots or 0, 0)
+            asked, free = needed * self.slot_bytes(least), max(self.plan.slots or 0, 0)
             raise MemoryError(
                 f"a canvas of {longest} tokens does not fit into memory: its batch of {needed} would take {asked:,} bytes, "
                 f"and {free:,} are free"

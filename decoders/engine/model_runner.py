@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from draftmill.decoders.backbones.rows import Host, Rows, TokenRows
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import FAR
+from draftmill.decoders.engine.asks import FAR, NO_DRAFT
 from draftmill.decoders.engine.batch import Batch, Draws, Layout
 from draftmill.decoders.engine.cuda_graphs import Work, find_graphs
 from draftmill.decoders.engine.memory import Shape
@@ -118,21 +118,6 @@ class Started:
         return seconds_of(self.laps)
 
 
-def _layout(setup: Setup, algorithm: Algorithm, num_notes: int) -> Layout:
-    """How the target's rows stand in its cache."""
-    backbone = setup.backbone
-    return Layout(
-        family="scores" if algorithm.scores else algorithm.kind,
-        streams=algorithm.kind == "any_subset",
-        keeps=algorithm.keeps,
-        # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
-        by_node=algorithm.nodes and backbone.device.type == "cpu" and not backbone.reads_rows,
-        mask_id=setup.info.mask_id if algorithm.kind == "masked" else None,
-        has_flags=backbone.has_sums,
-        num_notes=num_notes,
-    )
-
-
 class ModelRunner:
     """A model of an engine, the target or the one that drafts, and the sampler of its rows. Logits have the target's vocabulary.
     Where a model runs whole canvases or windows each time, their rows are memory of their own."""
@@ -148,7 +133,16 @@ class ModelRunner:
         self._info, self._is_full = setup.drafter_info if windows else None, windows == "full"
         # Where nothing is kept whole canvases run, which keep a device busy: they are not captured.
         if is_target:
-            self.layout = _layout(setup, algorithm, len(sampler.noted_C) if hides_host else 0)
+            self.layout = Layout(
+                family="scores" if algorithm.scores else algorithm.kind,
+                streams=algorithm.kind == "any_subset",
+                keeps=algorithm.keeps,
+                # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
+                by_node=algorithm.nodes and backbone.device.type == "cpu" and not backbone.reads_rows,
+                mask_id=setup.info.mask_id if algorithm.kind == "masked" else None,
+                has_flags=backbone.has_sums,
+                num_notes=len(sampler.noted_C) if hides_host else 0,
+            )
             self._num_slots, is_small = algorithm.num_slots, algorithm.keeps
             self._whole = algorithm.kind == "masked" or not algorithm.keeps
         else:
@@ -189,11 +183,6 @@ class ModelRunner:
         """Whether a resize to this leaves all that its graphs read as it is."""
         return self.graphs is None or bool(self.backbone.stays(shape.slots, shape.columns))
 
-    def reserve(self, num_cells: int) -> None:
-        """Take the memory for this number of columns of all slots together, if the cache is one pool; 0 takes none."""
-        if num_cells:
-            self.backbone.reserve(num_cells)
-
     def resize(self, shape: Shape, multiple: int) -> None:
         """Resize the cache to this shape; unless it `stays`, all graphs must have been dropped."""
         num_slots, num_columns = shape.slots, shape.columns
@@ -218,10 +207,6 @@ class ModelRunner:
         """Clear slots that hold NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN."""
         for slot in slots:
             self.backbone.clear_slot(slot)
-
-    def seconds(self) -> list[float]:
-        """The seconds of the calls since the last forward; an answer must have come since."""
-        return seconds_of(self.clock.cut())
 
     # ---- a forward -----------------------------------------------------------------------------------------------
 
@@ -307,7 +292,6 @@ class ModelRunner:
         return torch.cat([fields_AFR.flatten(), record[count:]])
 
     def size(self, count: int) -> int:
-        """The bucket size for `count` rows."""
         return (self.graphs and self.graphs.size(count)) or count
 
     def _pad_batch(self, b: Batch[Host]) -> bool:
@@ -325,16 +309,13 @@ class ModelRunner:
         sizes = graphs.choose(sizes)
         if len(self.parts(sizes["R"], by_kernel=draws.by_kernel)) > 1:
             return False
-        dead_note, dead_cell = len(self._sampler.noted_C) - 1, self._sampler.dead_cell
         # Without `start_N` slot 0, where dead rows are, begins at the pool's first cell, too.
         assert b.rows.start_N is not None or not self.layout.streams, "dead rows are of the first slot of the forward"
-        b.fill_up(
-            sizes,
-            dead_column=self.backbone.dead_cell,
-            num_positions=self._columns,
-            dead_note=dead_note,
-            dead_cell=dead_cell,
-        )
+        dead = {
+            "line_N": -1, "line_Q": -1, "column_N": self.backbone.dead_cell, "settings_4R": 1, "scored_R": NO_DRAFT,
+            "note_R": len(self._sampler.noted_C) - 1, "cell_R": self._sampler.dead_cell, "row_D": draws.num_sampled,
+        }  # fmt: skip
+        b.fill_up(sizes, dead, num_positions=self._columns)
         return True
 
     def more(self, key: Hashable, draws: Draws[Host], work: Drawing) -> NDArray[np.float64]:

@@ -56,7 +56,6 @@ class NoiseCache:
         self._noise_CV[: len(kept_CV)] = kept_CV
 
     def start(self, slot: int) -> None:
-        """A new sample: nothing of its noise is kept."""
         self._held_SC[slot : slot + 1] = -1
 
     def rows(self, draws: Draws[Any], part: slice, most_bytes: int, ahead: int) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.base import HOLE
+from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.constraints.trackers import Known
 
 Entries = tuple[NDArray[np.int64], NDArray[np.float64]]
@@ -59,19 +59,16 @@ class Penalties:
 
 
 class PenaltyTracker:
-    """Penalties at work on one sample. `canvas` holds HOLE where a token is to be generated; `in_order`: from left to right. Of
-    `vocab_size` tokens those in `never` are never generated anyway."""
+    """Penalties at work on one sample. `canvas` holds HOLE where a token is to be generated; `in_order`: from left to right."""
 
-    def __init__(
-        self, penalties: Penalties, canvas: Sequence[int], *, in_order: bool, vocab_size: int, never: frozenset[int]
-    ) -> None:
-        self.penalties, self._in_order, self._vocab_size = penalties, in_order, vocab_size
+    def __init__(self, penalties: Penalties, canvas: Sequence[int], info: ModelInfo, *, in_order: bool) -> None:
+        self.penalties, self._in_order, self._vocab_size = penalties, in_order, info.vocab_size
         self._token_at = {position: token for position, token in enumerate(canvas) if token != HOLE}
         self._first = next((position for position, token in enumerate(canvas) if token == HOLE), len(canvas))
         self._given, self._generated = frozenset(self._token_at.values()), Counter[int]()
         self._biases = dict(penalties.biases)
         self._never = frozenset(run[0] for run in penalties.banned if len(run) == 1)
-        self._impossible = self._never | never
+        self._impossible = self._never.union(info.suppressed)
         self._runs = _by_neighbour(penalties.banned)
         self._grams = defaultdict[tuple[int, tuple[int, ...]], set[int]](set)
         if penalties.ngram:
@@ -83,10 +80,7 @@ class PenaltyTracker:
         for token in dict.fromkeys([*self._biases, *sorted(self._never), *seen]):
             self._set(token)
 
-    # ---- what is decided
-
     def decide(self, position: int, token: int) -> None:
-        """A token stands at a position from now on."""
         self._token_at[position] = token
         self._generated[token] += 1
         self._after = {}
@@ -109,8 +103,6 @@ class PenaltyTracker:
         after = -(penalties.presence * (count > 0) + penalties.frequency * count)
         factor = penalties.repetition if is_known else 1.0
         return self._biases.get(token, 0.0), factor, _NEVER if token in self._never else after
-
-    # ---- what rows know
 
     def entries(self, position: int, known: Known) -> Entries:
         """How the logits of a row change that speaks of a position, and knows these drafts beside what is decided."""

@@ -34,9 +34,6 @@ Drafted = tuple[list[Sample], Started]
 """A forward of a drafting model, and the samples that it drafted for."""
 
 
-# ---- from rows of the last forward -----------------------------------------------------------------------------------
-
-
 def roll_rows(
     samples: Sequence[Sample],
     asks: Sequence[Roll],
@@ -158,9 +155,6 @@ def draft_by_head(
         states_RD = at_least_rows(runner.backbone.min_rows, heads.markov, hidden_RD, **others)
         drafted_R[part] = sampler.drafts(runner.logits(states_RD), states_RD, sent, part)
     return drafted_R.to(torch.float64)
-
-
-# ---- by a drafting model ---------------------------------------------------------------------------------------------
 
 
 def roll_model(

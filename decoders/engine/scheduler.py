@@ -7,9 +7,6 @@ in chunks, with a budget of rows beside the decoding samples:
     A  prompt of 300    300, its first ask decodes           decodes
     B  prompt of 900    212 rows           512 rows          176 rows, its first ask
 
-Where a step without prompts can be captured as a graph, and a step's time is that of its launches, new samples gather: their
-prompts run when those that wait have lost as many places in steps as one such step has, all in one step.
-
 A chunk is leading rows of a prompt of which none is sampled: it writes their columns and raises `cached`, as columns do
 that are taken over from another sample. So the decoder's generator starts when only the rest is left, and notices nothing.
 The chunks of a prompt and its first ask are one evaluation.
@@ -27,8 +24,6 @@ What prompts have in common is looked up in a table of the slots (`PrefixCache`)
     slot 1    shots shots question B          takes over what it has in common with A, and runs the rest
     slot 2    (free) shots shots question C   what the last sample left there stays good until it is overwritten
 
-In a causal model a column depends on the tokens up to its own: any common beginning can be taken over or run as a chunk. In
-block diffusion whole blocks can, in an any-subset model, whose prompt sees all of itself, the whole prompt or nothing.
 Prompts are compared as integers: tokens, or (any-subset) tokens with their positions. Numpy only; the engine copies what is
 on the device.
 
@@ -92,7 +87,8 @@ class Prefill:
 
 class Scheduler:
     """The `line` of new samples, in the order in which they came, and what their prompts have in common. `gathers`: new samples
-    wait for more of them. Without `prompt_rows` prompts run without a budget."""
+    wait until they have lost as many places in steps as one step has; then their prompts run in one step. Without `prompt_rows`
+    prompts run without a budget."""
 
     def __init__(self, setup: Setup, algorithm: Algorithm, stats: EngineStats, *, gathers: bool) -> None:
         self.algorithm, self._copy_prefix, self._stats = algorithm, setup.backbone.copy_prefix, stats
@@ -251,29 +247,18 @@ def fitting(new: list[Sample], most: int | None) -> int:
     return len(new)
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
-
-
-def chunk_within(sample: Sample, algorithm: Algorithm, budget: int) -> int:
-    """How many leading rows of the rest of its prompt, at most `budget`, may run without its end."""
-    most, multiple = algorithm.reusable(sample), algorithm.cut_multiple
-    if multiple == WHOLE:
-        return 0
-    end = min(sample.cached + budget, most)
-    return max(end - end % multiple - sample.cached, 0)
-
-
 def schedule_chunks(waiting: Iterable[Sample], algorithm: Algorithm, budget: int) -> list[Sample]:
     """Divide the budget among samples in their order: which of them run rows in the next forward. Those with a `chunk` run that
     many rows of their prompts, the others all that is left. What can't be cut waits until it fits, or runs as the only one:
     something runs in any case."""
-    running, left = list[Sample](), budget
+    running, left, multiple = list[Sample](), budget, algorithm.cut_multiple
     for sample in waiting:
         # The rows of its prompt that it has still to run, with those that are scored.
         rows, is_first = max((sample.length if algorithm.scores else sample.prompt) - sample.cached, 1), not running
         if rows > left:
-            most = max(left, algorithm.cut_multiple) if is_first else left
-            sample.chunk = chunk_within(sample, algorithm, most)
+            if multiple != WHOLE:
+                end = min(sample.cached + (max(left, multiple) if is_first else left), algorithm.reusable(sample))
+                sample.chunk = max(end - end % multiple - sample.cached, 0)
             if not (sample.chunk or is_first):
                 break
         running.append(sample)
@@ -288,9 +273,6 @@ def ask_of_chunk(sample: Sample, algorithm: Algorithm) -> Ask:
     start, count = sample.cached, sample.chunk
     block = algorithm.cut_multiple if algorithm.kind == "blocks" else 1
     return Ask(sample.tokens[start : start + count], Span(count, start, start, block=block), (), ())
-
-
-# ---- what prompts have in common -------------------------------------------------------------------------------------
 
 
 class PrefixCache:

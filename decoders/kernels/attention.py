@@ -27,8 +27,6 @@ from torch import Tensor
 
 from draftmill.decoders.kernels.seen import Seen, line_bytes, power_of_two, tile_bytes
 
-DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-"""What the kernel computes with; anything else is the reference's."""
 # Tensor cores multiply 16 numbers at a time.
 _LEAST_WIDTH: Final = 16
 # Two stages of keys and values take two thirds of a program's shared memory, the queries of a tile the other third (seen.py).
@@ -202,11 +200,9 @@ def attend(
     A score is scaling x (query . key); with `cap`, cap x tanh(that / cap). With `relative_NHP` the row's number for the distance
     of the two positions is added, as it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A head's
     sink is one more score, of a place that every row sees and that holds nothing. A row that sees nothing gets zeros; rows beyond
-    the tiles of `seen` get anything. The columns are cut into this number of `shares`; None: as many as are worth it. Raises
-    ValueError where query and cache have dtypes that the kernel does not know.
+    the tiles of `seen` get anything. The columns are cut into this number of `shares`; None: as many as are worth it.
     """
-    if query_NHd.dtype not in DTYPES or layer_2SKWd.dtype != query_NHd.dtype:
-        raise ValueError(f"query {query_NHd.dtype}, cache {layer_2SKWd.dtype}; allowed: the same one of {DTYPES}")
+    assert query_NHd.dtype == layer_2SKWd.dtype != torch.float64, "float64 is computed by torch (find.py)"
     assert seen.tables is not None, "the host cuts rows into tiles"
     query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
     num_rows, num_heads, width = query_NHd.shape

@@ -106,7 +106,6 @@ def times(s: Canvas, steps: int) -> Callable[[int], float]:
 
 
 def algorithm(setup: Setup, settings: AncestralSettings) -> Algorithm:
-    """How the engine runs these settings."""
     predictor = settings.predictor_for(setup.info.family)
     by_model = predictor != "ddpm"
     decode: Callable[[Canvas], Decoding] = partial(by_time, steps=settings.steps, shift=setup.info.shift)

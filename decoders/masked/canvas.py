@@ -58,8 +58,6 @@ class Canvas(Sample):
     array; `holes` are the masks' positions, ascending. Positions of `given` had no mask in the beginning. `size` is the block
     length, by default that of the canvas."""
 
-    __slots__ = ("canvas", "given", "holes", "keep", "log_p_at", "origin", "size", "uniform")
-
     def __init__(self, *args: Any, block_length: int | None, **more: Any) -> None:
         super().__init__(*args, **more)
         self.holes = [position for position, token in enumerate(self.tokens) if token == HOLE]
@@ -84,16 +82,12 @@ class Canvas(Sample):
             self.uniform = keys.uniforms(self.key, np.arange(self.length), keys.ORDER)
         return self.uniform
 
-    # ---- what decoders ask about ---------------------------------------------------------------------------------
-
     def block(self, position: int) -> int:
         return max(position - self.origin, 0) // self.size
 
     def end_of(self, block: int) -> int:
         """The position after the last one of a block."""
         return min(self.origin + (block + 1) * self.size, self.length)
-
-    # ---- what decoders reveal ------------------------------------------------------------------------------------
 
     def reveal(self, picks: Sequence[Pick], proposed: int = 0, drafts: Sequence[int] = ()) -> None:
         """End an iteration: reveal these tokens in their order, fewer where the completion ends. All but the first of them
@@ -143,9 +137,6 @@ class Canvas(Sample):
         if self.keep is not None and outcome.logprob is not None:
             outcome.logprob = sum(self._generated_tokens()[1])
         return outcome
-
-
-# ---- asks ------------------------------------------------------------------------------------------------------------
 
 
 class CanvasAsk:
@@ -219,8 +210,6 @@ class CanvasAsk:
         return np.where(np.isin(answer.tokens, s.stops.ids), -np.inf, sure_AR) if ends_last else sure_AR
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
-
 Positions = tuple[int, int]
 """The positions from the first number up to the second."""
 
@@ -244,22 +233,22 @@ class Windows:
     """When the cache of a sample was made, and the windows that follow from it."""
 
     def __init__(self, s: Canvas, reading: Reading) -> None:
-        self._s, self._reading = s, reading
+        self._s, self.reading = s, reading
         # The block of the last forward, -1 before the first; the number of decided tokens when the cache was made.
         self.last, self.made_at = -1, s.decided
 
     def window(self, block: int) -> Positions:
         """The positions that a forward in a block runs when the cache is not rebuilt."""
         start = self._s.origin + block * self._s.size
-        end = self._s.length if self._reading.cache == "prefix" else self._s.end_of(block)
-        return max(start - self._reading.shift, 0), end
+        end = self._s.length if self.reading.cache == "prefix" else self._s.end_of(block)
+        return max(start - self.reading.shift, 0), end
 
     def next_runs(self, block: int) -> list[Positions]:
         """The positions that the next forward runs, whose first masks are in `block`; it then becomes the last forward."""
         last, self.last = self.last, block
-        if self._reading.cache == "none":
+        if self.reading.cache == "none":
             return [(0, self._s.length)]
-        refresh = self._reading.refresh
+        refresh = self.reading.refresh
         if last < 0 or (last != block if refresh is None else self.since() >= refresh):
             self.made_at = self._s.decided
             return [(0, self._s.length)]
@@ -274,8 +263,6 @@ class Windows:
         """The number of tokens that were revealed since the cache was made."""
         return self._s.decided - self.made_at
 
-
-# ---- nodes -------------------------------------------------------------------------------------------------------------
 
 Visible = list[tuple[int, int, int]]
 """What a node sees: positions [low, high) in the columns from the third number on."""
@@ -322,28 +309,20 @@ def build_tree(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed
 
 
 class NodeLayout:
-    """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node. Each node answers its `best`
-    surest masks in each of the first blocks that hold `count` of its masks."""
+    """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node; the root runs `runs`. Each node
+    answers its `best` surest masks in each of the first blocks that hold `count` of its masks."""
 
     def __init__(
-        self,
-        s: Canvas,
-        drafts: Sequence[tuple[int, int]],
-        reading: Reading,
-        *,
-        count: int,
-        best: int,
-    ) -> None:
+        self, s: Canvas, nodes: Sequence[Node], drafts: Sequence[tuple[int, int]], windows: Windows,
+        runs: Sequence[Positions], *, count: int, best: int,
+    ) -> None:  # fmt: skip
+        reading = windows.reading
         self._s, self._drafts, self._count, self._best, self._fresh = s, drafts, count, best, reading.fresh
         self._shift, self.asked = reading.shift, CanvasAsk(reading.shift, s.given if reading.guided else None)
         self._column = s.length  # nodes stand beside the canvas
-
-    def place(self, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, cached: bool) -> None:
-        """Place all nodes of a round; the root runs `runs`."""
-        s = self._s
         for number, node in enumerate(nodes):
             node.block = s.block(node.nth_mask(s.holes, 0))
-            if not cached:  # a whole canvas of its own
+            if reading.cache == "none":  # a whole canvas of its own
                 first = self.asked.run(self._canvas(node), 0, s.length, column=0, below=s.length, node=number)
                 self._ask(node, [(first, 0, s.length)])
             elif not number:  # the canvas itself, in its own columns

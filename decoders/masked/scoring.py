@@ -21,9 +21,8 @@ from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estim
 
 
 def all_together(request: Request) -> Grouping:
-    """All scored tokens are one group."""
     scored = request.to_score()
-    return Grouping([scored], scored[:0])
+    return [scored], scored[:0], 1
 
 
 def rows_of(s: Text, canvas: list[Draw], *, mask: int, shift: int) -> ScoredRows:

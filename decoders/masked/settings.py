@@ -37,7 +37,7 @@ class MaskedSettings(DecoderChoice):
     draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
 
     guidance_scale: float = Field(
-        default=0.0, ge=0.0, le=100.0, allow_inf_nan=False, description="classifier-free guidance (LLaDA); doubles nfe"
+        default=0.0, ge=0.0, le=100.0, description="classifier-free guidance (LLaDA); doubles nfe"
     )
     suppress_end: bool = Field(default=False, description="end tokens come last (LLaDA)")
 
@@ -111,9 +111,7 @@ class ThresholdSettings(MaskedSettings):
     runs: ClassVar = "draftmill.decoders.masked.stepwise:threshold"
     kind: Literal["threshold"]
     confidence: Literal["top1", "margin"] = Field(default="top1", description="a token's probability, or its lead")
-    tau: float = Field(
-        default=0.9, ge=0.0, le=1.0, allow_inf_nan=False, description="reveal tokens this sure, and always the best"
-    )
+    tau: float = Field(default=0.9, ge=0.0, le=1.0, description="reveal tokens this sure, and always the best")
 
 
 class FactorSettings(MaskedSettings):
@@ -122,9 +120,7 @@ class FactorSettings(MaskedSettings):
     runs: ClassVar = "draftmill.decoders.masked.stepwise:factor"
     kind: Literal["factor"]
     confidence: Literal["top1", "margin"] = Field(default="top1", description="a token's probability, or its lead")
-    factor: float = Field(
-        default=1.0, gt=0.0, allow_inf_nan=False, description="reveal the largest n: (n + 1) (1 - n-th confidence) < it"
-    )
+    factor: float = Field(default=1.0, gt=0.0, description="reveal the largest n: (n + 1) (1 - n-th confidence) < it")
 
 
 class AncestralSettings(DecoderChoice):

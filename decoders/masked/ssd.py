@@ -139,12 +139,10 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
         drafts = earlier.redraft(candidates(s, tree, windows, known, most))
         nodes = build_tree(s.holes, drafts, mixed=mixed)
         near = 1 + most + (s.size if tree.cached and tree.block_length else 0)
-        placed = NodeLayout(s, drafts, reading, count=near, best=most + 1)
-        placed.place(nodes, windows, runs, cached=tree.cached)
-        answer = yield placed.asked.ask()
-        sure_AR = placed.asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
-        picks_A = placed.asked.picks(answer, sure_AR)
-        node_picks_A = [by_node(picks, nodes) for picks in picks_A]
+        asked = NodeLayout(s, nodes, drafts, windows, runs, count=near, best=most + 1).asked
+        answer = yield asked.ask()
+        sure_AR = asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
+        node_picks_A = [by_node(picks, nodes) for picks in asked.picks(answer, sure_AR)]
         news, last = walk(nodes, node_picks_A[0], drafts, mixed=mixed)
         for number in {0, last} if last else (0,):
             step = s.decided - s.prompt + len(nodes[number].gone)
@@ -230,7 +228,6 @@ class Predictions:
 
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
-    """How the engine runs these settings."""
     tree = Tree(settings.draft_length, settings.tree == "mixed", reading_of(setup, settings), settings.block_length)
     return _algorithm_of(setup, settings, tree)
 

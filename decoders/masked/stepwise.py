@@ -82,11 +82,7 @@ def first_confidence(s: Canvas, reading: Reading) -> Decoding:
     s.logprob = math.log(max(float(np.exp(answer.log_ps[0]).mean()), 1e-300))
 
 
-# ---- how many at once ------------------------------------------------------------------------------------------------
-
-
 def equal_steps(s: Canvas, tokens: int) -> Quota:
-    """The same number of tokens in each step."""
     return lambda masks: min(masks, tokens)
 
 
@@ -141,7 +137,6 @@ def within(factor: float, sure: list[float]) -> int:
 
 
 def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
-    """How the engine runs `stepwise`."""
     quota_of: Callable[[Canvas], Quota] = partial(equal_steps, tokens=settings.tokens_per_step)
     if settings.steps is not None:
         quota_of = partial(dream_quota if settings.schedule == "dream" else equal_shares, steps=settings.steps)
@@ -150,13 +145,11 @@ def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
 
 
 def threshold(setup: Setup, settings: ThresholdSettings) -> Algorithm:
-    """How the engine runs `threshold`."""
     decode = partial(stepwise, reading=reading_of(setup, settings), count=partial(above, settings.tau))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
 
 
 def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
-    """How the engine runs `factor`."""
     decode = partial(stepwise, reading=reading_of(setup, settings), count=partial(within, settings.factor))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
 

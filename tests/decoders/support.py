@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from functools import reduce
 
 import numpy as np
 import torch
@@ -27,6 +28,12 @@ def toy_requests(count, *, vocab_size, longest, share=0.7, seed=0, shortest=1):
         canvas[rng.random(len(canvas)) < share] = -1
         requests.append(Request(index, sample_key(seed, str(index)), canvas))
     return requests
+
+
+def accepts(automaton, tokens):
+    """Whether an automaton over tokens accepts a text."""
+    state = reduce(automaton.step, tokens, 0)
+    return state >= 0 and bool(automaton.is_end_S[state])
 
 
 def token_info(vocab_size, suppressed=()):

@@ -1,5 +1,6 @@
 """Every family has one decoder that scores texts, and it is found from any of the family's decoders."""
 
+from pkgutil import resolve_name
 from typing import Any, get_args
 
 import pytest
@@ -9,7 +10,6 @@ from draftmill.actors.loop.loading import most_canvases
 from draftmill.actors.task import Score
 from draftmill.decoders.base import ModelKind
 from draftmill.decoders.common_settings import DecoderChoice
-from draftmill.decoders.registry import _import_named
 from draftmill.decoders.settings import DECODERS, DecoderSettings, scorer_of
 
 MINIMAL: dict[str, dict[str, Any]] = {"specdiff": {"drafter": {"path": "m"}}}
@@ -25,7 +25,7 @@ def settings_of(kind: str, **more: Any) -> DecoderChoice:
 @pytest.mark.parametrize("family", get_args(ModelKind))
 def test_each_kind_of_models_has_one_decoder_that_scores(family):
     (kind,) = (name for name, one in DECODERS.items() if one.runs_on == family and "score" in one.tasks)
-    assert callable(_import_named(DECODERS[kind].scorer))
+    assert callable(resolve_name(DECODERS[kind].scorer))
     for name, one in DECODERS.items():
         if one.runs_on == family:
             assert scorer_of(settings_of(name)).name() == kind

@@ -25,7 +25,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("support.py", "enumeration.py", "regions.py"):
         shutil.copy(ROOT / "tests" / "decoders" / name, folder / "tests" / "decoders")
     steps = STEP.findall((ROOT / "docs" / "add-a-decoder.md").read_text())
-    assert [kind for kind, _, _ in steps] == ["append", "insert", "insert", "new", "new"]
+    assert [kind for kind, _, _ in steps] == ["append", "insert", "new", "new"]
     for kind, name, text in steps:
         path = folder / name
         if kind == "new":

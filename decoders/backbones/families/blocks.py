@@ -36,7 +36,6 @@ def _nemotron_shape(config: Config) -> RotaryShape:
 
 
 def _nemotron_name(name: str) -> str:
-    """Nemotron's name of a tensor of Llama."""
     return "diffusion_head.weight" if name == "lm_head.weight" else "encoder." + name.removeprefix("model.")
 
 
@@ -126,7 +125,6 @@ _LLADA2_NAMES: Final = {
 
 
 def _llada2_name(name: str) -> str:
-    """LLaDA2's name of a tensor of Llama."""
     for ours, theirs in _LLADA2_NAMES.items():
         name = name.replace(ours, theirs)
     return name

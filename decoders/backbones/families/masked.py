@@ -49,7 +49,6 @@ _LLADA_BUILT: Final[Supported] = {
 
 
 def _llada_as_llama(config: Config) -> Config:
-    """config.json by the names of Llama's fields."""
     heads = config["n_heads"]
     return {
         "vocab_size": config.get("embedding_size") or config["vocab_size"],
@@ -91,7 +90,6 @@ _LLADA_MOE_BUILT: Final[Supported] = {
 
 
 def _llada_moe_as_qwen3(config: Config) -> Config:
-    """config.json by the names of Qwen3-MoE's fields."""
     kinds = config["moe_layer_freq"]
     if len(kinds) != config["num_hidden_layers"]:
         raise ValueError(f"moe_layer_freq has not one entry for each of the {config['num_hidden_layers']} layers")

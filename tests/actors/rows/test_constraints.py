@@ -17,6 +17,7 @@ from draftmill.decoders.constraints.expressions import dfa_of
 from draftmill.jobs.config.rules import constraint_problem
 from draftmill.storage.errors import RowError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
+from tests.decoders.support import accepts
 
 DIGITS = ConstraintSettings(regex="[0-9]+")
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -44,7 +45,7 @@ def matching(canvas: Canvas, *texts: str) -> list[bool]:
     assert constraint is not None
     automata = zip(constraint.automata, texts, strict=True)
     return [
-        automaton is None or (isinstance(automaton, Automaton) and automaton.matches(byte_level().encode(text)))
+        automaton is None or (isinstance(automaton, Automaton) and accepts(automaton, byte_level().encode(text)))
         for automaton, text in automata
     ]
 

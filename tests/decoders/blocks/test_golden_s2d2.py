@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from draftmill.decoders.blocks.settings import Estimator, ScoreRouter
-from draftmill.decoders.blocks.verifier import acceptance, expected_tokens, measure_of
+from draftmill.decoders.blocks.verifier import expected_tokens, measure_of
 from draftmill.decoders.draws.sampling import measure
 from tests.decoders.blocks.golden_blocks import cases_of, kinds_of, orders, our_kinds, replayed, same, text_of
 
@@ -179,7 +179,7 @@ def test_the_estimators_are_the_public_ones(golden):
             note = measure_of(ScoreRouter(kind="score"), estimator)
             assert note is not None
             measured = measure(note, law, drafts).tolist()
-            alpha = [acceptance(estimator, one, math.log(law.shape[1])) for one in measured]
+            alpha = [estimator.alpha(one, math.log(law.shape[1])) for one in measured]
             assert alpha == pytest.approx(row["alpha"], abs=1e-5)
             assert expected_tokens(alpha) == pytest.approx(row["expected_accepted"], abs=1e-5)
     assert names == set(NAMES)

@@ -1,7 +1,8 @@
 """S2D2's routers against decisions worked out by hand, and each sample's memory against that of the sample alone."""
 
 import math
-from functools import partial
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,25 +11,25 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.base import Request
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.blocks.block_diffusion import Drafted
 from draftmill.decoders.blocks.settings import (
     Bandit,
     Estimator,
     MinSpan,
     Router,
+    Rules,
     S2d2Settings,
     ScoreRouter,
     VerificationCost,
 )
 from draftmill.decoders.blocks.verifier import (
+    SelfVerifier,
     Signals,
-    Threshold,
-    acceptance,
     expected_tokens,
     first_run,
     measure_of,
     route_of,
-    signals_of,
 )
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import measure
@@ -48,6 +49,17 @@ def router_of(settings, *, cost=STATIC):
 
 def signals(*, span=1, expected=0.0, sure=0, progress=0.0, entropy=0.0, size=8):
     return Signals(span, expected, sure, progress, entropy, size)
+
+
+def read(router, estimator, masks, measured):
+    """What a router is told of a draft with these notes."""
+    settings = S2d2Settings(kind="s2d2", router=router, estimator=estimator, block_size=4)
+    info = ModelInfo("", vocab_size=4, mask_id=0, max_length=None, kind="blocks", num_parameters=0)
+    verifier: Any = SelfVerifier(Rules(settings, info), settings)
+    verifier.route = Mock()
+    draft = {place: Drafted(0, 0.0, 0.0, measured=one) for place, one in measured.items()}
+    verifier.wants(masks, draft, num_sure=1, progress=0.5)
+    return verifier.route.decide.call_args[0][0]
 
 
 def decisions(route, **columns):
@@ -86,7 +98,7 @@ def test_estimators_give_what_their_formula_says(settings, alpha, alpha_when_sur
     note = measure_of(ScoreRouter(kind="score"), estimator)
     assert note is not None
     measured = measure(note, torch.cat([LAW, ONE_HOT]), torch.tensor([1, 1])).tolist()
-    found = [acceptance(estimator, one, MOST) for one in measured]
+    found = [estimator.alpha(one, MOST) for one in measured]
     assert found == pytest.approx([alpha, alpha_when_sure], abs=1e-12)
 
 
@@ -94,8 +106,7 @@ def test_entropy_is_a_share_of_the_vocabularys():
     flat = torch.full((1, 4), math.log(0.25), dtype=torch.float64)
     estimator, bandit = ESTIMATORS.validate_python({"kind": "entropy"}), ROUTERS.validate_python({"kind": "bandit"})
     measured = measure("entropy", torch.cat([LAW, ONE_HOT, flat]), torch.tensor([1, 1, 1])).tolist()
-    read = partial(signals_of, bandit, estimator, [0], num_sure=0, progress=0.0, size=4, most_entropy=MOST)
-    found = [read(measured={0: one}).entropy for one in measured]
+    found = [read(bandit, estimator, [0], {0: one}).entropy for one in measured]
     assert found == pytest.approx([0.875, 0.0, 1.0], abs=1e-12)
 
 
@@ -115,18 +126,15 @@ def test_a_draft_is_read_place_by_place():
     entropies = [{1: 0.0, 3: some}, {0: some, 1: 0.0, 2: some}, {}]
     estimator = ESTIMATORS.validate_python({"kind": "entropy"})
 
-    def read(settings):
+    def read_all(settings):
         router = ROUTERS.validate_python(settings)
-        return [
-            signals_of(router, estimator, places, one, num_sure=1, progress=0.5, size=4, most_entropy=MOST)
-            for places, one in zip(masks, entropies, strict=True)
-        ]
+        return [read(router, estimator, places, one) for places, one in zip(masks, entropies, strict=True)]
 
-    found = read({"kind": "score"})
+    found = read_all({"kind": "score"})
     assert [one.span for one in found] == [1, 3, 0] and found[0].size == 4
     assert [one.expected for one in found] == pytest.approx([1.0, 2 * alpha + alpha**2, 0.0])
     for over, means in (("span", [0.0, 2 * 0.875 / 3, 0.0]), ("masks", [0.875 / 2, 2 * 0.875 / 3, 0.0])):
-        assert [one.entropy for one in read({"kind": "bandit", "entropy_of": over})] == pytest.approx(means)
+        assert [one.entropy for one in read_all({"kind": "bandit", "entropy_of": over})] == pytest.approx(means)
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
@@ -148,7 +156,6 @@ def test_a_span_is_verified_from_its_minimum_on():
 def test_the_score_takes_its_cost_and_verifies_at_the_threshold(cost, scores, verified):
     route = router_of({"kind": "score", "tau": 0.5}, cost=cost)
     draft = {"span": (3, 3, 2), "expected": (2.0, 2.25, 1.5), "sure": (0, 4, 2)}
-    assert isinstance(route, Threshold)
     assert [route.score(signals(span=s, expected=k, sure=n)) for s, k, n in zip(*draft.values(), strict=True)] == scores
     assert decisions(lambda: route, **draft) == verified
 

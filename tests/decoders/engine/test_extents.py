@@ -1,5 +1,6 @@
 """Slots as wide as their canvases in one pool of cells: who gets which, what stays there, and the same texts as ever."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.device.steps import SLOTS, made
 
 
 def capacity_of(**more: Any) -> Capacity:
-    return Capacity(multiple=1, columns=lambda n: n, slot_bytes=lambda n: 2 * n + 5, pooled=True, **more)
+    return Capacity(multiple=1, columns_of=lambda n: n, slot_bytes=lambda n: 2 * n + 5, pooled=True, **more)
 
 
 def test_cells_belong_to_one_slot_and_lost_ones_are_told():
@@ -99,7 +100,7 @@ def test_a_beginning_is_taken_over_from_cells_that_nobody_else_took(monkeypatch)
     use_references(monkeypatch)
     requests = shots(14, new=5, long=30)
     plain = made("autoregressive", {}, "cpu", dtype="float64")
-    plain.algorithm = plain.scheduler.algorithm = plain.algorithm.__class__(decode=plain.algorithm.decode)
+    plain.algorithm = plain.scheduler.algorithm = replace(plain.algorithm, reusable=lambda sample: 0)
     expected = run_all(plain, requests)
     assert plain.stats.prompt_rows_shared == 0
     for cells in (120, 170, SLOTS * 80):

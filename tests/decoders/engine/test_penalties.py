@@ -39,7 +39,7 @@ from tests.decoders.constraints.test_laws import (
 from tests.decoders.enumeration import law_of, total_variation
 from tests.decoders.references.causal import PlainCausal
 from tests.decoders.references.sampling import warp_of
-from tests.decoders.support import texts
+from tests.decoders.support import texts, token_info
 
 PENALTIES = {
     "repetition": Penalties(repetition=1.7),
@@ -185,7 +185,7 @@ def test_a_row_that_knows_tokens_on_both_sides_draws_from_the_logits_written_dow
         holes = [position for position, token in enumerate(canvas) if token == HOLE]
         if not holes:
             continue
-        tracker = PenaltyTracker(penalties, canvas, in_order=False, vocab_size=VOCAB, never=frozenset())
+        tracker = PenaltyTracker(penalties, canvas, token_info(VOCAB), in_order=False)
         rng.shuffle(holes)
         decided, drafted = dict[int, int](), dict[int, int]()
         given = [token for token in canvas if token != HOLE]

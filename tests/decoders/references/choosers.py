@@ -7,6 +7,7 @@ so that the exact output distribution of the decoding code is summed up. Knows n
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +18,6 @@ from tests.decoders.references.sampling import coupled_draw
 
 _NOTHING = 1e-14
 """A smaller probability than this is rounding, not a branch."""
-
-
-def uniform_rows(keys_R2: Tensor, positions_R: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
-    """One uniform number in (0, 1) a row, float64 [R]: keys.uniform_rows by torch."""
-    counter = torch.zeros_like(positions_R), positions_R, torch.full_like(positions_R, purpose), draws_R
-    return noise._to_uniform(noise.philox(counter, (keys_R2[:, 0], keys_R2[:, 1]))[0])
 
 
 class Chooser(Protocol):
@@ -41,10 +36,10 @@ class NoiseChooser:
     """Reads the sample's own noise, as the batched decoders do."""
 
     def __init__(self, key: int) -> None:
-        self._key = noise.key_words([key])
+        self._key = key
 
     def _uniform(self, purpose: int, position: int, when: int) -> Tensor:
-        return uniform_rows(self._key, torch.tensor([position]), purpose, torch.tensor([when]))
+        return torch.from_numpy(keys.uniforms(self._key, np.array([position]), purpose, when))
 
     def choose(self, log_law_V: Tensor, purpose: int, position: int, when: int) -> int:
         """Inverse CDF over ascending token ids."""
