@@ -57,8 +57,8 @@ class Request:
 
     `index` is the caller's handle and comes back in the Outcome. `key` (0 <= key < 2**64) seeds all of the sample's
     randomness. `canvas` is int32 [length] with HOLE where a token is to be generated; it may be empty or hole-free.
-    A canvas to be scored has no holes: its tokens at the positions `scored` (int64, ascending) are scored, by default all from
-    `score_from` on.
+    `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
+    scored has no holes: its tokens at the positions `scored` (int64, ascending) are scored, by default all from `score_from` on.
     `earlier` are texts of the row in other runs, int32, as their outcomes have them: a drafter may use them.
 
     A `probe` generates nothing: its outcome has no tokens, and its `logprob` says how well a canvas fits (Algorithm.probe).
@@ -69,6 +69,7 @@ class Request:
     index: int
     key: int
     canvas: NDArray[np.int32]
+    hole_order: NDArray[np.int64] | None = None
     score_from: int | None = None
     settings: RowSettings = JOB_SETTINGS
     scored: NDArray[np.int64] | None = None

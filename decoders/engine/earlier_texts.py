@@ -119,7 +119,7 @@ class EarlierTexts:
     def __init__(self, s: Sample, most: int, worth: Callable[[], int]) -> None:
         self._s, self._most, self._worth = s, most, worth
         self._accepted, self._is_earlier = 0, False
-        self._earlier = [Pointer(text.tolist(), s.prompt) for text in s.request.earlier]
+        self._earlier = [Pointer(text, s.prompt) for text in texts_by_rank(s)]
         self._own: Pointer | None = None
 
     def drafts(self, room: int) -> list[int]:
@@ -172,6 +172,16 @@ class PlacedTexts:
         if self._is_earlier:
             self._s.reused += self._s.accepted - self._accepted
         self._accepted = self._s.accepted
+
+
+def texts_by_rank(s: Sample) -> list[list[int]]:
+    """The earlier texts of a sample, which are in the order of the canvas, in that of its ranks."""
+    texts = [text.tolist() for text in s.request.earlier]
+    if s.order is None:
+        return texts
+    holes = s.order[s.prompt :]
+    place = {position: number for number, position in enumerate(sorted(holes))}
+    return [[text[place[position]] for position in holes] if len(text) == len(holes) else text for text in texts]
 
 
 def way_of(settings: RunDrafterSettings) -> Way:

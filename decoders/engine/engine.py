@@ -187,7 +187,7 @@ class Engine:
         if scores:
             # A score has no settings of its own, and its tokens stand where others have holes.
             request, masked = replace(request, settings=JOB_SETTINGS), without_scored(request)
-        order, prompt = decoding_order(masked)
+        order, prompt = decoding_order(masked, request.hole_order)
         ranks = order.tolist() if self.algorithm.kind == "any_subset" else None
         if self.algorithm.kind == "causal" and prompt < len(request.canvas):
             check_completion(masked, scores=scores)

@@ -55,12 +55,19 @@ def equal_queries(rank: int, count: int, below: int) -> Span:
     return Span(count, rank, rank, below, FAR)
 
 
-def decoding_order(canvas: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
+def decoding_order(
+    canvas: NDArray[np.int32], hole_order: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], int]:
     """Return (position at each rank, number of prompt tokens): prompt positions first, then the holes from left to right.
-    This is the binary-lattice rule: one order for each pattern of holes, so that the density is unique. Source: Guo and Ermon,
-    "Reviving any-subset autoregressive models" (ASSD), on orders."""
+    This is the binary-lattice rule: one order for each pattern of holes, so that the density is unique. `hole_order`
+    replaces the order of the holes; it must be a permutation of them. Source: Guo and Ermon, "Reviving any-subset
+    autoregressive models" (ASSD), on orders."""
     is_hole = canvas == HOLE
-    return np.argsort(is_hole, kind="stable"), int((~is_hole).sum())
+    prompt, holes = np.flatnonzero(~is_hole), np.flatnonzero(is_hole)
+    if hole_order is not None:
+        assert np.array_equal(np.sort(hole_order), holes), "hole_order is not a permutation of the holes"
+        holes = hole_order.astype(np.int64)
+    return np.concatenate([prompt, holes]), len(prompt)
 
 
 class Sample:
@@ -283,9 +290,18 @@ class Sample:
             histogram += [0] * (committed + 1 - len(histogram))
         histogram[committed] += 1
 
+    def _places(self) -> list[int]:
+        """The ranks of the generated tokens in canvas order."""
+        places = list(range(self.prompt, self.decided))
+        if self.order is not None:
+            places.sort(key=self.order.__getitem__)
+        return places
+
     def _generated_tokens(self) -> tuple[list[int], list[float]]:
         """The generated tokens in canvas order, and their log-probabilities if the request asks for them."""
-        return self.tokens[self.prompt : self.decided], self.log_ps or []
+        places = self._places()
+        log_ps = [] if self.log_ps is None else [self.log_ps[place - self.prompt] for place in places]
+        return [self.tokens[place] for place in places], log_ps
 
     def outcome(self) -> Outcome:
         now, ran = time.perf_counter(), self.nfe > 0
@@ -293,7 +309,7 @@ class Sample:
         text, log_ps = self._generated_tokens()
         most, tops = self.request.settings.top_logprobs, None
         if self.tops is not None and ran and not broken:
-            tops = [best[:most] for best in self.tops]
+            tops = [self.tops[place - self.prompt][:most] for place in self._places()]
         asks_scores = self.log_ps is not None and ran and not broken
         scores = np.array(log_ps, dtype=np.float32) if asks_scores else None
         wait_s = self.times.admitted_s - self.times.queued_s

@@ -315,7 +315,7 @@ def requests_of(case: Case, *, with_rows: bool = False) -> list[Request]:
     for index in range(9):
         length = int(rng.integers(2, LENGTH + 1))
         canvas = (first[:length] if index % 3 else rng.integers(0, VOCAB, length)).astype(np.int32)
-        scored = None
+        scored = order = None
         if case.estimate is not None:
             scored = np.arange(int(rng.integers(0 if family == "masked" else 1, length)), length)
             if not from_left:
@@ -326,10 +326,12 @@ def requests_of(case: Case, *, with_rows: bool = False) -> list[Request]:
             canvas[rng.random(length) < 0.7] = -1
             if index == 4:
                 canvas[:] = -1
+            if family == "any_subset" and index % 2:
+                order = rng.permutation(np.flatnonzero(canvas < 0))
         settings = OWN[index % 3] if with_rows else JOB_SETTINGS
         if case.settings["kind"] in ("stepwise", "threshold", "factor", "ssd", "ancestral"):
             settings = replace(settings, token_logprobs=False)
-        found.append(Request(index, sample_key(1, str(index)), canvas, settings=settings, scored=scored))
+        found.append(Request(index, sample_key(1, str(index)), canvas, order, settings=settings, scored=scored))
     if (
         case.settings.get("drafter") == RUN
     ):  # other texts of the rows, of which some end early; some rows have none, or two

@@ -56,15 +56,15 @@ def setup(sampling=None, *, suppressed=(), rows=1, headed=True, acceptance="reje
     return Setup(backbone=copy(_made()), info=info, sampling=warp, max_rows=rows, max_tokens=99, heads=heads)
 
 
-def request(canvas, index=0):
-    return Request(index, sample_key(0, str(index)), np.array(canvas, dtype=np.int32))
+def request(canvas, index=0, hole_order=None):
+    return Request(index, sample_key(0, str(index)), np.array(canvas, dtype=np.int32), hole_order=hole_order)
 
 
-def chain_rule(canvas, sampling=None, suppressed=()):
+def chain_rule(canvas, sampling=None, suppressed=(), hole_order=None):
     """The sequential law as a plain product of conditionals, without any decoder; texts by position of their holes."""
     prompt = [position for position, token in enumerate(canvas) if token != HOLE]
     holes = [position for position, token in enumerate(canvas) if token == HOLE]
-    order = [*prompt, *holes]
+    order = [*prompt, *(holes if hole_order is None else hole_order.tolist())]
     warp = sampling or Sampling()
     model = PlainModel(copy(_made()), order=order, num_prompt=len(prompt), sampling=warp, suppressed=suppressed)
     law = {}
@@ -137,6 +137,15 @@ def test_coupled_draws_have_the_law_of_the_cut_distributions(name, sampling):
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     assert total_variation(law, chain_rule(canvases[1], sampling)) < 1e-12
     assert far_off(law, canvases[1]), "the cuts change nothing"
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_order_of_the_holes_has_its_own_law(name):
+    canvas, order = CANVASES["middle prompt"], np.array([3, 0, 1])
+    law = law_of(setup(), variant(name, 2), [request(canvas, hole_order=order)], 0)
+    assert total_variation(law, chain_rule(canvas, hole_order=order)) < 1e-12
+    assert far_off(law, canvas), "the orders have the same law, so this proves nothing"
 
 
 @pytest.mark.one_in(2)

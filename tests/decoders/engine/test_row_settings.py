@@ -256,3 +256,24 @@ def test_the_log_probabilities_of_a_row_that_asks_are_those_of_its_tokens(kind):
         assert scores.dtype == np.float32 and len(scores) == len(outcome.tokens)
         assert scores.tolist() == alone[index].token_logprobs.tolist()
         assert float(scores.sum()) == pytest.approx(outcome.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [decoder_settings("any_subset"), decoder_settings("assd", k=3)], ids=["any_subset", "assd"]
+)
+def test_those_of_an_any_subset_model_stand_in_the_order_of_the_canvas(settings):
+    backbone, own = TableBackbone(vocab_size=4, num_positions=6, seed=1), RowSettings(token_logprobs=True)
+    made = engine(backbone, table_info(4), settings, rows=4)
+    for request in toy_requests(30, vocab_size=4, longest=6, seed=2):
+        holes = np.flatnonzero(request.canvas < 0)
+        backwards = replace(request, hole_order=holes[::-1].copy(), settings=own)
+        (whole,) = run_all(made, [backwards]).values()
+        if len(holes) == 0:
+            assert whole.token_logprobs is None
+            continue
+        assert float(whole.token_logprobs.sum()) == pytest.approx(whole.logprob, abs=1e-5)
+        # The leftmost hole comes last, when all the others are filled.
+        canvas = request.canvas.copy()
+        canvas[holes[1:]] = whole.tokens[1:]
+        (last,) = run_all(made, [replace(request, canvas=canvas, settings=own)]).values()
+        assert last.token_logprobs.tolist() == whole.token_logprobs[:1].tolist()
