@@ -71,8 +71,8 @@ from draftmill.decoders.engine.setup import Setup
 if TYPE_CHECKING:
     from draftmill.decoders.fastest import FastestSettings
 
-_MOST_AUTO: Final = 8
-"""The most drafts of a model that does not tell the size of its blocks, where the clock chooses."""
+_MOST_AUTO: Final = 4
+"""The most drafts where the clock chooses: each takes three columns of a slot, also in rounds without drafts."""
 _TEXTS: Final = 0
 """The number of the way to draft by texts of earlier runs, where there are any; then comes the forward itself."""
 _AHEAD, _COPIES = range(2)
@@ -250,7 +250,7 @@ def _fused(setup: Setup, settings: S2d2Settings, drafter: Any, clock: AutoLength
 
 def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     """How the engine runs `fastest` on a block-diffusion model: without drafts a round decodes one token, at block size 1."""
-    size = setup.info.block_size or _MOST_AUTO
+    size = min(setup.info.block_size or _MOST_AUTO, _MOST_AUTO)
     like = S2d2Settings(kind="s2d2", fused=True, causal_cache=True, block_size=size)
     ways = [way_of(settings.drafter)] if isinstance(settings.drafter, RunDrafterSettings) else []
     return _fused(setup, like, settings.drafter, AutoLength(*ways, Way(size, name="self")))
