@@ -93,8 +93,10 @@ class Engine:
         )
         gathers = self.target.graphs is not None and self.target.graphs.is_launch_bound
         self.scheduler = Scheduler(setup, algorithm, self.stats, gathers=gathers)
-        # What a step takes for `auto`: on a CPU without the time that other processes have.
+        # When the last step ended, for `auto`: on a CPU without the time that other processes have. A call of that clock takes up
+        # to 0.4 ms while other cores are busy.
         self._clock = time.thread_time if setup.backbone.device.type == "cpu" else time.perf_counter
+        self._ended_s: float | None = None
         self._drafts: dict[str, Callable[[list[Sample], list[Any]], Iterable[Answer]]] = {
             "names": self.sampler.draw_named,
             "model": self._roll_model,
@@ -273,7 +275,7 @@ class Engine:
         dropped = [sample.request.index for sample in self.samples] + [outcome.index for outcome in self._instant]
         for slot in range(len(self._slots)):
             self.slots.release(slot)
-        self._slots, self._instant, self._running = [], [], None
+        self._slots, self._instant, self._running, self._ended_s = [], [], None, None
         self.scheduler.line.clear()
         self._allocate(Shape())
         return dropped
@@ -287,7 +289,8 @@ class Engine:
         done, self._instant = self._instant, []
         if not self._slots:
             return done
-        began_s, committed = self._clock(), self.stats.committed
+        auto, committed = self.algorithm.auto, self.stats.committed
+        began_s = self._clock() if auto is not None and self._ended_s is None else self._ended_s
         turn = self._turn()
         self._begin(turn)
         self._draft(turn)
@@ -300,10 +303,11 @@ class Engine:
         num_prompts = len(turn.new) + len(turn.chunks)
         has_others = len(turn.samples) > num_prompts
         self.stats.slot_steps += self._shape.possible - turn.num_waiting if has_others else num_prompts
-        if self.algorithm.auto is not None:
-            name, tokens = self.algorithm.auto.name, self.stats.committed - committed
-            self.stats.ways[name] = self.stats.ways.get(name, 0) + tokens
-            self.algorithm.auto.note_step(tokens, self._clock() - began_s, len(turn.samples), num_prompts)
+        if auto is not None and began_s is not None:
+            now_s, tokens = self._clock(), self.stats.committed - committed
+            self.stats.ways[auto.name] = self.stats.ways.get(auto.name, 0) + tokens
+            auto.note_step(tokens, now_s - began_s, len(turn.samples), num_prompts)
+            self._ended_s = now_s if self._slots else None  # without samples a pause follows
         return done
 
     def _turn(self) -> Turn:
