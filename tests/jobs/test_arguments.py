@@ -95,13 +95,13 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def test_all_commands_are_in_the_table() -> None:
+def test_all_commands_are_in_the_table():
     (commands,) = (one.choices for one in parser()._actions if isinstance(one, argparse._SubParsersAction))
     assert {line.split()[0] for line in CALLS} == commands.keys()
 
 
 @pytest.mark.parametrize("line", CALLS)
-def test_a_command_gives_its_function_what_it_takes(line: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_gives_its_function_what_it_takes(line, tmp_path, monkeypatch):
     calls = []
 
     def watched(module: str) -> Any:

@@ -458,7 +458,7 @@ sys.exit(f"imported {loaded}" if loaded != set(sys.argv[2:]) else 0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-def test_a_job_runs_where_torchvision_imports_the_compilers(name: str, tmp_path: Path) -> None:
+def test_a_job_runs_where_torchvision_imports_the_compilers(name, tmp_path):
     save_random(tmp_path / "model", name)
     for file, text in STAND_IN.items():
         path = tmp_path / "packages" / "torchvision" / file

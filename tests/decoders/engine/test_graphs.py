@@ -1,7 +1,5 @@
 """Captured forwards give what forwards give that run operation by operation: texts, counters, log-probabilities."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Run directories with rows that a test makes up, without a model: a plan, unit files, a manifest, metrics, a sweep of them."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Mapping, Sequence

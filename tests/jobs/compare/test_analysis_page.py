@@ -1,7 +1,5 @@
 """The queries of docs/analysis.md, run as they are on two small runs: each answers its question as a plain loop does."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -82,12 +80,12 @@ def python(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
     return names
 
 
-def test_the_page_has_three_queries() -> None:
+def test_the_page_has_three_queries():
     assert (len(SQL), len(PYTHON)) == (2, 1)
 
 
 @pytest.mark.slow
-def test_the_first_lines_open_a_run_in_four_ways(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_lines_open_a_run_in_four_ways(folder, tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.chdir(folder)
@@ -100,7 +98,7 @@ def test_the_first_lines_open_a_run_in_four_ways(folder: Path, tmp_path: Path, m
     assert sorted(row[0] for row in names["by_duckdb"].fetchall()) == ids
 
 
-def test_acceptance_by_decoder_and_length(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_by_decoder_and_length(folder, monkeypatch):
     every = good(folder, "a") + good(folder, "b")
     found = sql(folder, 0, monkeypatch)
     groups = {(row["decoder"], row["new_tokens"] // 10 * 10) for row in every}
@@ -117,7 +115,7 @@ def test_acceptance_by_decoder_and_length(folder: Path, monkeypatch: pytest.Monk
         assert row["nfe_per_token"] == pytest.approx(sums["nfe"] / sums["new_tokens"])
 
 
-def test_slowest_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowest_samples(folder, monkeypatch):
     every = good(folder, "a")
     expected = sorted(every, key=lambda row: -row["total_s"])[:10]
     found = sql(folder, 1, monkeypatch)
@@ -127,7 +125,7 @@ def test_slowest_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["share_of_device"] == pytest.approx(shares[row["id"]]) for row in found)
 
 
-def test_a_metric_by_a_kept_label(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_by_a_kept_label(folder, monkeypatch):
     found = python(folder, 0, monkeypatch)["by_level"]
     assert list(found.index) == ["level 0", "level 1", "level 2"]
     for level, row in found.iterrows():

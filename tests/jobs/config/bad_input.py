@@ -1,7 +1,5 @@
 """Generated nonsense: specs as YAML text, rows as lines of JSON, tables of odd types, files that are torn or wrongly encoded."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import gzip

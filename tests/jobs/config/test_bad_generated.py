@@ -1,7 +1,5 @@
 """Thousands of generated specs, rows and files: always a clear error or a failed row, never a traceback or a lost neighbour."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -71,7 +69,7 @@ def clear(message: str) -> bool:
 @pytest.mark.slow
 @times(SPECS)
 @given(text=spec_texts(str(GOLDEN)))
-def test_a_generated_spec_is_taken_or_refused_in_words(folder: Path, text: bytes) -> None:
+def test_a_generated_spec_is_taken_or_refused_in_words(folder, text):
     (folder / "spec.yaml").write_bytes(text)
     try:
         assert isinstance(load_spec(folder / "spec.yaml"), JobSpec)
@@ -82,7 +80,7 @@ def test_a_generated_spec_is_taken_or_refused_in_words(folder: Path, text: bytes
 @pytest.mark.slow
 @times(RUNS)
 @given(text=spec_texts(str(GOLDEN)))
-def test_a_generated_job_is_planned_or_exits_with_2(folder: Path, text: bytes) -> None:
+def test_a_generated_job_is_planned_or_exits_with_2(folder, text):
     """All of `draftmill run` but the decoding, which is cut off: exit code 4."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     (folder / "spec.yaml").write_bytes(text)
@@ -158,7 +156,7 @@ def canvas(spec: JobSpec, maker: Maker, values: dict[str, Any]) -> object:
 @times(ROW_FILES)
 @given(task=st.sampled_from(sorted(TASKS)), bad=st.lists(bad_lines(), min_size=ROWS_EACH, max_size=ROWS_EACH))
 @pytest.mark.slow
-def test_a_generated_row_fails_alone_or_is_fine(folder: Path, task: str, bad: list[bytes]) -> None:
+def test_a_generated_row_fails_alone_or_is_fine(folder, task, bad):
     good = {**GOOD, "tokens": [7, None, 9]}
     lines = [line for n, one in enumerate(bad) for line in (json.dumps({**good, "id": f"good-{n}"}).encode(), one)]
     (folder / "bad.jsonl").write_bytes(b"\n".join(lines))
@@ -179,7 +177,7 @@ def test_a_generated_row_fails_alone_or_is_fine(folder: Path, task: str, bad: li
 @times(FILES)
 @given(task=st.sampled_from(sorted(TASKS)), file=table_files())
 @pytest.mark.slow
-def test_a_generated_table_is_rows_or_a_clear_error(folder: Path, task: str, file: tuple[str, bytes] | None) -> None:
+def test_a_generated_table_is_rows_or_a_clear_error(folder, task, file):
     assume(file is not None)
     assert file is not None
     check_file(folder, task, *file)
@@ -188,7 +186,7 @@ def test_a_generated_table_is_rows_or_a_clear_error(folder: Path, task: str, fil
 @times(FILES)
 @given(task=st.sampled_from(sorted(TASKS)), file=text_files())
 @pytest.mark.slow
-def test_a_generated_text_file_is_rows_or_a_clear_error(folder: Path, task: str, file: tuple[str, bytes]) -> None:
+def test_a_generated_text_file_is_rows_or_a_clear_error(folder, task, file):
     check_file(folder, task, *file)
 
 
@@ -212,7 +210,7 @@ LONG = "for value in values:\n" * 500_000
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
 @pytest.mark.slow
-def test_a_row_of_ten_megabytes_loses_no_neighbour(folder: Path, name: str) -> None:
+def test_a_row_of_ten_megabytes_loses_no_neighbour(folder, name):
     rows = [{"id": "before", "text": "<mask>"}, {"id": "long", "text": LONG}, {"id": "after", "text": "<mask>"}]
     if name == "a.parquet":
         pq.write_table(pa.Table.from_pylist(rows), folder / name)
@@ -231,9 +229,7 @@ def test_a_row_of_ten_megabytes_loses_no_neighbour(folder: Path, name: str) -> N
 
 
 @pytest.mark.slow
-def test_a_job_over_hundreds_of_bad_rows_brings_every_row_back_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_over_hundreds_of_bad_rows_brings_every_row_back_once(tmp_path, capsys):
     rng = random.Random(6)
     bad = examples(bad_lines(), 300)
     good = [json.dumps({"id": f"good-{n}", "text": f"x = <mask:2> + {n}\n"}).encode() for n in range(20)]

@@ -1,7 +1,5 @@
 """`workers` as one mapping or as a list of kinds: what is refused, by its own path, and that it changes no fingerprint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

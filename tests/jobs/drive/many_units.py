@@ -5,8 +5,6 @@ Workers answer at once, half of the units are there before, and of the run direc
     python -m tests.jobs.drive.many_units UNITS
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

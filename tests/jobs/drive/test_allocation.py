@@ -1,7 +1,5 @@
 """How many workers, and what each gets."""
 
-from __future__ import annotations
-
 import pytest
 
 from draftmill.actors.job import WorkerResources

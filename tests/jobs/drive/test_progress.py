@@ -1,12 +1,9 @@
 """What a user sees while a job runs: counted numbers, on the right kind of stream, as often as promised."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -50,14 +47,14 @@ def test_tokens_count_while_their_samples_still_go_on():
     assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
 
 
-def test_tokens_of_tried_lengths_do_not_count() -> None:
+def test_tokens_of_tried_lengths_do_not_count():
     totals = totals_after(10.0)
     totals.counts_open = False
     totals.add_report("w1", TurnReport((), Effort(EngineStats(committed=700)), Tally()))
     assert totals.tokens == 500 and " 50 tokens/s " in progress_line(totals)
 
 
-def test_status_knows_what_has_ended_inside_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_knows_what_has_ended_inside_a_unit(tmp_path, capsys):
     store = open_store(str(write_run(tmp_path / "run", [row(number) for number in range(40)])))
     for name in ("_SUCCESS", "_manifest.json", "data/unit-00000001.parquet"):
         store.delete(name)
@@ -87,7 +84,7 @@ def test_workers_that_are_not_up_yet_load_the_model():
     assert "1 worker " in progress_line(totals)
 
 
-def test_what_takes_long_before_the_first_token_has_a_line_with_sizes(capsys: pytest.CaptureFixture[str]):
+def test_what_takes_long_before_the_first_token_has_a_line_with_sizes(capsys):
     now = iter([0.0, 3.0, 6.0, 9.0])
     lines = Display(clock=lambda: next(now))
     with shown():
@@ -111,7 +108,7 @@ def test_samples_of_a_unit_that_could_not_be_stored_are_not_done():
     assert totals.rows_done == 55
 
 
-def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty(capsys: pytest.CaptureFixture[str]):
+def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty(capsys):
     now = [0.0]
     lines = Display(clock=lambda: now[0])
     seconds = []
@@ -145,7 +142,7 @@ class Terminal(io.StringIO):
         return len(text)
 
 
-def test_a_terminal_has_a_live_line_with_the_notes_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_a_live_line_with_the_notes_above_it(monkeypatch):
     terminal = Terminal(monkeypatch)
     with Display() as of_the_library:
         of_the_library.note("planning")
@@ -162,7 +159,7 @@ def test_a_terminal_has_a_live_line_with_the_notes_above_it(monkeypatch: pytest.
     assert "resuming" in text and "3 bytes of 12 bytes" in text and "done" not in text and sys.stderr is terminal
 
 
-def test_a_terminal_that_vanishes_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_vanishes_ends_no_work(monkeypatch):
     terminal = Terminal(monkeypatch)
     with shown(), Display() as display:
         terminal.is_gone = True
@@ -172,7 +169,7 @@ def test_a_terminal_that_vanishes_ends_no_work(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_no_other_display_has_a_live_line(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_display_has_a_live_line(as_json, monkeypatch):
     terminal = Terminal(monkeypatch)
     with shown(as_json=as_json, quiet=not as_json), Display() as display:
         display.show(totals_after(10.0))

@@ -1,7 +1,5 @@
 """A slow plain model for lm-evaluation-harness: transformers' forward over whole texts, one at a time, one token at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

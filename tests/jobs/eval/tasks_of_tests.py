@@ -1,7 +1,5 @@
 """Local tasks of lm-evaluation-harness, of every kind of request, and a slow plain model that answers them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

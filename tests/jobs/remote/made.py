@@ -1,7 +1,5 @@
 """Manifests for tests: a small spec, and what `draftmill manifest` makes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

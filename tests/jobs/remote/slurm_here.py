@@ -1,7 +1,5 @@
 """A Slurm on this machine with two virtual nodes that have fake GPUs: real munged, slurmctld and slurmd, ended with the test."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The batch script on a real Slurm with two virtual nodes: Ray over both, a real job, requeues that resume, and cancelling."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import chdir
@@ -60,7 +58,7 @@ def workers_of(run: Path) -> set[str]:
     return {str(worker) for path in run.glob("data/*.parquet") for worker in pq.read_table(path)["worker"].to_pylist()}
 
 
-def test_a_job_runs_on_ray_over_both_nodes(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_runs_on_ray_over_both_nodes(slurm, tmp_path):
     script, run = batch_script(tmp_path, rows=64)
     job = slurm.submit(script)
     wait_until(lambda: slurm.state(job) in {"COMPLETED", "FAILED"}, 800, "the job did not end")
@@ -88,7 +86,7 @@ def read(path: Path) -> bytes:
         return b""
 
 
-def test_a_job_that_nears_its_limit_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_that_nears_its_limit_is_requeued_and_resumes(slurm, tmp_path):
     script, run = batch_script(tmp_path, rows=400)
     job = slurm.submit(script)
     wait_until(lambda: len(units(run)) >= 4, 800, "no units")
@@ -106,7 +104,7 @@ def test_a_job_that_nears_its_limit_is_requeued_and_resumes(slurm: Slurm, tmp_pa
     assert "requeued, restart 1 of 3" in log_of(slurm, job)
 
 
-def test_a_cancelled_job_stays_cancelled_and_what_it_committed_stays(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_cancelled_job_stays_cancelled_and_what_it_committed_stays(slurm, tmp_path):
     script, run = batch_script(tmp_path, rows=400)
     job = slurm.submit(script)
     wait_until(lambda: len(units(run)) >= 2, 800, "no units")

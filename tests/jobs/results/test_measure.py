@@ -1,7 +1,5 @@
 """`draftmill measure` on finished runs: values, resuming, passes, refusals before any work, and errors of single rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,7 +15,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
-from draftmill.storage.stores.interface import Place, S3Options, Store
+from draftmill.storage.stores.interface import Place, Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.results.written_runs import failed, second_pass, spec_for, write_run, write_units
 
@@ -59,9 +57,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 # ---- values
 
 
-def test_metrics_are_measured_against_the_references_that_travelled_with_the_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_are_measured_against_the_references_that_travelled_with_the_rows(tmp_path, capsys):
     store = write(tmp_path)
     (tmp_path / "rows.jsonl").unlink()  # measuring needs no input
     assert measure(store, "exact_match", "edit_similarity", "length") == 0
@@ -74,9 +70,7 @@ def test_metrics_are_measured_against_the_references_that_travelled_with_the_row
     assert "0.8333  mean of 6 samples" in capsys.readouterr().out
 
 
-def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(tmp_path, capsys):
     rows: list[dict[str, Any]] = [*ROWS[:4], {**ROWS[4], "answer": None}, ROWS[5]]
     store = write(tmp_path, lambda name: [failed()] if name == "a" else right_but_f(name), rows=rows)
     assert measure(store, "exact_match") == 0
@@ -84,14 +78,14 @@ def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(
     assert "0.7500  mean of 4 samples, 2 without a value" in capsys.readouterr().out
 
 
-def test_another_kept_column_can_hold_the_references(tmp_path: Path) -> None:
+def test_another_kept_column_can_hold_the_references(tmp_path):
     inputs = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}, "keep": ["answer"]}
     store = write(tmp_path, input=inputs)
     assert main(["measure", store.url, "--local", "--quiet", "--metric", "exact_match", "--reference", "answer"]) == 0
     assert by_id(store, "exact_match")["a"] == 1.0
 
 
-def test_several_references_and_numbers_are_references_too(tmp_path: Path) -> None:
+def test_several_references_and_numbers_are_references_too(tmp_path):
     rows: list[dict[str, Any]] = [
         {"id": "a", "prompt": "p", "answer": ["one", "text"]},
         {"id": "b", "prompt": "p", "answer": ["x"]},
@@ -115,7 +109,7 @@ def test_several_references_and_numbers_are_references_too(tmp_path: Path) -> No
     assert measure(store, "number_match") == 0 and by_id(store, "number_match") == {"a": 1.0, "b": 0.0}
 
 
-def test_an_infilled_text_is_compared_with_the_original(tmp_path: Path) -> None:
+def test_an_infilled_text_is_compared_with_the_original(tmp_path):
     """The spec's metrics need references, so that the text itself travels into the results."""
     rows = [{"id": "a", "text": "The original text."}, {"id": "b", "text": "Another text, longer."}]
     sections: dict[str, Any] = {
@@ -132,7 +126,7 @@ def test_an_infilled_text_is_compared_with_the_original(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(problem("kernel") is not None, reason="no sandbox here")
-def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: Path) -> None:
+def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path):
     inputs = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}}
     samples: dict[str, list[str | None]] = {
         "a": ["assert True", "assert False", "assert False"],
@@ -156,7 +150,7 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: P
 # ---- passes
 
 
-def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path: Path) -> None:
+def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path):
     store = write(tmp_path, lambda name: [failed()] if name in "bd" else right_but_f(name))
     assert measure(store, "exact_match") == 0
     before = contents(tmp_path / "run")
@@ -173,9 +167,7 @@ def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path: Path) ->
 # ---- once
 
 
-def test_measuring_again_does_nothing_and_more_metrics_get_files_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measuring_again_does_nothing_and_more_metrics_get_files_of_their_own(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "rouge") == 0
     before = contents(tmp_path / "run")
@@ -201,7 +193,7 @@ POINTS = [
 
 
 @pytest.mark.slow
-def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_path: Path) -> None:
+def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_path):
     store = write(tmp_path)
     reference = write(_made(tmp_path / "other"))
     assert measure(reference, "exact_match", "length") == 0
@@ -234,7 +226,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path, capsys):
     store = write(tmp_path)
     (tmp_path / "slow.py").write_text(
         f"import os, pathlib\n\ndef measure(row):\n    mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
@@ -249,7 +241,7 @@ def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path: Path, caps
     assert by_id(store, "slow") == dict.fromkeys("abcdef", 1.0)
 
 
-def test_the_grace_period_ends_a_long_unit(tmp_path: Path) -> None:
+def test_the_grace_period_ends_a_long_unit(tmp_path):
     store = write(tmp_path, output={"path": str(tmp_path / "run"), "unit_rows": 6})
     (tmp_path / "stop.py").write_text(
         "import os, time\n\ndef measure(row):\n    os.kill(os.getpid(), 15)\n    time.sleep(0.3)\n    return 1\n"
@@ -262,7 +254,7 @@ def test_the_grace_period_ends_a_long_unit(tmp_path: Path) -> None:
 # ---- verify
 
 
-def test_verify_finds_damaged_files_of_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_damaged_files_of_metrics(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "exact_match") == 0
     assert main(["verify", store.url]) == 0
@@ -280,7 +272,7 @@ def test_verify_finds_damaged_files_of_metrics(tmp_path: Path, capsys: pytest.Ca
 # ---- errors of rows
 
 
-def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path, capsys):
     store = write(tmp_path)
     (tmp_path / "mine.py").write_text(
         "def measure(row):\n    if row['id'] == 'c':\n        raise ValueError('no c here')\n    return row['keep']['label']\n"
@@ -293,7 +285,7 @@ def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path: Path, capsys: p
     assert "1 error, each of one sample" in capsys.readouterr().out
 
 
-def test_a_metric_that_never_ends_on_a_row_is_stopped_and_all_other_values_are_there(tmp_path: Path) -> None:
+def test_a_metric_that_never_ends_on_a_row_is_stopped_and_all_other_values_are_there(tmp_path):
     store = write(tmp_path, workers={"stall_s": 1})
     (tmp_path / "endless.py").write_text("def measure(row):\n    while row['id'] == 'c':\n        pass\n    return 1\n")
     assert measure(store, str(tmp_path / "endless.py"), "exact_match") == 0
@@ -314,9 +306,7 @@ def refused(capsys: pytest.CaptureFixture[str], store: Store, *words: str) -> st
     return capsys.readouterr().err
 
 
-def test_what_can_not_be_measured_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_not_be_measured_is_refused_before_any_work(tmp_path, capsys, monkeypatch):
     store = write(
         tmp_path,
         input={"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}, "keep": ["label"]},
@@ -343,9 +333,7 @@ def test_what_can_not_be_measured_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_damaged_result_ends_a_measure_at_once(
-    tmp_path: Path, is_folder: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_result_ends_a_measure_at_once(tmp_path, is_folder, capsys):
     store = write(tmp_path)
     damaged = sorted((tmp_path / "run" / "data").iterdir())[0]
     damaged.unlink()
@@ -358,7 +346,7 @@ def test_a_damaged_result_ends_a_measure_at_once(
     assert f"{damaged.name} is damaged" in said and "times" not in said
 
 
-def test_a_run_that_is_not_finished_or_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_not_finished_or_is_none_is_refused(tmp_path, capsys):
     store = write(tmp_path)
     for name in ("_manifest.json", "_SUCCESS"):
         (tmp_path / "run" / name).unlink()
@@ -367,9 +355,7 @@ def test_a_run_that_is_not_finished_or_is_none_is_refused(tmp_path: Path, capsys
     assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_a_column_measured_with_other_settings_is_never_rewritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_column_measured_with_other_settings_is_never_rewritten(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "distinct_1") == 0
     message = refused(capsys, store, "{kind: distinct, n: [1], over: tokens}")
@@ -384,7 +370,7 @@ def test_a_column_measured_with_other_settings_is_never_rewritten(
     )
 
 
-def test_another_driver_is_waited_for_by_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_driver_is_waited_for_by_nobody(tmp_path, capsys):
     from draftmill.storage.runs.lease import acquire
 
     store = write(tmp_path)
@@ -397,7 +383,7 @@ def test_another_driver_is_waited_for_by_nobody(tmp_path: Path, capsys: pytest.C
 # ---- specs
 
 
-def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path: Path) -> None:
+def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path):
     plain = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}}
     for metrics, message in (
         (["exact_match"], r"input.columns.reference: the metric 'exact_match' needs references"),
@@ -416,12 +402,12 @@ def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path: Path) -> None:
             spec_for(tmp_path, ROWS, input=plain, metrics=metrics)
 
 
-def test_metrics_do_not_change_a_jobs_fingerprint(tmp_path: Path) -> None:
+def test_metrics_do_not_change_a_jobs_fingerprint(tmp_path):
     without, with_metrics = spec_for(tmp_path, ROWS), spec_for(tmp_path, ROWS, metrics=["length"])
     assert without.results_key() == with_metrics.results_key()
 
 
-def test_a_reference_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
+def test_a_reference_column_that_no_row_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"input.columns.reference: no row has a column 'golden'"):
         write(
             tmp_path,
@@ -433,7 +419,7 @@ def test_a_reference_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.s3
-def test_a_run_on_s3_is_measured_there(tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
+def test_a_run_on_s3_is_measured_there(tmp_path, s3_url, s3_options):
     output = {"path": s3_url, "unit_rows": 2}
     store = write(tmp_path, output=output, s3={"endpoint": s3_options.endpoint, "region": s3_options.region})
     words = ["measure", s3_url, "--local", "--quiet", "--s3-endpoint", str(s3_options.endpoint)]
@@ -446,7 +432,7 @@ def test_a_run_on_s3_is_measured_there(tmp_path: Path, s3_url: str, s3_options: 
     assert {stat.name: stat.etag for stat in store.list("metrics/")} == before
 
 
-def test_set_files_say_what_was_measured(tmp_path: Path) -> None:
+def test_set_files_say_what_was_measured(tmp_path):
     store = write(tmp_path)
     assert measure(store, "rougeL") == 0
     [name] = [stat.name for stat in store.list("metrics/set-")]

@@ -1,12 +1,9 @@
 """What `draftmill status` says of the driver and of the run."""
 
-from __future__ import annotations
-
 import secrets
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,9 +49,7 @@ def test_the_share_of_prompt_rows_that_were_taken_over_is_shown_where_there_is_a
     assert [one for one in lines if "prompts" in one] == ([line] if line else [])
 
 
-def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(tmp_path, capsys, monkeypatch):
     place = str(tmp_path / "run")
     lease = acquire(open_store(place), this_process(), 60.0)
     (tmp_path / "run" / "plan").mkdir()

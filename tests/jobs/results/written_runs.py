@@ -1,7 +1,5 @@
 """Finished runs whose texts a test chooses: planned like any job, with unit files that no model decoded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

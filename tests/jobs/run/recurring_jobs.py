@@ -1,7 +1,5 @@
 """Recurring jobs for tests: `draftmill run --local` on a spec with a date in its output path, and drivers as processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

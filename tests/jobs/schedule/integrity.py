@@ -1,7 +1,5 @@
 """The invariants of the scheduler's records."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS

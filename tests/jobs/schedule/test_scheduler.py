@@ -1,7 +1,5 @@
 """The scheduler as a state machine: hand-written stories, then random ones in a simulated world with poisoned rows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from unittest.mock import patch

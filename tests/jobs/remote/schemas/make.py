@@ -1,7 +1,5 @@
 """Makes the schemas in this folder from a checkout of KubeRay: python -m tests.jobs.remote.schemas.make FOLDER"""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
