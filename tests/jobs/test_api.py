@@ -240,7 +240,7 @@ def test_a_wrong_column_or_order_is_refused(finished):
     with pytest.raises(draftmill.Error, match="'txt' is not a column of the result"):
         list(finished[0].rows(["txt"]))
     with pytest.raises(draftmill.Error, match="order: 'any' is not allowed; allowed: plan, input"):
-        list(finished[0].rows(order="any"))  # type: ignore[arg-type]
+        list(finished[0].rows(order="any"))
 
 
 def test_every_error_of_ours_is_a_draftmill_error():
