@@ -46,25 +46,13 @@ VALUES: Final[dict[str, Any]] = {
 }
 
 
-def _is_a_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _is_a_loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _is_gone(path: Path) -> None:
-    assert not path.exists()
-
-
 def of_any_file(data: bytes, seed: int, *, cuts: int = 6, flips: int = 8) -> Iterator[Damage]:
     """What may happen to a file of any kind."""
     rng = random.Random(seed)
     yield "empty", b""
-    yield "gone", _is_gone
-    yield "a folder", _is_a_folder
-    yield "a link to itself", _is_a_loop
+    yield "gone", lambda path: None
+    yield "a folder", Path.mkdir
+    yield "a link to itself", lambda path: path.symlink_to(path.name)
     yield "a pointer of git-lfs", LFS
     yield "zeros appended", data + bytes(100)
     yield "twice", data + data

@@ -288,7 +288,8 @@ def check_stops(bench: Bench) -> list[Finding]:
     first = Finding(
         "stop strings: generate, cut by hand", equal, len(rows), f"{hit} ended by one", equal == len(rows) and hit > 0
     )
-    second = most_common(bench)
+    found = [token for tokens in bench.expected.values() for token in set(tokens) if token != bench.end]
+    second = max(sorted(set(found)), key=found.count)  # it stands in most of the continuations
     folder = with_ends(bench.folder, bench.place.root / "two-ends", [bench.end, second])
     place = Place(bench.place.root, str(folder), bench.place.threads)
     rows = place.run("ends", bench.chat, bench.rows)
@@ -307,12 +308,6 @@ def stopped(bench: Bench, tokens: Sequence[int], stops: Sequence[str]) -> str:
         if found:
             return text[: min(found)[1]]
     return bench.text(tokens)
-
-
-def most_common(bench: Bench) -> int:
-    """The token that stands in most of the greedy continuations, end tokens aside."""
-    found = [token for tokens in bench.expected.values() for token in set(tokens) if token != bench.end]
-    return max(sorted(set(found)), key=found.count)
 
 
 def with_ends(folder: Path, target: Path, ends: list[int]) -> Path:

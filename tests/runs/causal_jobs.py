@@ -110,13 +110,8 @@ def next_job(folder: Path, rows: list[dict[str, Any]], *, unit_rows: int = 8, **
     """The result rows by id of one more job in the folder; the rows of a job over token ids have them as `ids`."""
     output = {"path": str(folder / f"run-{len(list(folder.glob('run-*')))}"), "unit_rows": unit_rows}
     if "ids" in rows[0]:
-        sections = of_ids(folder) | sections
+        sections = {
+            "input": {"path": str(folder / "rows.jsonl"), "columns": {"tokens": "ids"}},
+            "model": {"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
+        } | sections
     return run_here(job_spec(folder, rows, **{"output": output} | sections))
-
-
-def of_ids(folder: Path) -> dict[str, Any]:
-    """Sections of a job over token ids by the model in the folder."""
-    return {
-        "input": {"path": str(folder / "rows.jsonl"), "columns": {"tokens": "ids"}},
-        "model": {"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
-    }

@@ -143,11 +143,6 @@ def judged_sweep(folder: Path) -> Path:
     return path
 
 
-def has_all_values(folder: Path) -> bool:
-    tables = [read_metrics(open_store(str(folder / "out" / "cases" / name))) for name in ("one", "two", "three")]
-    return all(table is not None and table["judge_logprob"].null_count == 0 and len(table) == 3 for table in tables)
-
-
 @pytest.mark.slow
 def test_a_sweep_loads_a_judge_once(tmp_path, monkeypatch):
     built: list[str] = []
@@ -160,7 +155,9 @@ def test_a_sweep_loads_a_judge_once(tmp_path, monkeypatch):
     monkeypatch.setattr("draftmill.actors.measuring.measure.build_meter", counting)
     assert main(["sweep", str(judged_sweep(tmp_path)), "--local", "--quiet"]) == 0
     assert built.count("judge") == 1 and "length" in built
-    assert has_all_values(tmp_path)
+    for name in ("one", "two", "three"):
+        table = read_metrics(open_store(str(tmp_path / "out" / "cases" / name)))
+        assert table is not None and table["judge_logprob"].null_count == 0 and len(table) == 3
 
 
 def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path, ray_session):

@@ -147,10 +147,6 @@ def jacobi(block_size, window, **_):
     return decoder_settings("jacobi", block_size=block_size, window=window)
 
 
-def multiblock(**case):
-    return decoder_settings("multiblock_jacobi", **{name: case[name] for name in BLOCKS})
-
-
 BLOCKS: dict[str, list[Any]] = {
     "block_size": [4, 1, 6, 16],
     "blocks": [2, 1, 3, 8],
@@ -164,7 +160,10 @@ KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
         {"k": [*range(9), "auto"], "drafter": ["near", "ngram", "twin", "other"], "max_n": [3, 1]},
     ),
     "jacobi": (jacobi, {"block_size": [4, 1, 2, 7, 16, 100], "window": ["fixed", "running"]}),
-    "multiblock_jacobi": (multiblock, BLOCKS),
+    "multiblock_jacobi": (
+        lambda **case: decoder_settings("multiblock_jacobi", **{name: case[name] for name in BLOCKS}),
+        BLOCKS,
+    ),
 }
 COMMON: dict[str, list[Any]] = {
     "warp": list(range(len(WARPS))),

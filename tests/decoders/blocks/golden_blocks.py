@@ -76,10 +76,6 @@ def common(options):
     return found | {"steps": steps or -(-size // options.get("num_to_transfer", 1))}
 
 
-def plain_settings(options):
-    return decoder_settings("block_diffusion", **common(options))
-
-
 def s2d2_settings(case):
     options = case["settings"]
     more: dict[str, Any] = {"router": ROUTERS[options["do_verify_policy"]](options)}
@@ -160,8 +156,10 @@ def replayed(folder, case, *, suppressed=(), settings=None):
     info, backbone = loaded(folder)
     info = replace(info, suppressed=suppressed)
     options = case["settings"]
-    if settings is None:
-        settings = s2d2_settings(case) if case["kind"] == "s2d2" else plain_settings(options)
+    if settings is None and case["kind"] == "s2d2":
+        settings = s2d2_settings(case)
+    elif settings is None:
+        settings = decoder_settings("block_diffusion", **common(options))
     sampling = Sampling(temperature=0.0, top_p=options.get("top_p") if case["kind"] == "s2d2" else None)
     if options.get("top_k"):
         sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"])

@@ -29,12 +29,6 @@ def law(model, held, row):
     return logits.log_softmax(0)
 
 
-def seen(tokens, row, size, *, causal_cache):
-    """What a clean row sees."""
-    end = row + 1 if causal_cache else min((row // size + 1) * size, len(tokens))
-    return dict(enumerate(tokens[:end]))
-
-
 def block_sum(model, tokens, block, masked, size, shift):
     """The sum of a block's masked tokens' log-probabilities, given its other tokens and the blocks before it."""
     end = min((block + 1) * size, len(tokens))
@@ -49,8 +43,8 @@ def bound(model, tokens, first, size, *, shift=0, causal_cache=False):
         places = list(range(max(first, block * size), min((block + 1) * size, len(tokens))))
         if shift and places[0] == block * size and places[0] > 0:
             row = places.pop(0) - 1
-            held = seen(tokens, row, size, causal_cache=causal_cache)
-            total += float(law(model, held, row)[tokens[row + 1]])
+            end = row + 1 if causal_cache else (row // size + 1) * size  # of what a clean row sees
+            total += float(law(model, dict(enumerate(tokens[:end])), row)[tokens[row + 1]])
         for count in range(1, len(places) + 1):
             for masked in itertools.combinations(places, count):
                 weight = 1 / count / comb(len(places), count)

@@ -226,16 +226,11 @@ class Watched(TokenTable):
         return super().forward(rows)
 
 
-def watched():
-    model = Watched(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=3)
-    model.seen = []
-    return model
-
-
 @pytest.mark.parametrize("window", ["short", "full"])
 def test_a_text_longer_than_the_drafters_window_is_seen_by_its_end(window):
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=14)
-    model = watched()
+    model = Watched(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=3)
+    model.seen = []
     found = run(requests, specdiff(5, window=window), model=model, info=mask_info(max_length=4), rows=6)
     lengths = {length for length, _ in model.seen}
     assert lengths == ({4} if window == "full" else {2, 3, 4}), (

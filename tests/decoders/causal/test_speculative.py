@@ -126,16 +126,12 @@ def by_reference(request, k, drafter, sampling, stop=lambda generated: False):
     return causal_reference.speculative(model, tokens, rule, k=k, draft=draft, stop=stop), len(tokens)
 
 
-def histogram(committed):
-    return np.bincount(committed).tolist()
-
-
 def same_as_reference(outcome, trail, num_prompt):
     assert outcome.tokens.tolist() == trail.tokens[num_prompt:]
     assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups)
     assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
     assert outcome.iterations == len(trail.committed)
-    assert outcome.accept_hist == histogram(trail.committed)
+    assert outcome.accept_hist == np.bincount(trail.committed).tolist()
 
 
 @pytest.mark.one_in(7)

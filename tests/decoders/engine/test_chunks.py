@@ -441,9 +441,8 @@ def test_any_line_is_served_in_order_within_the_budget(multiple, scores):
         dealt = schedule_chunks(line, algorithm, budget)
         assert dealt == line[: len(dealt)] and dealt
         rows = [one.chunk or one.length - one.cached for one in dealt]
-        assert sum(rows) <= budget or (
-            len(dealt) == 1 and rows[0] <= max(unit, one_that_cannot_be_cut(dealt[0], algorithm))
-        )
+        uncut = 0 if dealt[0].chunk else rows[0]  # it runs whole since no more of it can run ahead
+        assert sum(rows) <= budget or (len(dealt) == 1 and rows[0] <= max(unit, uncut))
         for one in dealt:
             assert one.chunk == 0 or (multiple != WHOLE and one.cached + one.chunk < one.prompt)
             assert (one.cached + one.chunk) % unit == 0 or not one.chunk
@@ -452,11 +451,6 @@ def test_any_line_is_served_in_order_within_the_budget(multiple, scores):
             left, other = budget - sum(rows), line[len(dealt)]
             assert other.length - other.cached > left
             assert multiple == WHOLE or left < unit or other.cached + unit > other.prompt - 1
-
-
-def one_that_cannot_be_cut(one: Any, algorithm: Any) -> int:
-    """The rows of one that runs whole since no more of it can run ahead."""
-    return 0 if one.chunk else one.length - one.cached
 
 
 def test_memory_bounds_the_rows_of_prompts_too():

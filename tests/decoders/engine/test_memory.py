@@ -360,13 +360,9 @@ def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch):
     monkeypatch.setattr(memory, "_CPU_LOGITS", 4 * VOCAB * 8)
     run_all(
         engine(table, INFO, jacobi(5), rows=20),
-        toys(),
+        toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=17),
     )
     assert max(held) == 4
-
-
-def toys() -> list[Request]:
-    return toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=17)
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
@@ -376,7 +372,7 @@ def test_noise_never_takes_more_than_its_bytes():
     table = Cached()
     decoder = engine(table, INFO, jacobi(4), rows=50)
     decoder.fit(20_000)
-    run_all(decoder, toys())
+    run_all(decoder, toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=17))
     decoder.admit([prompt(index, 3) for index in range(decoder.room(3))])
     noise = decoder.sampler._noise
     assert len(noise._held_SC) < len(decoder.samples), "some slots keep none"

@@ -28,18 +28,14 @@ def law(table, canvas, place, *, shift=0):
     return logits.log_softmax(0)
 
 
-def masked_sum(table, tokens, masked, *, shift=0):
-    """The sum of the masked tokens' log-probabilities given the others."""
-    canvas = [MASK if place in masked else token for place, token in enumerate(tokens)]
-    return sum(float(law(table, canvas, place, shift=shift)[tokens[place]]) for place in masked)
-
-
 def bound(table, tokens, scored, *, shift=0):
     """The mean over all masks: their number l is uniform, and the weight of a mask of l tokens is L / l."""
     total, length = 0.0, len(scored)
     for count in range(1, length + 1):
         for masked in itertools.combinations(scored, count):
-            total += masked_sum(table, tokens, masked, shift=shift) / count / comb(length, count)
+            canvas = [MASK if place in masked else token for place, token in enumerate(tokens)]
+            given_others = sum(float(law(table, canvas, place, shift=shift)[tokens[place]]) for place in masked)
+            total += given_others / count / comb(length, count)
     return total
 
 

@@ -116,8 +116,8 @@ def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: 
     }
     store.create("_plan.json", json.dumps(plan).encode())
     done = [
-        commit_unit(store, unit=unit, table=_table(part, unit), fingerprint=fingerprint, code_version="0.1.0")
-        for unit, part in enumerate(parts)
+        commit_unit(store, unit=unit, table=table_from_rows(part), fingerprint=fingerprint, code_version="0.1.0")
+        for unit, part in enumerate([one | {"unit": unit} for one in part] for unit, part in enumerate(parts))
     ]
     write_manifest(store, done, fingerprint=fingerprint, units=units, rows=len(rows))
 
@@ -130,7 +130,9 @@ def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2, kin
     record_set(store, found)
     start = 0
     for unit in range(units):
-        rows = _rows(store, unit)
+        rows = next(read_results(store, objects=[unit_name(unit)]))
+        samples = pc.fill_null(rows["sample"], 0)
+        rows = rows.set_column(rows.schema.get_field_index("sample"), KEYS.field("sample"), samples)
         columns = [pa.array(list(values[name])[start : start + rows.num_rows], pa.float64()) for name in values]
         fields = [*KEYS, *(pa.field(name, pa.float64()) for name in values)]
         table = pa.Table.from_arrays([*(rows[name] for name in KEYS.names), *columns], schema=pa.schema(fields))
@@ -144,13 +146,3 @@ def write_sweep(place: Path, cases: Mapping[str, Sequence[Row]], **changes: Mapp
         write_run(place / "cases" / name, rows, **changes.get(name, {}))
     (place / "sweep.json").write_text(json.dumps({"cases": [{"name": name, "changes": {}} for name in cases]}))
     return place
-
-
-def _table(rows: Sequence[Row], unit: int) -> pa.Table:
-    return table_from_rows([one | {"unit": unit} for one in rows])
-
-
-def _rows(store: Store, unit: int) -> pa.Table:
-    table = next(read_results(store, objects=[unit_name(unit)]))
-    place = table.schema.get_field_index("sample")
-    return table.set_column(place, KEYS.field("sample"), pc.fill_null(table["sample"], 0))

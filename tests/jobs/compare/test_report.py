@@ -52,9 +52,9 @@ def drafted(count: int, seed: int, **values: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def written(place: Path, out: Path) -> str:
+def written(place: Path, out: Path, *options: str) -> str:
     """The report on `place`."""
-    assert main(["report", str(place), "--out", str(out)]) == 0
+    assert main(["report", str(place), "--out", str(out), *options]) == 0
     return out.read_text()
 
 
@@ -266,14 +266,9 @@ def test_the_cases_of_a_grid_have_short_names_and_are_compared_with_what_differs
     assert words.count("max_new_tokens: 128") <= 2, (
         "the task is in the facts that all cases share, and in one whole spec"
     )
-    against = written_with(grid, tmp_path / "two.html", "--baseline", "decoder-jacobi_temperature-0")
+    against = written(grid, tmp_path / "two.html", "--baseline", "decoder-jacobi_temperature-0")
     assert "autoregressive 0.8 against jacobi 0:" in Page(against).text
     assert main(["report", str(grid), "--out", str(tmp_path / "no.html"), "--baseline", "x"]) == 2
-
-
-def written_with(place: Path, out: Path, *options: str) -> str:
-    assert main(["report", str(place), "--out", str(out), *options]) == 0
-    return out.read_text()
 
 
 def test_ticks_are_round_and_hold_all_values():

@@ -110,19 +110,14 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
-def chatting() -> Tokenizer:
-    """The byte-level tokenizer with a template that, as real ones do, stumbles over what it did not expect."""
-    tokenizer = Tokenizer(byte_level()._core)
-    tokenizer.chat = ChatTemplate("{% for one in messages %}{{ '<' + one.role + '>' + one.content }}{% endfor %}", {})
-    return tokenizer
-
-
 def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
     task, columns = TASKS[name]
     decoder = {"kind": "assd" if task["kind"] == "infill" else "autoregressive"}
     parts = {"task": task, "decoder": decoder, "model": {"path": "m"}, "output": {"path": "out"}}
     spec = check_spec({**parts, "input": {"path": str(path), "columns": columns}})
-    return spec, maker_for(spec.recipe(), chatting(), model_info())
+    # The template stumbles over what it did not expect, as real ones do.
+    chat = ChatTemplate("{% for one in messages %}{{ '<' + one.role + '>' + one.content }}{% endfor %}", {})
+    return spec, maker_for(spec.recipe(), Tokenizer(byte_level()._core, chat=chat), model_info())
 
 
 def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[str, Any]]:
@@ -143,10 +138,8 @@ def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[s
             made = try_row(partial(canvas, spec, maker, row.values or {}), "tokenize", "tokenize_error")
             found = made if isinstance(made, RowError) else None
         same = (found.kind if found else None) == entry["error_kind"]
-        assert same or entry["error_kind"] in {"bad_row", "missing_column"}, (
-            entry,
-            found,
-        )  # ids are the planner's alone
+        # ids are the planner's alone
+        assert same or entry["error_kind"] in {"bad_row", "missing_column"}, (entry, found)
 
 
 def canvas(spec: JobSpec, maker: Maker, values: dict[str, Any]) -> object:

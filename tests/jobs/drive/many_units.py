@@ -202,14 +202,9 @@ def main(units: int) -> None:
         patch.setattr(packing, "part_bytes", lambda tables: bytes(100))  # a million row groups take a minute
         patch.setattr(plans, "digest", lambda results: "f")
         patch.setattr(session, "make_job", lambda *_, **__: None)
-        measure(units)
-
-
-def measure(units: int) -> None:
-    """The work of `main`, with the fakes in place."""
-    with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
-        job(Path(small, "run"), 2000)
-        peaks = job(Path(large, "run"), units)
+        with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
+            job(Path(small, "run"), 2000)
+            peaks = job(Path(large, "run"), units)
     print(json.dumps({step: round(peak - peaks["begin"], 1) for step, peak in peaks.items()}))
 
 

@@ -30,21 +30,17 @@ def log_in(store: Store, epoch: int = 1, *, clock: Callable[[], float] = time.mo
     return log
 
 
-def busy(wall_s: float) -> TurnReport:
-    return TurnReport((), Effort(wall_s=wall_s), Tally())
-
-
 def at_work(clock: Hand) -> Totals:
     """Two workers: w0 loads 10 s, decodes 30 of its 50 s, 20 of them for committed units; w1 dies 8 s after its only report."""
     totals = Totals(units=1, rows=1, clock=clock)
     totals.worker_up("w0", {"load_s": 10.0})
     totals.worker_up("w1", {"load_s": 5.0})
     clock.now_s += 12.0
-    totals.add_report("w1", busy(12.0))
+    totals.add_report("w1", TurnReport((), Effort(wall_s=12.0), Tally()))
     clock.now_s += 8.0
     totals.worker_ended("w1", lost=True)
     clock.now_s += 30.0
-    totals.add_report("w0", busy(30.0))
+    totals.add_report("w0", TurnReport((), Effort(wall_s=30.0), Tally()))
     totals.add_receipt(Receipt(0, 0, "w0", "node", None, Tally(), spent_s=20.0))
     return totals
 

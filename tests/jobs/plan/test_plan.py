@@ -47,15 +47,12 @@ def spec_for(path: Path, **changes: Any) -> JobSpec:
     return check_spec(data)
 
 
-def resolved_for(spec: JobSpec) -> Resolved:
-    """What `resolve` would find, with a model that is only described."""
+def plan(spec: JobSpec, store: Store, epoch: int = 0) -> Plan:
+    """A plan by what `resolve` would find, with a model that is only described."""
     inputs = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
     results = results_key(spec, model_info(), **HASHES)
-    return Resolved(spec, spec.recipe(), results, Path("m"), model_info(), byte_level(), inputs)
-
-
-def plan(spec: JobSpec, store: Store, epoch: int = 0) -> Plan:
-    return make_plan(resolved_for(spec), store, Display(), epoch=epoch)
+    found = Resolved(spec, spec.recipe(), results, Path("m"), model_info(), byte_level(), inputs)
+    return make_plan(found, store, Display(), epoch=epoch)
 
 
 def compare(made: Plan, spec: JobSpec, **hashes: str) -> None:

@@ -54,29 +54,19 @@ def log_of(slurm: Slurm, job: str) -> str:
     return "\n".join(path.read_text() for path in slurm.folder.parent.rglob(f"nightly-{job}.log"))
 
 
-def workers_of(run: Path) -> set[str]:
-    return {str(worker) for path in run.glob("data/*.parquet") for worker in pq.read_table(path)["worker"].to_pylist()}
-
-
 def test_a_job_runs_on_ray_over_both_nodes(slurm, tmp_path):
     script, run = batch_script(tmp_path, rows=64)
     job = slurm.submit(script)
     wait_until(lambda: slurm.state(job) in {"COMPLETED", "FAILED"}, 800, "the job did not end")
     assert slurm.exit_code(job) == 0, log_of(slurm, job)
     assert (run / "_SUCCESS").exists(), log_of(slurm, job)
-    assert len(workers_of(run)) == 2
+    assert (
+        len({worker for path in run.glob("data/*.parquet") for worker in pq.read_table(path)["worker"].to_pylist()})
+        == 2
+    )
     assert main(["verify", str(run)]) == 0
-    assert processes_of(job) == []
-
-
-def processes_of(job: str) -> list[str]:
-    """Processes of a job's Ray that still run."""
-    mark = f"/tmp/ray-{job}-".encode()
-    return [
-        path.parent.name
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.exists() and mark in read(path) and b"slurm" not in read(path)
-    ]
+    mark, commands = f"/tmp/ray-{job}-".encode(), map(read, Path("/proc").glob("[0-9]*/cmdline"))
+    assert not [command for command in commands if mark in command and b"slurm" not in command], "its Ray still runs"
 
 
 def read(path: Path) -> bytes:

@@ -55,7 +55,7 @@ def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
         rows = [
             result_row(0, unit=unit, metrics=None)
             | {"id": row["id"], "pass": plan.pass_, "sample": row["sample"]}
-            | kept_of(rows_of[row["id"]], kept)
+            | ({} if kept is None else {KEEP: {name: rows_of[row["id"]].get(name) for name in kept}})
             | changes
             for row in planned.to_pylist()
             for changes in ([texts(row["id"])[row["sample"]]] if has_samples else texts(row["id"]))
@@ -68,11 +68,6 @@ def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
         )
     total = sum(one.rows for one in committed)
     write_manifest(plan.store, committed, fingerprint=plan.fingerprint, units=plan.units, rows=total)
-
-
-def kept_of(row: Row, names: Sequence[str] | None) -> dict[str, Any]:
-    """The struct of kept columns of an input row."""
-    return {} if names is None else {KEEP: {name: row.get(name) for name in names}}
 
 
 def failed() -> dict[str, Any]:

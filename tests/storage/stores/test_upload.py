@@ -279,14 +279,9 @@ def test_an_object_that_appears_at_the_last_moment_stays(s3_store, monkeypatch):
 # ---- what killed exporters left
 
 
-def killed(store: S3Store, name: str) -> None:
-    """An exporter that is killed never leaves its block."""
-    Upload(store, name, part_bytes=PART).write(DATA)
-
-
 def test_what_a_killed_exporter_left_is_aborted_and_nobody_elses(s3_store, monkeypatch):
     for name in (NAME, NAME, f"{NAME}.gz", "out/answers"):
-        killed(s3_store, name)
+        Upload(s3_store, name, part_bytes=PART).write(DATA)  # it never leaves its block
     monkeypatch.setattr(upload_module, "ORPHAN_S", 10.0**10)
     assert abort_orphans(s3_store, NAME) == 0 and len(pending(s3_store)) == 4
     monkeypatch.setattr(upload_module, "ORPHAN_S", -10.0)
