@@ -41,7 +41,6 @@ def requests_of(kind: str) -> list[Request]:
 
 
 def garbled(text: list[int], rng: np.random.Generator) -> list[int]:
-    """With a token replaced, one more, or one less."""
     place, change = int(rng.integers(0, len(text) + 1)), int(rng.integers(0, 3))
     other = [] if change == 2 else [int(rng.integers(0, results.VOCAB))]
     return text[:place] + other + text[place + (change != 1) :]

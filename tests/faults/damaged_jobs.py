@@ -138,7 +138,6 @@ def _tried(world: Path, case: Case) -> Iterator[Ending]:
 
 
 def _one(folder: Path, case: Case, command: tuple[str, ...]) -> Ending:
-    """Run one command in a child; judge how it ended."""
     out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
     before = _memory()[1]
     child = os.fork()
@@ -212,5 +211,4 @@ def judge(case: Case, verb: str, ending: Ending) -> str:
 
 
 def endings(path: Path) -> list[dict[str, Any]]:
-    """What `serve` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -56,7 +56,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[draftmill.RunRes
 
 
 def exported(run: Path, *options: str) -> list[dict[str, Any]]:
-    """The rows as `draftmill export` writes them."""
     out = run.parent / "out.jsonl"
     assert main(["export", str(run), "--format", "jsonl", "--out", str(out), "--overwrite", *options]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]

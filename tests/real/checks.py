@@ -67,12 +67,10 @@ class Bench:
 
     @cached_property
     def folder(self) -> Path:
-        """The checkpoint as a folder."""
         return fetch_model(self.place.model)
 
     @cached_property
     def theirs(self) -> Theirs:
-        """transformers with the same checkpoint, float32."""
         torch.set_num_threads(self.threads)
         return Theirs(self.folder)
 
@@ -84,7 +82,6 @@ class Bench:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The prompts as input rows."""
         return [{"id": f"p{number:02}", "prompt": prompt} for number, prompt in enumerate(self.asked)]
 
     @cached_property
@@ -99,7 +96,6 @@ class Bench:
 
     @cached_property
     def end(self) -> int:
-        """The end token that the checkpoint names."""
         return int(self.theirs.model.generation_config.eos_token_id)
 
     @property
@@ -108,7 +104,6 @@ class Bench:
         return {"kind": "complete", "chat": True, "max_new_tokens": self.new_tokens}
 
     def greedy(self) -> dict[str, Row]:
-        """Rows of the greedy job."""
         return self.once("greedy", {})
 
     def baseline(self) -> dict[str, Row]:
@@ -122,7 +117,6 @@ class Bench:
         return self.held[name]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
         return str(self.theirs.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 

@@ -269,7 +269,6 @@ def test_training_lowers_the_loss_and_is_repeatable(start, prepared):
 
 @pytest.fixture(scope="module")
 def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """What the recipe writes in one go, and in two."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"DRAWS": 1, "PACE_WINDOWS": 1, "LAYOUTS": CASES[:3]}.items():
             patch.setattr(block_quality, name, value)

@@ -86,7 +86,6 @@ def job_spec(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> JobSp
 
 
 def results_of(spec: JobSpec) -> dict[str, dict[str, Any]]:
-    """Every result row of a finished run by its id."""
     tables = read_results(open_store(spec.output.path))
     return {row["id"]: row for table in tables for row in table.to_pylist()}
 

@@ -26,7 +26,6 @@ TEXTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Folder and results of a job that scores texts."""
     folder = tmp_path_factory.mktemp("scores")
     return folder, run_here(world.spec(folder, TEXTS, task={"kind": "score"}))
 

@@ -25,7 +25,6 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A causal model with the builtin tokenizer."""
     return make_world(tmp_path_factory.mktemp("causal"))
 
 

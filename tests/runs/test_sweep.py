@@ -63,7 +63,6 @@ def sweep(path: Path, *more: str) -> int:
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    """Hash and time of every file."""
     return {
         str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
         for path in folder.rglob("*")

@@ -104,7 +104,6 @@ def rows_changed(change: Callable[[pa.Table], pa.Table], *, covered: bool = True
 
 
 def column(table: pa.Table, name: str, value: Any) -> pa.Table:
-    """The table with the first value of a column replaced."""
     index, field = table.column_names.index(name), table.schema.field(name)
     values = [value, *table.column(name).to_pylist()[1:]]
     return table.set_column(index, field, pa.array(values, field.type))

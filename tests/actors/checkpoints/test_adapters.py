@@ -48,7 +48,6 @@ def train(model: Any, folder: Path, settings: dict[str, Any], *, seed: int = 3) 
 
 
 def merged(tmp_path: Path, base: str = "base", adapter: str = "adapter") -> Path:
-    """Both, merged in this process."""
     folder = tmp_path / f"{adapter}-merged"
     folder.mkdir()
     merge(tmp_path / base, "b", tmp_path / adapter, "a", folder)

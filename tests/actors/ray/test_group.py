@@ -24,7 +24,6 @@ ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 
 
 def news_until(pool: RayPool, wanted: type) -> Any:
-    """Poll until there is news of this kind, or a receipt of this kind; returns it."""
     until_s = time.monotonic() + 120
     while time.monotonic() < until_s:
         for item in pool.poll(0.2):

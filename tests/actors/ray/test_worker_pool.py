@@ -27,7 +27,6 @@ def pool(ray_session: ModuleType) -> Any:
 
 
 def until(pool: RayPool, wanted: type) -> list[PoolEvent]:
-    """Poll until news of this kind has come."""
     events: list[PoolEvent] = []
     for _ in range(200):
         events += pool.poll(0.2)

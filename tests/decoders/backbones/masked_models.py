@@ -22,7 +22,6 @@ VOCAB = {"llada": 96, "llada_moe": 96, "dream": 96, "mdlm": 65, "sedd": 65}
 
 
 def load(folder, dtype="float32") -> Any:
-    """Load a checkpoint on the CPU."""
     backbone = load_backbone(folder, dtype=dtype, device="cpu")
     assert isinstance(backbone, ModuleBackbone)
     return backbone

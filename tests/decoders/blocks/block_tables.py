@@ -61,12 +61,10 @@ def refer(requests, info, settings, sampling, *, plain=decode_blocks, **made):
 
 
 def ours(requests, info, settings, sampling, *, rows=3, stops=None, trace=False, **made):
-    """Our outcomes, by index."""
     return decode(table(info.mask_id, **made), info, settings, sampling, requests, rows=rows, stops=stops, trace=trace)
 
 
 def check(outcomes, trails, requests):
-    """Tokens and counts are those of the reference."""
     for request in requests:
         outcome, trail = outcomes[request.index], trails[request.index]
         prompt, length = int((request.canvas >= 0).sum()), len(request.canvas)

@@ -175,7 +175,6 @@ def replayed(folder, case, *, suppressed=(), settings=None):
 
 
 def text_of(outcome, case):
-    """What ours wrote, as the case writes its output."""
     excludes = case.get("output_excludes_prompt", False)
     return ([] if excludes else case["prompt"]) + outcome.tokens.tolist()
 
@@ -192,7 +191,6 @@ def our_kinds(outcome):
 
 
 def same(outcome, case):
-    """Whether tokens are those of the case."""
     found = text_of(outcome, case)
     return found[: len(case["output"])] == case["output"]
 

@@ -29,7 +29,6 @@ def always(size: int, **more: Any) -> S2d2Settings:
 
 
 def setup_of(*, shift: int = 0, rows: int = 1, stops: Stops | None = None, sampling: Sampling = REJECTING) -> Setup:
-    """A table of two tokens and a mask."""
     info, model = table_info(2, shift=shift), table(2)
     return Setup(backbone=model, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, stops=stops)
 
@@ -39,7 +38,6 @@ def request(canvas: list[int], index: int = 0) -> Request:
 
 
 def block_size_one(canvas: list[int], *, shift: int = 0) -> Law:
-    """The law of the completions."""
     prompt, length = [token for token in canvas if token >= 0], len(canvas)
     plain = PlainBlocks(table(2), table_info(2, shift=shift), ONE, REJECTING)
     wanted = law_at_size_one(plain, prompt, length)

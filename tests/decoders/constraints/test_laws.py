@@ -80,7 +80,6 @@ def request(
 
 
 def filled(canvas: list[int], fill: tuple[int, ...]) -> list[list[int]]:
-    """The texts of the holes of a canvas."""
     rest, holes = iter(fill), list[list[int]]()
     for place, token in enumerate(canvas):
         if token != HOLE:

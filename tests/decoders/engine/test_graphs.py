@@ -93,7 +93,6 @@ def growing(name: str, times: int = 1) -> list[Request]:
 
 @cache
 def eager(name: str, times: int = 1) -> dict[int, Outcome]:
-    """What is said without graphs."""
     with pytest.MonkeyPatch.context() as patch:
         use_references(patch)
         engine = engine_of(name)

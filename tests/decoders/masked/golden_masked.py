@@ -46,7 +46,6 @@ def built(backbone, folder, settings, *, suppressed=(), rows=3):
 
 
 def decoded(decoder, case, mask_id):
-    """The outcome of a case."""
     return run_all(decoder, [Request(0, 1, canvas_of(case, mask_id))])[0]
 
 

@@ -43,7 +43,6 @@ class PlainCausal:
 
 
 def autoregressive(model: PlainCausal, prompt: Sequence[int], rule: Rule) -> Trail:
-    """One token a forward."""
     trail = Trail(list(prompt))
     while (n := len(trail.tokens)) < model.length:
         trail.tokens.append(rule.direct(model.law(trail.tokens), n, n))

@@ -63,7 +63,6 @@ def row(number: int, **values: Any) -> Row:
 
 
 def failed(number: int, kind: str = "too_long", **values: Any) -> Row:
-    """One failed row."""
     kept = {name: row(number)[name] for name in ("id", "unit", "pass", "attempt", "decoder", "model", "sample")}
     reason = {"status": "failed", "error_kind": kind, "error_stage": "plan", "error": f"row {number} is {kind}"}
     return kept | reason | {"new_tokens": 0} | values

@@ -51,7 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(folder: Path, run: str) -> list[dict[str, Any]]:
-    """The rows of a run with their metrics."""
     import pyarrow.parquet as pq
 
     tables = [pq.read_table(path) for path in sorted((folder / "runs" / run / "data").glob("*.parquet"))]

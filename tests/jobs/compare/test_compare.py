@@ -21,7 +21,6 @@ from tests.runs.jobs_of_tests import write_rows, write_spec
 
 
 def compared(capsys: pytest.CaptureFixture[str], *places: Path) -> dict[str, Any]:
-    """What `compare --json` says."""
     assert main(["compare", *map(str, places), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found

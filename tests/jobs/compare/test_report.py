@@ -53,7 +53,6 @@ def drafted(count: int, seed: int, **values: Any) -> list[dict[str, Any]]:
 
 
 def written(place: Path, out: Path, *options: str) -> str:
-    """The report on `place`."""
     assert main(["report", str(place), "--out", str(out), *options]) == 0
     return out.read_text()
 

@@ -53,7 +53,6 @@ def shown(run: Path, *ids: str) -> tuple[list[ShownRow], str | None]:
 
 
 def printed(run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What the command prints."""
     assert main(["show", str(run), *options]) == 0
     return capsys.readouterr().out
 

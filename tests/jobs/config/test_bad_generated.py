@@ -121,7 +121,6 @@ def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
 
 
 def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[str, Any]]:
-    """The plan's entries, in the order of the input."""
     recipe = spec.recipe()
     tables = check_survey(survey(recipe, maker, files), spec, recipe, files)
     return [row for table in tables for row in table.to_pylist()]

@@ -34,15 +34,12 @@ def job(folder: Path) -> dict[str, Any]:
 
 
 def run(spec: dict[str, Any], folder: Path, command: str = "run") -> int:
-    """The exit code of the command line on a spec."""
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(spec))
     return main([command, str(file), *(["--quiet"] if command == "run" else [])])
 
 
 def setting(dotted: str, value: Any) -> Change:
-    """A change of one key."""
-
     def change(spec: dict[str, Any], folder: Path) -> None:
         *sections, name = dotted.split(".")
         for section in sections:
@@ -53,8 +50,6 @@ def setting(dotted: str, value: Any) -> Change:
 
 
 def rows(*lines: str) -> Change:
-    """Other content of the input file."""
-
     def change(spec: dict[str, Any], folder: Path) -> None:
         (folder / "rows.jsonl").write_text("\n".join(lines))
 

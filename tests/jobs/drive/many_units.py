@@ -125,7 +125,6 @@ class ManyWorkers(LocalBackend):
 
 
 def rows(first: int, count: int) -> pa.Table:
-    """Rows of the unit table, one a unit."""
     numbers = np.arange(first, first + count)
     length = pa.array((1 + numbers * 7919 % 500).astype(np.int32))
     nothing = pa.nulls(count, pa.string())

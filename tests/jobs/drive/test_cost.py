@@ -46,7 +46,6 @@ def at_work(clock: Hand) -> Totals:
 
 
 def worked(clock: Hand) -> Totals:
-    """The same when it is over."""
     totals = at_work(clock)
     totals.stop()
     return totals

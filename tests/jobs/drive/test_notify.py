@@ -26,7 +26,6 @@ SECRET = "xoxb-9f3a1c7e5d2b"
 
 
 def receiver(**keys: Any) -> NotifySettings:
-    """A receiver as a spec has it."""
     return NotifySettings.model_validate(keys, strict=True)
 
 

@@ -40,7 +40,6 @@ class Plain(LM):  # type: ignore[misc]
         return answers
 
     def continued(self, context: str, how: dict[str, Any], key: int) -> str:
-        """The continuation before the first stop string."""
         prompt = self.tokenizer(context)["input_ids"]
         tokens, said = list(prompt), ""
         while len(tokens) - len(prompt) < how["max_gen_toks"]:

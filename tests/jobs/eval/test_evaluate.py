@@ -61,7 +61,6 @@ class World:
 
 
 def evaluated(folder: Path, tasks: Path, names: list[str], *options: str) -> int:
-    """The exit code of the command in this process."""
     command = ["eval", str(folder / "job.yaml"), "--tasks", *names, "--include_path", str(tasks), "--local", "--quiet"]
     return main([*command, *options])
 
@@ -86,7 +85,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def values(results: dict[str, Any]) -> dict[str, float]:
-    """The metrics' values by task and name."""
     return {
         f"{task}.{name}": value
         for task, found in results["results"].items()

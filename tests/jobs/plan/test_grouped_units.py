@@ -29,7 +29,6 @@ def questions(tmp_path: Path) -> Path:
 
 
 def units_of(plan: Plan) -> dict[str, set[int]]:
-    """The units in which the rows of each question are."""
     found = defaultdict(set)
     for unit, names in plan.unit_samples():
         for name, _ in names:

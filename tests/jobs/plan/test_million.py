@@ -59,7 +59,6 @@ print(json.dumps({"parts": len(writer.parts), "bytes": BYTES, "plan_mb": planned
 
 @pytest.fixture(scope="module")
 def taken() -> dict[str, float]:
-    """What a process of its own took for it."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))

@@ -58,7 +58,6 @@ def printed(capsys: Any, *words: str) -> tuple[int, str, str]:
 
 
 def templates(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pod templates of a Kubernetes manifest."""
     if manifest["kind"] == "CronJob":
         return [manifest["spec"]["jobTemplate"]["spec"]["template"]]
     cluster = manifest["spec"].get("rayClusterSpec", manifest["spec"])  # of a RayJob, or a RayCluster

@@ -65,7 +65,6 @@ class Slurm:
         return done.stdout.strip()
 
     def submit(self, script: str) -> str:
-        """The number of a new job."""
         return self.call("sbatch", "--parsable", script)
 
     def state(self, job: str) -> str:
@@ -74,7 +73,6 @@ class Slurm:
         return found.split("JobState=")[1].split()[0]
 
     def exit_code(self, job: str) -> int:
-        """The exit code of the batch script."""
         found = self.call("scontrol", "show", "job", job)
         return int(found.split("ExitCode=")[1].split(":")[0])
 
@@ -84,7 +82,6 @@ class Slurm:
 
 
 def wait_until(happened: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll; fails with `what` after the time."""
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, what

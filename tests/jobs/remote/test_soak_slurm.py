@@ -45,7 +45,6 @@ def batch_script(folder: Path, rows: int) -> tuple[str, Path]:
 
 
 def units(run: Path) -> dict[str, tuple[int, bytes]]:
-    """The committed units: when they were written, and their bytes."""
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(run.glob("data/unit-*.parquet"))}
 
 

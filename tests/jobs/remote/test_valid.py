@@ -22,7 +22,6 @@ from tests.jobs.remote.validators import (
 
 
 def problems(kind: str, text: str) -> list[str]:
-    """What the reader of a kind says of it."""
     if kind in KUBERAY:
         return kuberay_problems(yaml.safe_load(text)) + pod_problems(yaml.safe_load(text))
     if kind == "cronjob":
@@ -42,7 +41,6 @@ def pod_problems(manifest: dict[str, Any]) -> list[str]:
 
 
 def command_of(crontab: str) -> str:
-    """The command of the only entry."""
     (entry,) = [line for line in crontab.splitlines() if re.match(r"[0-9*]", line)]
     return entry.split(" ", 5)[5]
 

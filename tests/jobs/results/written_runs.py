@@ -46,7 +46,6 @@ def write_run(spec: JobSpec, texts: Callable[[str], Written]) -> Store:
 
 
 def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
-    """Write every unit of a plan, its manifest and `_SUCCESS`."""
     kept = None if plan.keep is None else plan.keep.names
     rows_of = {row["id"]: row for row in map(json.loads, Path(plan.files[0].uri).read_text().splitlines())}
     committed = []
@@ -71,7 +70,6 @@ def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
 
 
 def failed() -> dict[str, Any]:
-    """The columns of a failed sample."""
     return {
         "status": "failed",
         "error_kind": "decode_error",

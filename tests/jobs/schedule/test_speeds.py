@@ -53,7 +53,6 @@ class Team:
             self.tell(WorkerAnswered(name, tokens=int(speed * seconds)))
 
     def finish(self, name: str) -> None:
-        """A worker finishes its oldest unit."""
         work = self.held[name].pop(0)
         self.tell(UnitDone(work.lease, work.unit))
 

@@ -8,7 +8,6 @@ from draftmill.storage.runs.records import table_from_rows
 
 
 def result_row(index: int, *, unit: int = 0, **changes: Any) -> dict[str, Any]:
-    """A row as a worker makes it."""
     row: dict[str, Any] = {
         "id": f"file.jsonl:{index}",
         "unit": unit,
