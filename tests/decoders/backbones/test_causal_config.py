@@ -112,11 +112,17 @@ def test_strange_values_are_refused_or_read_as_transformers_does(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ar-micro", "mdm-tiny", "block-tiny"])
-def test_a_network_loads_without_transformers_or_compilers(name):
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        *((name, "load import load_backbone as work") for name in ("ar-micro", "mdm-tiny", "block-tiny")),
+        ("asarm-tiny", "checkpoint import inspect_model as work"),  # its network is transformers'
+    ],
+)
+def test_a_network_loads_without_transformers_or_compilers(name, work):
     code = (
-        "import sys; from pathlib import Path; from draftmill.decoders.backbones.load import load_backbone;"
-        "load_backbone(Path(sys.argv[1]), device='cpu');"
+        f"import sys; from pathlib import Path; from draftmill.decoders.backbones.{work};"
+        "work(Path(sys.argv[1]));"
         "sys.exit(', '.join({'transformers', 'torch._dynamo', 'sympy'} & set(sys.modules)) or 0)"
     )
     builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / name
