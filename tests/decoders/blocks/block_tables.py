@@ -9,7 +9,7 @@ from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks
-from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode
 
@@ -43,13 +43,6 @@ def prompts(lengths, *, vocab_size=3, seed=0):
         canvas[:num_prompt] = rng.integers(0, vocab_size, num_prompt)
         requests.append(Request(index, sample_key(seed, str(index)), canvas))
     return requests
-
-
-def rule_of(key, sampling):
-    """The reference's rule with the sample's own noise."""
-    if sampling.acceptance == "rejection" and sampling.temperature:
-        return RejectionRule(NoiseChooser(key))
-    return CoupledRule(key, sampling)
 
 
 def refer(requests, info, settings, sampling, *, plain=decode_blocks, **made):

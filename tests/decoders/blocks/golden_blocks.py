@@ -185,6 +185,15 @@ def kinds_of(case):
     return nfe.get("prefill", 0) + nfe["store"], nfe["draft"], nfe["verify"]
 
 
+def check(outcome, case, *, last_store=0):
+    """Tokens, reveals and forwards are the case's, but for a store after the last block, after which nothing comes."""
+    assert same(outcome, case), case["name"]
+    ours, theirs = orders(outcome, case)
+    assert ours == theirs
+    stored, *others = kinds_of(case)
+    assert our_kinds(outcome) == (stored - last_store, *others)
+
+
 def our_kinds(outcome):
     kinds = outcome.nfe_kinds
     return kinds["prefill"] + kinds["commit"], kinds["draft"], kinds["verify"]

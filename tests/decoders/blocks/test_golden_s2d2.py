@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from draftmill.decoders.blocks.settings import Estimator, ScoreRouter
 from draftmill.decoders.blocks.verifier import acceptance, expected_tokens, measure_of
 from draftmill.decoders.draws.sampling import measure
-from tests.decoders.blocks.golden_blocks import cases_of, kinds_of, orders, our_kinds, replayed, same, text_of
+from tests.decoders.blocks.golden_blocks import cases_of, check, kinds_of, our_kinds, replayed, same, text_of
 
 UNPUBLISHED = {"allow_resample", "ssd_ratio_threshold", "always_check_high_confidence", "legacy_ssd_span_strategy"}
 
@@ -45,20 +45,11 @@ def sdar_cases(folder):
 def test_s2d2_on_sdar_is_the_public_code(golden):
     folder = golden / "s2d2"
     cases, _ = sdar_cases(folder)
-    assert len(cases) > 100
+    assert len(cases) > 100 and len({case["settings"]["do_verify_policy"] for case in cases[::7]}) == 4, "every router"
     for case in cases[::7]:
         outcome, saw = replayed(folder, case)
-        assert same(outcome, case), case["name"]
-        ours, theirs = orders(outcome, case)
-        assert ours == theirs
-        stored, *others = kinds_of(case)
-        assert our_kinds(outcome) == (stored - 1, *others)
+        check(outcome, case, last_store=1)
         check_verdicts(outcome, saw, case)
-
-
-def test_every_router_takes_part(golden):
-    cases, _ = sdar_cases(golden / "s2d2")
-    assert len({case["settings"]["do_verify_policy"] for case in cases[::7]}) == 4
 
 
 def test_always_verifying_over_a_causal_cache_is_block_size_one_and_nothing_else_is(golden):
@@ -111,9 +102,7 @@ def test_s2d2_on_fast_dllm_v2_is_the_public_code(golden):
     for case in cases[::4]:
         outcome, saw = replayed(folder, case)
         assert text_of(outcome, case) == case["output"], case["name"]
-        ours, theirs = orders(outcome, case)
-        assert ours == theirs
-        assert our_kinds(outcome) == kinds_of(case)
+        check(outcome, case)
         check_verdicts(outcome, saw, case)
 
 

@@ -11,6 +11,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
+from tests.decoders.causal.test_speculative import same_as_reference
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
     MASK,
@@ -24,7 +25,7 @@ from tests.decoders.masked.diffusion_tables import (
 )
 from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
-from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import (
     decode,
@@ -90,8 +91,6 @@ def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(order, h
 
 def by_reference(request, settings, sampling, *, tail=None, heads=None, stop=lambda generated: False):
     model = PlainCausal(target(), length=len(request.canvas), sampling=sampling)
-    coupled = sampling.acceptance == "coupled"
-    rule = CoupledRule(request.key, sampling) if coupled else RejectionRule(NoiseChooser(request.key))
 
     def shuffled(decided, count):
         positions = np.arange(decided, decided + count)
@@ -102,15 +101,9 @@ def by_reference(request, settings, sampling, *, tail=None, heads=None, stop=lam
     head = None if heads is None else heads.markov
     draft = by_diffusion(plain, gamma=settings.gamma, steps=settings.steps, arrange=arrange, head=head)
     tokens, chunk = request.canvas[request.canvas >= 0].tolist(), -(-settings.gamma // settings.steps)
+    rule = rule_of(request.key, sampling)
     calls = lambda drafts: -(-drafts // chunk)  # noqa: E731
     return causal_reference.speculative(model, tokens, rule, k=settings.gamma, draft=draft, stop=stop, calls=calls)
-
-
-def same_as_reference(outcome, trail, num_prompt):
-    assert outcome.tokens.tolist() == trail.tokens[num_prompt:]
-    assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups)
-    assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
-    assert outcome.accept_hist == np.bincount(trail.committed).tolist()
 
 
 @pytest.mark.one_in(11, soak=7)

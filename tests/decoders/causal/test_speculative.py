@@ -16,7 +16,7 @@ from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
-from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import (
     decode,
@@ -111,19 +111,11 @@ def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(drafter,
 def by_reference(request, k, drafter, sampling, stop=lambda generated: False):
     length = len(request.canvas)
     model = PlainCausal(table(), length=length, sampling=sampling)
-    rule = (
-        CoupledRule(request.key, sampling)
-        if sampling.acceptance == "coupled"
-        else RejectionRule(NoiseChooser(request.key))
-    )
-    tokens = request.canvas[request.canvas >= 0].tolist()
+    rule, tokens = rule_of(request.key, sampling), request.canvas[request.canvas >= 0].tolist()
+    draft, more = by_model(PlainCausal(blend(), length=length, sampling=sampling)), {}
     if drafter == "ngram":
-        draft = by_lookup(VOCAB, max_n=NGRAM.max_n, min_n=NGRAM.min_n)
-        return causal_reference.speculative(
-            model, tokens, rule, k=k, draft=draft, stop=stop, calls=lambda drafts: 1
-        ), len(tokens)
-    draft = by_model(PlainCausal(blend(), length=length, sampling=sampling))
-    return causal_reference.speculative(model, tokens, rule, k=k, draft=draft, stop=stop), len(tokens)
+        draft, more = by_lookup(VOCAB, max_n=NGRAM.max_n, min_n=NGRAM.min_n), {"calls": lambda drafts: 1}
+    return causal_reference.speculative(model, tokens, rule, k=k, draft=draft, stop=stop, **more), len(tokens)
 
 
 def same_as_reference(outcome, trail, num_prompt):

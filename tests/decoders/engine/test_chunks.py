@@ -21,7 +21,7 @@ from draftmill.decoders.engine.scheduler import schedule_chunks
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_scorer
 from tests.decoders.engine.test_prefix_cache import CASES, choices, infills, made, model, said
-from tests.decoders.support import decoder_settings, engine, run_all
+from tests.decoders.support import decoder_settings, engine, run_all, texts
 
 AR = decoder_settings("autoregressive")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
@@ -395,9 +395,7 @@ def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatc
     some = prompts(9, 60, 70, 40, 33, new=20)
     found = run_all(decoder, some)
     plain = made("autoregressive", 4, None, temperature=1.0)
-    assert {index: one.tokens.tolist() for index, one in found.items()} == {
-        index: one.tokens.tolist() for index, one in run_all(plain, some).items()
-    }
+    assert texts(found) == texts(run_all(plain, some))
     ends = {request.index: len(request.canvas) - 20 for request in some}
     has_prompts = [any(decided == ends[index] for index, _, decided in forward) for forward in seen]
     assert told == has_prompts

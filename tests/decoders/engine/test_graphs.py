@@ -1,5 +1,7 @@
 """Captured forwards give what forwards give that run operation by operation: texts, counters, log-probabilities."""
 
+from __future__ import annotations  # `Sent` reads which of its fields are arrays from their annotations as text
+
 import contextlib
 import itertools
 import logging
@@ -172,27 +174,13 @@ CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
     ids=str,
 )
 def test_captured_forwards_judge_by_ratio_as_others_do(name, more, monkeypatch):
-    more, some = more | {"acceptance": "rejection"}, many(name, 24 if name.startswith("assd") else 9)
-    with monkeypatch.context() as plain:
-        use_references(plain)
-        expected = run_all(engine_of(name, **more), some)
-    use_graphs(monkeypatch, watches=True)
-    engine = engine_of(name, **more)
-    same(run_all(engine, some), expected)
-    assert all(replayed(engine))
+    check(name, many(name, 24 if name.startswith("assd") else 9), monkeypatch, acceptance="rejection", **more)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("more", [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}])
 def test_captured_draws_follow_the_sampling_settings(more, monkeypatch):
-    name = "autoregressive"
-    with monkeypatch.context() as plain:
-        use_references(plain)
-        expected = run_all(engine_of(name, **more), many(name))
-    use_graphs(monkeypatch)
-    engine = engine_of(name, **more)
-    same(run_all(engine, many(name)), expected)
-    assert all(replayed(engine))
+    check("autoregressive", many("autoregressive"), monkeypatch, **more)
 
 
 @pytest.mark.slow
@@ -201,12 +189,16 @@ def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch):
     name = "stepwise, cached"
     model, settings = CASES[name]
     monkeypatch.setitem(CASES, name, (model, settings | {"block_length": 5}))
+    check(name, many(name, 14), monkeypatch)
+
+
+def check(name: str, requests: list[Request], monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> None:
     with monkeypatch.context() as plain:
         use_references(plain)
-        expected = run_all(engine_of(name), many(name, 14))
-    use_graphs(monkeypatch)
-    engine = engine_of(name)
-    same(run_all(engine, many(name, 14)), expected)
+        expected = run_all(engine_of(name, **sampling), requests)
+    use_graphs(monkeypatch, watches=True)
+    engine = engine_of(name, **sampling)
+    same(run_all(engine, requests), expected)
     assert all(replayed(engine))
 
 

@@ -19,7 +19,7 @@ from draftmill.decoders.engine.setup import Setup
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, engine, run_all, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -132,9 +132,7 @@ def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(setting
     expected = decode(TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3), INFO, AR, Sampling(), requests)
     decoder = engine(table, INFO, settings, rows=9, max_tokens=max_tokens)
     outcomes = run_all(decoder, requests)
-    assert {index: one.tokens.tolist() for index, one in outcomes.items()} == {
-        index: one.tokens.tolist() for index, one in expected.items()
-    }
+    assert texts(outcomes) == texts(expected)
     alone = decoder.columns(LENGTH)
     assert table.shapes and max(slots * columns for slots, columns in table.shapes) <= max(max_tokens, alone)
 
@@ -172,14 +170,14 @@ def test_a_canvas_that_would_cost_the_highest_slot_waits_for_its_sample():
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
 def test_texts_are_the_same_in_whatever_memory_there_is(settings):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
-    expected = {i: one.tokens.tolist() for i, one in decode(Cached(), INFO, AR, Sampling(), requests).items()}
+    expected = texts(decode(Cached(), INFO, AR, Sampling(), requests))
     for num_bytes in (6_000, 20_000, 100_000):
         table = Cached()
         decoder = engine(table, INFO, settings, rows=50)
         decoder.fit(num_bytes)
         assert decoder.plan.slots is not None
         outcomes = run_all(decoder, requests)
-        assert {i: one.tokens.tolist() for i, one in outcomes.items()} == expected
+        assert texts(outcomes) == expected
         largest = max(slots * columns for slots, columns in table.shapes)
         assert largest * table.cell_bytes <= decoder.plan.slots < num_bytes
         assert decoder.room(LENGTH) == decoder.most_rows(LENGTH) <= 50

@@ -51,12 +51,8 @@ def test_threshold_is_the_public_fast_dllm(golden, kind):
     assert len(cases) >= 4
     for case in cases:
         options = case["settings"]
-        settings = decoder_settings(
-            "threshold",
-            block_length=options["block_length"],
-            tau=options["threshold"],
-            cache=CACHES[kind],
-        )
+        common = {"block_length": options["block_length"], "cache": CACHES[kind]}
+        settings = decoder_settings("threshold", tau=options["threshold"], **common)
         check(built(backbone, folder, settings), case, 90)
 
 
@@ -101,14 +97,8 @@ def test_stepwise_is_the_public_dream_by_its_schedule(golden):
     cases = [case for case in cases_of(folder, "diffusion_generate") if case["settings"]["alg"] in CONFIDENCES]
     assert len(cases) >= 14
     for case in cases:
-        options = case["settings"]
-        settings = decoder_settings(
-            "stepwise",
-            block_length=None,
-            schedule="dream",
-            steps=options["steps"],
-            confidence=CONFIDENCES[options["alg"]],
-        )
+        steps, confidence = case["settings"]["steps"], CONFIDENCES[case["settings"]["alg"]]
+        settings = decoder_settings("stepwise", block_length=None, schedule="dream", steps=steps, confidence=confidence)
         check(built(backbone, folder, settings), case, 91)
 
 

@@ -49,7 +49,7 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    ("base", "override", "message"),
+    ("base", "overrides", "message"),
     [
         (COMPLETE, "task.stop=[\ufffd]", "task.stop: U+FFFD"),
         (COMPLETE, "decoder.kind=assd", "decoder.kind: 'assd' does not run the task 'complete'; allowed: autoregressive, spec"),
@@ -79,25 +79,31 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
         (SCORE, "input.columns={completion: a, text: b}", "input.columns: text and completion each give a row's content"),
         (SCORE, "input.columns={completion: a, tokens: b}", "input.columns: completion and tokens each give a row's content"),
         (COMPLETE, "model.tokenizer=none", "model.tokenizer: 'none' needs rows that give their tokens"),
+        (INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}", "task.fim.order: 'mps' is not allowed; allowed: psm"),
+        # What fits alone may not fit together.
+        (COMPLETE, ["input.columns.tokens=ids", "task.chat=true"], "task.chat: a chat is made of text, but the rows give tokens"),
+        (COMPLETE, ["input.columns.tokens=ids", "model.tokenizer=none", "task.stop=[a]"], "task.stop: stop strings are"),
+        (COMPLETE, ["input.columns={prompt: a, messages: b}", "task.chat=true"], "input.columns: prompt and messages each"),
+        # Prompts and templates.
+        (COMPLETE, "prompt.template='{{ q'", "prompt.template: line 1"),
+        (COMPLETE, ["prompt.template='{{ q }}'", "input.columns={prompt: p}"], "input.columns.prompt: prompt.template gives"),
+        (INFILL, ["prompt.template='{{ q }}'", "input.columns={text: p}"], "input.columns.text: prompt.template gives the text"),
+        (COMPLETE, "prompt.system=x", "prompt.system: only a chat has a use for it; set task.chat: true"),
+        (INFILL, "chat.template_kwargs={a: 1}", "chat.template_kwargs: only a chat has a use for it"),
+        (COMPLETE, ["task.chat=true", "chat.template_kwargs={tools: []}"], "chat.template_kwargs: 'tools' is not allowed"),
+        (COMPLETE, "input.columns={system: s}", "input.columns.system: only a chat has a use for it"),
+        (COMPLETE, "prompt.examples={rows: [{q: a, a: b}]}", "prompt.examples: prompt.template must have a loop over `examples`"),
+        (COMPLETE, ["prompt.template='{{ examples }}'", "task.chat=true", "prompt.examples={rows: [{a: b}], answer: a}"], "too"),
+        (COMPLETE, "prompt.examples={k: 2}", "prompt.examples: give either path, with k, or rows"),
+        (COMPLETE, "prompt.examples={path: a}", "prompt.examples.k: missing"),
+        (COMPLETE, "prompt.examples={rows: [{a: 1}], k: 1}", "prompt.examples: k and seed choose rows of a file"),
+        (COMPLETE, "task.system=x", "task.system: unknown key; did you mean prompt.system?"),
+        (COMPLETE, "task.chat_template_kwargs={}", "did you mean chat.template_kwargs?"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_task_is_refused_by_name(base, override, message):
+def test_what_does_not_fit_the_task_is_refused_by_name(base, overrides, message):
     with pytest.raises(UserError) as caught:
-        spec_of(base, override)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["input.columns.tokens=ids", "task.chat=true"], "task.chat: a chat is made of text, but the rows give tokens"),
-        (["input.columns.tokens=ids", "model.tokenizer=none", "task.stop=[a]"], "task.stop: stop strings are searched in"),
-        (["input.columns={prompt: a, messages: b}", "task.chat=true"], "input.columns: prompt and messages each give"),
-    ],
-)  # fmt: skip
-def test_what_fits_alone_may_not_fit_together(overrides, message):
-    with pytest.raises(UserError) as caught:
-        spec_of(COMPLETE, *overrides)
+        spec_of(base, *([overrides] if isinstance(overrides, str) else overrides))
     assert message in str(caught.value)
 
 
@@ -162,40 +168,6 @@ def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone():
     assert check_spec(spec_of(NAMED).model_dump(mode="json")) == spec_of(NAMED)
 
 
-def test_a_mapping_with_a_wrong_key_is_not_said_to_be_no_word():
-    with pytest.raises(UserError) as caught:
-        spec_of(INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}")
-    assert str(caught.value) == "task.fim.order: 'mps' is not allowed; allowed: psm or spm"
-
-
-SHOTS = "prompt.examples={rows: [{q: a, a: b}]}"
-
-
-@pytest.mark.parametrize(
-    ("base", "overrides", "message"),
-    [
-(COMPLETE, ["prompt.template='{{ q'"], "prompt.template: line 1"),
-        (COMPLETE, ["prompt.template='{{ q }}'", "input.columns={prompt: p}"], "input.columns.prompt: prompt.template gives"),
-        (INFILL, ["prompt.template='{{ q }}'", "input.columns={text: p}"], "input.columns.text: prompt.template gives the text"),
-        (COMPLETE, ["prompt.system=x"], "prompt.system: only a chat has a use for it; set task.chat: true"),
-        (INFILL, ["chat.template_kwargs={a: 1}"], "chat.template_kwargs: only a chat has a use for it"),
-        (COMPLETE, ["task.chat=true", "chat.template_kwargs={tools: []}"], "chat.template_kwargs: 'tools' is not allowed"),
-        (COMPLETE, ["input.columns={system: s}"], "input.columns.system: only a chat has a use for it"),
-        (COMPLETE, [SHOTS], "prompt.examples: prompt.template must have a loop over `examples`"),
-        (COMPLETE, ["prompt.template='{{ examples }}'", "task.chat=true", "prompt.examples={rows: [{a: b}], answer: a}"], "too"),
-        (COMPLETE, ["prompt.examples={k: 2}"], "prompt.examples: give either path, with k, or rows"),
-        (COMPLETE, ["prompt.examples={path: a}"], "prompt.examples.k: missing"),
-        (COMPLETE, ["prompt.examples={rows: [{a: 1}], k: 1}"], "prompt.examples: k and seed choose rows of a file"),
-        (COMPLETE, ["task.system=x"], "task.system: unknown key; did you mean prompt.system?"),
-        (COMPLETE, ["task.chat_template_kwargs={}"], "did you mean chat.template_kwargs?"),
-    ],
-)  # fmt: skip
-def test_a_prompt_that_does_not_fit_the_task_is_refused(base, overrides, message):
-    with pytest.raises(UserError) as caught:
-        spec_of(base, *overrides)
-    assert message in str(caught.value)
-
-
 def test_exact_models_are_in_the_fingerprint_only_where_they_are_demanded():
     plain, exact = (spec_of(COMPLETE, *more).results_key() for more in ((), ("model.exact=true",)))
     assert plain["model"] == {} and exact["model"] == {"exact": True}
@@ -208,33 +180,41 @@ def test_small_weights_are_in_the_fingerprint_only_where_they_are_asked_for():
     assert spec_of(COMPLETE, "model.weights=fp8").model_place().weights == "fp8"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.dtype=float64"], "model.dtype is float64; allowed: auto"),
-        (["workers.gpus_per_model=2"], "workers.gpus_per_model is above 1; allowed: auto"),
-        (["model.exact=true", "model.device=cuda:1"], "model.exact has other products on a GPU; allowed: auto"),
-    ],
-    ids=str,
-)
-def test_small_weights_are_refused_where_no_product_takes_them(overrides, message):
-    with pytest.raises(UserError, match=f"model.weights: int8, but {message}"):
-        spec_of(COMPLETE, "model.weights=int8", *overrides)
-    spec_of(COMPLETE, *overrides)
+SMALL_WEIGHTS, EXACT = ("weights=int8", "weights: int8"), ("exact=true", "exact: true")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("asked", "overrides", "message"),
     [
-        (["model.device=cpu", "model.dtype=bfloat16"], "model.dtype is bfloat16; allowed on a CPU: auto, float32"),
-        (["model.device=cuda", "model.dtype=float64"], "model.dtype is float64; allowed on a GPU: auto, bfloat16"),
-        (["workers.gpus_per_model=2"], "workers.gpus_per_model is above 1: the sums of several GPUs are not fixed"),
+        (SMALL_WEIGHTS, ["model.dtype=float64"], "model.dtype is float64; allowed: auto"),
+        (SMALL_WEIGHTS, ["workers.gpus_per_model=2"], "workers.gpus_per_model is above 1; allowed: auto"),
+        (
+            SMALL_WEIGHTS,
+            ["model.exact=true", "model.device=cuda:1"],
+            "model.exact has other products on a GPU; allowed: auto",
+        ),
+        (
+            EXACT,
+            ["model.device=cpu", "model.dtype=bfloat16"],
+            "model.dtype is bfloat16; allowed on a CPU: auto, float32",
+        ),
+        (
+            EXACT,
+            ["model.device=cuda", "model.dtype=float64"],
+            "model.dtype is float64; allowed on a GPU: auto, bfloat16",
+        ),
+        (
+            EXACT,
+            ["workers.gpus_per_model=2"],
+            "workers.gpus_per_model is above 1: the sums of several GPUs are not fixed",
+        ),
     ],
     ids=str,
 )
-def test_models_that_cannot_be_exact_are_refused(overrides, message):
-    with pytest.raises(UserError, match=f"model.exact: true, but {message}"):
-        spec_of(COMPLETE, "model.exact=true", *overrides)
+def test_small_weights_and_exact_models_are_refused_where_no_product_is_so(asked, overrides, message):
+    override, told = asked
+    with pytest.raises(UserError, match=f"model.{told}, but {message}"):
+        spec_of(COMPLETE, f"model.{override}", *overrides)
     spec_of(COMPLETE, *overrides)
 
 

@@ -3,34 +3,26 @@
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.log import shown
 from draftmill.jobs.remote import submit as submit_module
 from draftmill.jobs.remote.cluster import RUN, Unreachable, stem_of
 from draftmill.jobs.remote.request import SubmitRequest
 from draftmill.jobs.remote.submit import end_of, follow, start, stop_jobs
 from draftmill.storage.errors import UserError
+from tests.jobs.remote import test_request
 from tests.jobs.remote.fake_cluster import FakeCluster, FakeJob
 
 REQUEST = SubmitRequest("command", {})
 
 
 def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:
-    data: dict[str, Any] = {
-        "name": name,
-        "task": {"kind": "complete"},
-        "input": {"path": "rows.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "speculative"},
-        "output": {"path": path},
-    }
-    return check_spec(data)
+    return test_request.spec(name=name, output={"path": path})
 
 
 @pytest.fixture(autouse=True)
