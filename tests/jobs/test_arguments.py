@@ -19,17 +19,11 @@ from draftmill.jobs.remote.request import SubmitOptions
 from draftmill.jobs.run.pruning import KeepRule
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.interface import Place, S3Options
+from tests.jobs.specs import completion
 
 RUN = "RUN --s3-endpoint http://s3"
 PLACE = Place("RUN", S3Options("http://s3"))
-SPEC: dict[str, Any] = {
-    "name": "job",
-    "task": {"kind": "complete"},
-    "input": {"path": "in.jsonl"},
-    "model": {"path": "builtin:causal-tiny"},
-    "decoder": {"kind": "autoregressive"},
-    "output": {"path": "runs/{date:%Y-%m-%d}"},
-}
+SPEC = completion(name="job", output={"path": "runs/{date:%Y-%m-%d}"})
 DATED = check_spec(SPEC | {"output": SPEC["output"] | {"logical_date": "2026-11-22T00:00:00Z"}})
 DRIVER = "--local --grace-seconds 7"
 LOCAL = RunOptions(None, True, 7.0)

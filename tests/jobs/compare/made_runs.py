@@ -20,6 +20,7 @@ from draftmill.storage.runs.records import SCHEMA_VERSION, read_results, table_f
 from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
+from tests.jobs.specs import completion
 
 START = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
 FILE = InputFile(uri="/in/rows.jsonl", name="rows.jsonl", size=10, etag=None, mtime_s=1.0, format="jsonl", sha256="aa")
@@ -76,17 +77,7 @@ def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, **changes: An
 
 def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: Any) -> None:
     """The same in any store."""
-    spec = check_spec(
-        {
-            "name": store.url.rpartition("/")[2],
-            "task": {"kind": "complete"},
-            "input": {"path": "rows.jsonl"},
-            "model": {"path": "builtin:ar-tiny"},
-            "decoder": {"kind": "autoregressive"},
-            "output": {"path": "run"},
-        }
-        | changes
-    )
+    spec = check_spec(completion(name=store.url.rpartition("/")[2]) | changes)
     results = spec.results_key() | {"schema_version": SCHEMA_VERSION}
     results["input"] |= {"files": "aa"}
     results["model"] |= {"tokenizer": "t", "checkpoint": "w" * 64, "family": "llama"}

@@ -13,6 +13,7 @@ import yaml
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store
+from tests.jobs.specs import infilling
 from tests.runs.local_pool import without_ray
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -23,14 +24,7 @@ GOOD_ROWS = [{"id": f"good-{number}", "text": f"x = {number}\n"} for number in r
 def job(folder: Path) -> dict[str, Any]:
     """A spec that runs: four rows, a tiny model, one worker."""
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in GOOD_ROWS))
-    return {
-        "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-        "input": {"path": str(folder / "rows.jsonl")},
-        "model": {"path": "builtin:asarm-tiny"},
-        "decoder": {"kind": "assd"},
-        "workers": {"count": 1},
-        "output": {"path": str(folder / "run")},
-    }
+    return infilling(folder, workers={"count": 1})
 
 
 def run(spec: dict[str, Any], folder: Path, command: str = "run") -> int:

@@ -24,18 +24,13 @@ from draftmill.jobs.config.spec import at_date, check_spec, with_logical_date
 from draftmill.jobs.config.sweep_spec import load_sweep
 from draftmill.jobs.eval.spec import read_eval_spec
 from draftmill.storage.errors import UserError
+from tests.jobs.specs import completion
 
 NOW = datetime(2026, 11, 22, 3, 4, 5, tzinfo=UTC)
 
 
 def spec_of(path: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "task": {"kind": "complete"},
-        "input": {"path": "in.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": path},
-    } | changes
+    return completion(output={"path": path}) | changes
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,10 @@ from draftmill.jobs.config.paths import path_problem
 from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
+from tests.jobs.specs import completion
 
 SECRET = "hunter2-hunter2"
-SPEC: dict[str, Any] = {
-    "task": {"kind": "complete"},
-    "input": {"path": "rows.jsonl"},
-    "model": {"path": "builtin:ar-tiny"},
-    "decoder": {"kind": "speculative", "drafter": {"kind": "model", "path": "builtin:ar-micro"}},
-    "output": {"path": "run"},
-}
+SPEC = completion(decoder={"kind": "speculative", "drafter": {"kind": "model", "path": "builtin:ar-micro"}})
 
 
 def refusal(key: str, value: Any) -> str:

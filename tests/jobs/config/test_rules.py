@@ -15,14 +15,9 @@ from draftmill.jobs.plan.checks import check_chat, check_task
 from draftmill.jobs.plan.fingerprint import digest, results_key
 from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.jobs.specs import completion
 
-COMPLETE: dict[str, Any] = {
-    "task": {"kind": "complete"},
-    "input": {"path": "a.jsonl"},
-    "model": {"path": "m"},
-    "decoder": {"kind": "autoregressive"},
-    "output": {"path": "runs/a"},
-}
+COMPLETE = completion()
 SCORE = COMPLETE | {"task": {"kind": "score"}}
 INFILL = COMPLETE | {"task": {"kind": "infill", "mask": {"kind": "marker"}, "max_new_tokens": 9}}
 SPANS = COMPLETE | {

@@ -13,16 +13,11 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import json_schema, load_spec
 from draftmill.jobs.config.sweep_spec import sweep_schema
 from tests.conftest import ROOT
+from tests.jobs.specs import completion
 
 PUBLISHED = sorted((ROOT / "examples" / "published").glob("*.yaml"))
 FILES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "papers").glob("*.yaml"), *PUBLISHED])
-JOB = {
-    "task": {"kind": "complete"},
-    "input": {"path": "rows.jsonl"},
-    "model": {"path": "builtin:ar-tiny"},
-    "decoder": {"kind": "autoregressive"},
-    "output": {"path": "run"},
-}
+JOB = completion()
 SWEEP = {"base": JOB, "cases": {"a": None, "b": {"decoder.k": 4}}, "output": {"path": "out"}}
 
 

@@ -3,7 +3,6 @@
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,14 +12,9 @@ from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
 from draftmill.jobs.config.sweep_spec import load_sweep
 from draftmill.jobs.config.yaml_file import apply_override, read_mapping
 from draftmill.storage.errors import UserError
+from tests.jobs.specs import infilling
 
-GOOD: dict[str, Any] = {
-    "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-    "input": {"path": "a.jsonl"},
-    "model": {"path": "builtin:asarm-tiny"},
-    "decoder": {"kind": "assd", "k": 4},
-    "output": {"path": "runs/a"},
-}
+GOOD = infilling(decoder={"kind": "assd", "k": 4}, output={"path": "runs/a"})
 
 
 def refusal(*overrides: str) -> str:

@@ -6,18 +6,11 @@ import pytest
 
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.storage.errors import UserError
+from tests.jobs.specs import completion
 
 
 def spec(workers: Any) -> JobSpec:
-    data: dict[str, Any] = {
-        "task": {"kind": "complete"},
-        "input": {"path": "rows.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "speculative"},
-        "output": {"path": "runs/one"},
-        "workers": workers,
-    }
-    return check_spec(data)
+    return check_spec(completion(workers=workers))
 
 
 def test_a_mapping_is_one_kind_and_a_list_several():

@@ -43,6 +43,7 @@ from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_nam
 from draftmill.storage.runs.unit_table import FOLDER, PLAN, ROW_SCHEMA
 from draftmill.storage.stores.interface import Body, Stat
 from draftmill.storage.stores.local import LocalStore
+from tests.jobs.specs import infilling
 
 WINDOW, WORKERS = 50_000, 8
 
@@ -145,16 +146,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
     """Plan, resume, decode and close; returns the peak memory after each step, in MB."""
     store = Folder(folder)
     store.units = units
-    spec = check_spec(
-        {
-            "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-            "input": {"path": "in.jsonl"},
-            "model": {"path": "m"},
-            "decoder": {"kind": "assd"},
-            "output": {"path": str(folder)},
-            "workers": {"count": WORKERS},
-        }
-    )
+    spec = check_spec(infilling(output={"path": str(folder)}, workers={"count": WORKERS}))
     peaks = {"begin": peak_mb()}
     writer = PlanWriter(store, window=WINDOW, unit_rows=1)
     for first in range(0, units, WINDOW):

@@ -27,6 +27,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from tests.jobs.plan import grouped_jobs
 from tests.jobs.plan.grouped_jobs import write_questions
+from tests.jobs.specs import infilling
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
@@ -119,17 +120,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def spec_for(folder: Path, out: Path, inputs: dict[str, Any] | None = None, **more: Any) -> JobSpec:
-    return check_spec(
-        {
-            "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-            "input": {"path": str(folder), **(inputs or {})},
-            "model": {"path": "builtin:asarm-tiny"},
-            "decoder": {"kind": "assd"},
-            "batching": {"window": 64},
-            "output": {"path": str(out), "unit_rows": 8},
-            **more,
-        }
-    )
+    given, output = {"path": str(folder)} | (inputs or {}), {"path": str(out), "unit_rows": 8}
+    return check_spec(infilling(input=given, batching={"window": 64}, output=output) | more)
 
 
 def files_of(place: Path) -> dict[str, bytes]:

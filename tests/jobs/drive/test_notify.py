@@ -21,6 +21,7 @@ from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
+from tests.jobs.specs import completion
 
 SECRET = "xoxb-9f3a1c7e5d2b"
 
@@ -30,14 +31,7 @@ def receiver(**keys: Any) -> NotifySettings:
 
 
 def spec_with(notify: Any) -> dict[str, Any]:
-    return {
-        "task": {"kind": "complete"},
-        "input": {"path": "rows.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": "run"},
-        "notify": notify,
-    }
+    return completion(notify=notify)
 
 
 def program(tmp_path: Path, text: str) -> list[str]:

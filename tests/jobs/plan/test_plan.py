@@ -29,18 +29,13 @@ from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTabl
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.jobs.specs import infilling
 
 HASHES: dict[str, Any] = {"model": "weights", "tokenizer": "tokenizer"}
 
 
 def spec_for(path: Path, **changes: Any) -> JobSpec:
-    data: dict[str, Any] = {
-        "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-        "input": {"path": str(path)},
-        "model": {"path": "m"},
-        "decoder": {"kind": "assd"},
-        "output": {"path": "out"},
-    }
+    data = infilling(input={"path": str(path)})
     for key, value in changes.items():
         section, name = key.split("__")
         data.setdefault(section, {})[name] = value

@@ -14,6 +14,7 @@ from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.planning import survey
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
+from tests.jobs.specs import infilling
 
 PATIENCE_S = 60.0
 THREADS = 3
@@ -54,15 +55,7 @@ def spec(tmp_path: Path) -> JobSpec:
     for name, first in (("a.jsonl", 0), ("b.jsonl", 50)):
         lines = [json.dumps({"id": f"r{n}", "n": n}) for n in range(first, first + 50)]
         (tmp_path / name).write_text("\n".join(lines))
-    return check_spec(
-        {
-            "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-            "input": {"path": str(tmp_path)},
-            "model": {"path": "m"},
-            "decoder": {"kind": "assd"},
-            "output": {"path": "out"},
-        }
-    )
+    return check_spec(infilling(input={"path": str(tmp_path)}))
 
 
 def surveyed(spec: JobSpec, maker: Measures, limit: int | None = None) -> Iterator[tuple[str, int, str | None]]:

@@ -12,17 +12,11 @@ from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
 from draftmill.jobs.remote.request import EXCLUDES, SubmitOptions, request_of
 from draftmill.storage.errors import UserError
 from draftmill.version import ROOT
+from tests.jobs.specs import completion
 
 
 def spec(**changes: Any) -> JobSpec:
-    data: dict[str, Any] = {
-        "name": "job",
-        "task": {"kind": "complete"},
-        "input": {"path": "rows/*.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "speculative"},
-        "output": {"path": "s3://bucket/run"},
-    }
+    data = completion(name="job", input={"path": "rows/*.jsonl"}, output={"path": "s3://bucket/run"})
     return check_spec(data | changes)
 
 

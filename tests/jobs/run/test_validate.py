@@ -22,22 +22,16 @@ from draftmill.jobs.run.validate import canvas_lines, prompt_text, quantized_lin
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
+from tests.jobs.specs import completion, infilling
 
 
 def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(tmp_path, capsys):
-    file = tmp_path / "batch.jsonl"
+    file = tmp_path / "rows.jsonl"
     bodies = [{"prompt": "x"} | ({"best_of": 2} if number % 4 == 0 else {}) for number in range(20)]
     url = "/v1/completions"
     lines = [{"custom_id": f"r{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
     file.write_text("\n".join(json.dumps(line) for line in lines))
-    spec = {
-        "name": "dry",
-        "task": {"kind": "complete", "max_new_tokens": 2},
-        "input": {"path": str(file)},
-        "model": {"path": "builtin:ar-micro"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": str(tmp_path / "run")},
-    }
+    spec = completion(tmp_path)
     assert validate(check_spec(spec)) == 0
     said = capsys.readouterr().out
     assert said.count("  unsupported  r") == 3 and "  unsupported  r0: best_of: '2' is not supported" in said
@@ -49,14 +43,8 @@ def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
 
 def test_a_dry_run_shows_small_weights_and_their_bytes(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
-    spec = {
-        "task": {"kind": "complete", "max_new_tokens": 2},
-        "input": {"path": str(tmp_path / "rows.jsonl")},
-        "model": {"path": "builtin:ar-micro", "weights": "int8", "device": "cpu"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": str(tmp_path / "run")},
-    }
-    assert validate(check_spec(spec)) == 0
+    model = {"path": "builtin:ar-micro", "weights": "int8", "device": "cpu"}
+    assert validate(check_spec(completion(tmp_path, model=model))) == 0
     said = capsys.readouterr().out
     numbers = int(re.findall(r"([\d,]+) parameters", said)[0].replace(",", ""))
     amount, unit = re.findall(r"CPU, float32, weights int8, ([\d.]+) ([kM])B, torch", said)[0]
@@ -80,16 +68,7 @@ def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     rows = [{"id": "bad"}, *({"id": f"r{number}", "text": f"x = <mask:{number + 1}>;\n"} for number in range(20))]
     file.write_text("\n".join(json.dumps(row) for row in rows))
-    spec = check_spec(
-        {
-            "name": "dry",
-            "task": {"kind": "infill", "mask": {"kind": "marker"}},
-            "input": {"path": str(file)},
-            "model": {"path": "builtin:asarm-tiny"},
-            "decoder": {"kind": "assd"},
-            "output": {"path": str(tmp_path / "run")},
-        }
-    )
+    spec = check_spec(infilling(tmp_path, name="dry", task={"kind": "infill", "mask": {"kind": "marker"}}))
     assert validate(spec) == 0
     said = capsys.readouterr().out
     for part in (
@@ -141,17 +120,9 @@ def test_prompts_that_will_be_cut_are_counted():
 def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     text = {"text": "[[int]] of [[x:3-8]], [[a:word:2]]"}
-    spec = {
-        "task": {
-            "kind": "infill",
-            "mask": {"kind": "marker", "marker": "[[...]]", "length": 4},
-            "constraint": {"int": {"regex": "[0-9]+"}, "word": {"regex": "[a-z ]+"}},
-        },
-        "input": {"path": str(file)},
-        "model": {"path": "builtin:asarm-tiny"},
-        "decoder": {"kind": "any_subset"},
-        "output": {"path": str(tmp_path / "run")},
-    }
+    mask, constraint = {"kind": "marker", "marker": "[[...]]", "length": 4}, {"int": {"regex": "[0-9]+"}}
+    task = {"kind": "infill", "mask": mask, "constraint": constraint | {"word": {"regex": "[a-z ]+"}}}
+    spec = infilling(tmp_path, task=task, decoder={"kind": "any_subset"})
     file.write_text(json.dumps(text))
     assert validate(check_spec(spec)) == 0
     assert "\n  holes   4 tokens int, 3-8 tokens, 2 tokens word\n" in capsys.readouterr().out
