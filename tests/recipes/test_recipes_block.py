@@ -31,6 +31,7 @@ from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes.recipes_of_tests import (
     MODEL_FILES,
     SHAPE,
+    check_config,
     check_training,
     check_written,
     has_tokenizer,
@@ -284,20 +285,9 @@ def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(writte
 
 @pytest.mark.slow
 def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(written, golden):
-    folder, public = written[0], json.loads((golden / "sdar" / "config.json").read_text())
-    config = json.loads((folder / "config.json").read_text())
-    own = {
-        "max_position_embeddings",
-        "max_window_layers",
-        "head_dim",
-        "rope_theta",
-        "tie_word_embeddings",
-        "block_size",
-    }
-    own |= {"mask_token_id", "bos_token_id", "eos_token_id", "torch_dtype", *SHAPE.__dataclass_fields__}
-    kept = (config.keys() & public.keys()) - own
-    assert own <= config.keys() & public.keys() and len(kept) >= 10
-    assert {key: config[key] for key in kept} == {key: public[key] for key in kept}
+    folder, own = written[0], {"max_position_embeddings", "max_window_layers", "head_dim", "rope_theta", "block_size"}
+    own |= {"tie_word_embeddings", "mask_token_id", "bos_token_id", "eos_token_id", "torch_dtype"}
+    check_config(folder, golden / "sdar", own | SHAPE.__dataclass_fields__.keys(), least=10)
     info, backbone = inspect_model(folder), load_backbone(folder, device="cpu")
     assert (info.family, info.mask_id, info.shift, info.block_size) == ("sdar", corpus.MASK_ID, 0, BLOCK)
     assert info.max_length == causal.MAX_LENGTH

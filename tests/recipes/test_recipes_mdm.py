@@ -1,7 +1,6 @@
 """The recipe of the builtin masked-diffusion model: masks, the objective, training, measuring, a folder that decoders load."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes.recipes_of_tests import (
     MODEL_FILES,
     SHAPE,
+    check_config,
     check_training,
     check_written,
     has_tokenizer,
@@ -141,16 +141,13 @@ def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(writte
 
 @pytest.mark.slow
 def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(written, golden):
-    folder, public = written[0], json.loads((golden / "llada" / "config.json").read_text())
-    config = json.loads((folder / "config.json").read_text())
-    assert config["mask_token_id"] == PreTrainedTokenizerFast.from_pretrained(folder).mask_token_id
+    folder = written[0]
     own = {*absorbing_folder.SIZES, "max_sequence_length", "rope_theta", "weight_tying"}
     own |= {"mask_token_id", "eos_token_id", "pad_token_id"}
-    kept = (config.keys() & public.keys()) - own
-    assert own - {"n_kv_heads"} <= config.keys() and len(kept) > 15
-    assert {key: config[key] for key in kept} == {key: public[key] for key in kept}
+    check_config(folder, golden / "llada", own, least=16)
     info, backbone = inspect_model(folder), load_backbone(folder, device="cpu")
     assert (info.family, info.mask_id, info.max_length, info.shift) == ("llada", corpus.MASK_ID, causal.MAX_LENGTH, 0)
+    assert info.mask_id == PreTrainedTokenizerFast.from_pretrained(folder).mask_token_id
     model = absorbing_folder.load_model(folder, CPU)
     assert isinstance(model, LlamaForCausalLM)
     assert all(torch.equal(tensor, tensor.half().float()) for tensor in model.state_dict().values())

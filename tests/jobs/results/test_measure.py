@@ -23,7 +23,8 @@ ROWS = [
     {"id": name, "prompt": f"p{name}", "answer": f"text of {name}", "label": number}
     for number, name in enumerate("abcdef")
 ]
-COLUMNS = {"id": "id", "prompt": "prompt", "reference": "answer"}
+BARE = {"id": "id", "prompt": "prompt"}
+COLUMNS = BARE | {"reference": "answer"}
 
 
 def right_but_f(name: str) -> list[dict[str, Any]]:
@@ -31,8 +32,13 @@ def right_but_f(name: str) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, texts: Any = right_but_f, *, rows: Any = ROWS, **sections: Any) -> Store:
-    sections = {"input": {"path": str(folder / "rows.jsonl"), "columns": COLUMNS, "keep": ["label"]}} | sections
+    folder.mkdir(exist_ok=True)
+    sections = {"input": input_of(folder, keep=["label"])} | sections
     return write_run(spec_for(folder, rows, **sections), texts)
+
+
+def input_of(folder: Path, columns: dict[str, str] = COLUMNS, **more: Any) -> dict[str, Any]:
+    return {"path": str(folder / "rows.jsonl"), "columns": columns} | more
 
 
 def measure(store: Store, *words: str) -> int:
@@ -79,8 +85,7 @@ def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(tmp_pa
 
 
 def test_another_kept_column_can_hold_the_references(tmp_path):
-    inputs = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}, "keep": ["answer"]}
-    store = write(tmp_path, input=inputs)
+    store = write(tmp_path, input=input_of(tmp_path, BARE, keep=["answer"]))
     assert main(["measure", store.url, "--local", "--quiet", "--metric", "exact_match", "--reference", "answer"]) == 0
     assert by_id(store, "exact_match")["a"] == 1.0
 
@@ -90,22 +95,11 @@ def test_several_references_and_numbers_are_references_too(tmp_path):
         {"id": "a", "prompt": "p", "answer": ["one", "text"]},
         {"id": "b", "prompt": "p", "answer": ["x"]},
     ]
-    store = write(
-        tmp_path,
-        lambda _: [{"text": "text"}],
-        rows=rows,
-        input={"path": str(tmp_path / "rows.jsonl"), "columns": COLUMNS},
-    )
+    store = write(tmp_path, lambda _: [{"text": "text"}], rows=rows, input=input_of(tmp_path))
     assert measure(store, "exact_match") == 0 and by_id(store, "exact_match") == {"a": 1.0, "b": 0.0}
     numbers = tmp_path / "numbers"
-    numbers.mkdir()
     rows = [{"id": "a", "prompt": "p", "answer": 42}, {"id": "b", "prompt": "p", "answer": 7}]
-    store = write(
-        numbers,
-        lambda _: [{"text": "so it is 42."}],
-        rows=rows,
-        input={"path": str(numbers / "rows.jsonl"), "columns": COLUMNS},
-    )
+    store = write(numbers, lambda _: [{"text": "so it is 42."}], rows=rows, input=input_of(numbers))
     assert measure(store, "number_match") == 0 and by_id(store, "number_match") == {"a": 1.0, "b": 0.0}
 
 
@@ -127,7 +121,6 @@ def test_an_infilled_text_is_compared_with_the_original(tmp_path):
 
 @pytest.mark.skipif(problem("kernel") is not None, reason="no sandbox here")
 def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path):
-    inputs = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}}
     samples: dict[str, list[str | None]] = {
         "a": ["assert True", "assert False", "assert False"],
         "b": ["assert True", "assert True", None],
@@ -136,7 +129,7 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path):
     def texts(name: str) -> list[dict[str, Any]]:
         return [{"sample": n} | (failed() if text is None else {"text": text}) for n, text in enumerate(samples[name])]
 
-    store = write(tmp_path, texts, rows=ROWS[:2], input=inputs, sampling={"n": 3})
+    store = write(tmp_path, texts, rows=ROWS[:2], input=input_of(tmp_path, BARE), sampling={"n": 3})
     code = '{kind: pass_at_k, k: [1, 2], program: "{text}\\n"}'
     assert main(["measure", store.url, "--local", "--quiet", "--allow-code-execution", "--metric", code]) == 0
     table = read_metrics(store)
@@ -170,6 +163,11 @@ def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path):
 def test_measuring_again_does_nothing_and_more_metrics_get_files_of_their_own(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "rouge") == 0
+    [name] = [stat.name for stat in store.list("metrics/set-")]
+    written = json.loads(store.get(name))["metrics"]
+    assert sorted(metric["columns"] for metric in written) == [["rouge1"], ["rouge2"], ["rougeL"]]
+    assert {metric["settings"]["kind"] for metric in written} == {"rouge"}
+    assert written[0]["settings"]["reference"] == ["answer", None]
     before = contents(tmp_path / "run")
     assert measure(store, "rougeL", "rouge") == 0
     assert contents(tmp_path / "run") == before
@@ -195,7 +193,7 @@ POINTS = [
 @pytest.mark.slow
 def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_path):
     store = write(tmp_path)
-    reference = write(_made(tmp_path / "other"))
+    reference = write(tmp_path / "other")
     assert measure(reference, "exact_match", "length") == 0
     left, words = [], ["measure", store.url, "--local", "--quiet", "--metric", "exact_match", "length"]
     before = contents(tmp_path / "run")
@@ -219,11 +217,6 @@ def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_p
     assert {name: after[name] for name in before} == before
     for column in ("exact_match", "length_characters"):
         assert by_id(store, column) == by_id(reference, column)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path, capsys):
@@ -307,10 +300,7 @@ def refused(capsys: pytest.CaptureFixture[str], store: Store, *words: str) -> st
 
 
 def test_what_can_not_be_measured_is_refused_before_any_work(tmp_path, capsys, monkeypatch):
-    store = write(
-        tmp_path,
-        input={"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}, "keep": ["label"]},
-    )
+    store = write(tmp_path, input=input_of(tmp_path, BARE, keep=["label"]))
     assert "--metric rogue: 'rogue' is not a metric; did you mean rouge?" in refused(capsys, store, "rogue")
     assert "input.columns.reference: the metric 'bleu' needs references" in refused(capsys, store, "length", "bleu")
     assert "input.keep: the metric 'judge' reads question; columns in the results: label" in refused(
@@ -326,7 +316,7 @@ def test_what_can_not_be_measured_is_refused_before_any_work(tmp_path, capsys, m
         capsys, store, "{kind: judge, model: builtin:asarm-tiny}"
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    with_reference = write(_made(tmp_path / "kept"))
+    with_reference = write(tmp_path / "kept")
     assert "--metric rougeL: rouge needs rouge_score: pip install 'draftmill[metrics]'" in refused(
         capsys, with_reference, "rougeL"
     )
@@ -384,7 +374,7 @@ def test_another_driver_is_waited_for_by_nobody(tmp_path, capsys):
 
 
 def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path):
-    plain = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}}
+    plain = input_of(tmp_path, BARE)
     for metrics, message in (
         (["exact_match"], r"input.columns.reference: the metric 'exact_match' needs references"),
         ([{"kind": "rouge", "typs": []}], r"metrics.0.typs: unknown key; did you mean metrics.0.types"),
@@ -409,10 +399,7 @@ def test_metrics_do_not_change_a_jobs_fingerprint(tmp_path):
 
 def test_a_reference_column_that_no_row_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"input.columns.reference: no row has a column 'golden'"):
-        write(
-            tmp_path,
-            input={"path": str(tmp_path / "rows.jsonl"), "columns": {"prompt": "prompt", "reference": "golden"}},
-        )
+        write(tmp_path, input=input_of(tmp_path, BARE | {"reference": "golden"}))
 
 
 # ---- S3
@@ -430,12 +417,3 @@ def test_a_run_on_s3_is_measured_there(tmp_path, s3_url, s3_options):
     assert len(before) == 4
     assert main([*words, "--metric", "exact_match"]) == 0
     assert {stat.name: stat.etag for stat in store.list("metrics/")} == before
-
-
-def test_set_files_say_what_was_measured(tmp_path):
-    store = write(tmp_path)
-    assert measure(store, "rougeL") == 0
-    [name] = [stat.name for stat in store.list("metrics/set-")]
-    [metric] = json.loads(store.get(name))["metrics"]
-    assert metric["columns"] == ["rougeL"] and metric["settings"]["kind"] == "rouge"
-    assert metric["settings"]["reference"] == ["answer", None]
