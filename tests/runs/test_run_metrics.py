@@ -16,7 +16,7 @@ from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.results.test_measure import by_id, contents, right_but_f, write
 from tests.jobs.results.written_runs import spec_for, write_run
-from tests.runs.causal_jobs import World, make_world, run_here
+from tests.runs.causal_jobs import World, run_here
 
 TEXTS = {
     "a": "import os\n",
@@ -27,11 +27,6 @@ TEXTS = {
     "none": "",
 }
 ROWS = [{"id": name, "prompt": f"def {name}(x):"} for name in TEXTS]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("causal"))
 
 
 @pytest.fixture(scope="module")

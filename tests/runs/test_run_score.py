@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runs.causal_jobs import World, make_world, run_here
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("causal"))
-
+from tests.runs.causal_jobs import World, run_here
 
 TEXTS: list[dict[str, Any]] = [
     {"id": "whole", "text": "import os\nimport sys\n"},

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from draftmill.decoders.backbones.families.table import find_family
 from draftmill.storage.errors import UserError
 from tests.conftest import ROOT
-from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
+from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, run_here, save_model
 
 ROWS: list[dict[str, Any]] = [
     {"id": "one", "prompt": "def f(x):\n    return x\n"},
@@ -21,11 +21,6 @@ ROWS: list[dict[str, Any]] = [
     {"id": "empty", "prompt": ""},
     {"id": "tight", "prompt": "for value in values:\n    total = total + value\n" * 3 + "print(total)\n"},
 ]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("causal"))
 
 
 def save_masked(folder: Path, family: str, **changes: Any) -> None:

@@ -130,52 +130,44 @@ def test_a_single_file_is_read_whatever_an_index_beside_it_says(tmp_path):
     torch.testing.assert_close(load(tmp_path).embedding_VD.detach(), weights["transformer.wte.weight"])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        ("{}", "has no weight_map"),
-        ('{"weight_map": {"a": 3}}', "has no weight_map"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "lacks gone.safetensors"),
-        ('{"weight_map": {"a": "../other.safetensors"}}', "has '../other.safetensors' in its weight_map; allowed: "),
-        ('{"weight_map": {"a": ".."}}', "has '..' in its weight_map; allowed: NAME.safetensors"),
-    ],
-)
-def test_an_index_that_says_nothing_is_refused(tmp_path, content, message):
-    save_random(tmp_path, "gpt2")
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=f"^model.path: .*{message}"):
-        inspect_model(tmp_path)
-
-
 DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+FILES, TOKENIZER = ("config.json", "generation_config.json", "tokenizer.json"), "the files of .* can't be read: "
 NESTED = '{"a": ' + "[" * 300 + "]" * 300 + "}"
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+NO_PLAIN_JSON = [
+    (DEEP, "is not JSON: maximum recursion depth exceeded"),
+    (NESTED, "nests objects and lists too deeply; allowed: 100 levels"),
+    ('{"a": ' + "1" * 5000 + "}", "is not JSON: Exceeds the limit"),
+    ("version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs, not the file; run `git lfs pull`"),
+]
+INDEX = "model.safetensors.index.json"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (DEEP, "is not JSON: maximum recursion depth exceeded"),
-        (NESTED, "nests objects and lists too deeply; allowed: 100 levels"),
-        ('{"a": ' + "1" * 5000 + "}", "is not JSON: Exceeds the limit"),
-        ("version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs, not the file; run `git lfs pull`"),
+        *((name, content, f".*{name} {message}") for name in FILES for content, message in NO_PLAIN_JSON),
+        (INDEX, "{", ".*is not JSON"),
+        (INDEX, "[]", ".*is not a JSON object"),
+        (INDEX, "{}", ".*has no weight_map"),
+        (INDEX, '{"weight_map": {"a": 3}}', ".*has no weight_map"),
+        (INDEX, '{"weight_map": {"a": "gone.safetensors"}}', ".*lacks gone.safetensors"),
+        (
+            INDEX,
+            '{"weight_map": {"a": "../other.safetensors"}}',
+            ".*'../other.safetensors' in its weight_map; allowed: ",
+        ),
+        (INDEX, '{"weight_map": {"a": ".."}}', ".*has '..' in its weight_map; allowed: NAME.safetensors"),
+        ("tokenizer.json", '{"model": 3}', TOKENIZER),
+        ("tokenizer.json", '{"added_tokens": [3]}', TOKENIZER),
+        ("tokenizer.json", '{"added_tokens": [{"content": "a", "id": "b"}]}', TOKENIZER),
     ],
 )
-def test_a_file_that_is_no_plain_json_is_named(tmp_path, name, content, message):
+def test_a_file_of_other_content_is_refused_by_name(tmp_path, name, content, message):
     save_random(tmp_path, "llama")
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"^model.path: .*{name} {message}"):
-        inspect_model(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content", ['{"model": 3}', '{"added_tokens": [3]}', '{"added_tokens": [{"content": "a", "id": "b"}]}']
-)
-def test_a_tokenizer_of_other_values_is_refused(tmp_path, content):
-    save_random(tmp_path, "llama")
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"^model.path: the files of the tokenizer in .* can't be read: "):
+    if name == INDEX:
+        (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"^model.path: {message}"):
         inspect_model(tmp_path)

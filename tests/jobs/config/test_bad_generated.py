@@ -37,6 +37,7 @@ from tests.jobs.config.bad_input import GOOD, bad_lines, spec_texts, table_files
 from tests.runs.jobs_here import run, without_ray
 from tests.runs.jobs_of_tests import GOLDEN
 
+pytestmark = pytest.mark.slow
 SPECS, RUNS, ROW_FILES, ROWS_EACH, FILES = 500, 50, 125, 8, 250
 
 
@@ -66,7 +67,6 @@ def clear(message: str) -> bool:
     return bool(message.strip()) and len(message) < 2000 and plain and "Traceback" not in message
 
 
-@pytest.mark.slow
 @times(SPECS)
 @given(text=spec_texts(str(GOLDEN)))
 def test_a_generated_spec_is_taken_or_refused_in_words(folder, text):
@@ -77,7 +77,6 @@ def test_a_generated_spec_is_taken_or_refused_in_words(folder, text):
         assert clear(str(error)), str(error)
 
 
-@pytest.mark.slow
 @times(RUNS)
 @given(text=spec_texts(str(GOLDEN)))
 def test_a_generated_job_is_planned_or_exits_with_2(folder, text):
@@ -147,7 +146,6 @@ def canvas(spec: JobSpec, maker: Maker, values: dict[str, Any]) -> object:
 
 @times(ROW_FILES)
 @given(task=st.sampled_from(sorted(TASKS)), bad=st.lists(bad_lines(), min_size=ROWS_EACH, max_size=ROWS_EACH))
-@pytest.mark.slow
 def test_a_generated_row_fails_alone_or_is_fine(folder, task, bad):
     good = {**GOOD, "tokens": [7, None, 9]}
     lines = [line for n, one in enumerate(bad) for line in (json.dumps({**good, "id": f"good-{n}"}).encode(), one)]
@@ -168,7 +166,6 @@ def test_a_generated_row_fails_alone_or_is_fine(folder, task, bad):
 
 @times(FILES)
 @given(task=st.sampled_from(sorted(TASKS)), file=table_files())
-@pytest.mark.slow
 def test_a_generated_table_is_rows_or_a_clear_error(folder, task, file):
     assume(file is not None)
     assert file is not None
@@ -177,7 +174,6 @@ def test_a_generated_table_is_rows_or_a_clear_error(folder, task, file):
 
 @times(FILES)
 @given(task=st.sampled_from(sorted(TASKS)), file=text_files())
-@pytest.mark.slow
 def test_a_generated_text_file_is_rows_or_a_clear_error(folder, task, file):
     check_file(folder, task, *file)
 
@@ -201,7 +197,6 @@ LONG = "for value in values:\n" * 500_000
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
-@pytest.mark.slow
 def test_a_row_of_ten_megabytes_loses_no_neighbour(folder, name):
     rows = [{"id": "before", "text": "<mask>"}, {"id": "long", "text": LONG}, {"id": "after", "text": "<mask>"}]
     if name == "a.parquet":
@@ -220,7 +215,6 @@ def test_a_row_of_ten_megabytes_loses_no_neighbour(folder, name):
 # ---- a whole job
 
 
-@pytest.mark.slow
 def test_a_job_over_hundreds_of_bad_rows_brings_every_row_back_once(tmp_path, capsys):
     rng = random.Random(6)
     bad = examples(bad_lines(), 300)
