@@ -55,9 +55,6 @@ def random_model(seed: int = 0) -> Qwen3ForCausalLM:
     return model
 
 
-# ---- the doubled sequence --------------------------------------------------------------------------------------------
-
-
 def test_sequence_mask_and_loss_are_the_public_codes(golden):
     """Two samples side by side, the second with a short last block, prompts unmasked."""
     folder = golden / "sdar"
@@ -107,9 +104,6 @@ def test_a_masked_token_is_scored_as_in_a_forward_of_the_text_before_its_block_a
     with torch.no_grad():
         logits = block_training.masked_logits(model, ids, masked, visibility(16, layout)[None])
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
-
-
-# ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 
 def test_sizes_of_blocks_and_clean_copies_come_in_their_shares():
@@ -180,9 +174,6 @@ def test_the_causal_model_teaches_blocks_of_one_token_all_but_the_first(start, p
     assert not found.requires_grad and all(not key.startswith("teacher") for key in trainer.parameters)
 
 
-# ---- the start -------------------------------------------------------------------------------------------------------
-
-
 def test_queries_and_keys_have_their_mean_size_in_the_causal_model(start, prepared):
     ids = torch.from_numpy(prepared.train.ids[:60].reshape(2, 30))
     source, model = causal.load_model(start, CPU), block_training.model_from(start, ids)
@@ -194,9 +185,6 @@ def test_queries_and_keys_have_their_mean_size_in_the_causal_model(start, prepar
     size = torch.stack([head.square().mean().sqrt() for head in heads]).mean()
     assert torch.allclose(own["model.layers.0.self_attn.k_norm.weight"], size.expand(heads.shape[1]))
     assert own.keys() - weights.keys() == {f"model.layers.0.self_attn.{name}_norm.weight" for name in "qk"}
-
-
-# ---- the figures -----------------------------------------------------------------------------------------------------
 
 
 def test_the_bound_of_a_law_without_context_is_its_entropy(prepared):
@@ -258,9 +246,6 @@ def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likel
         found[0, place], hidden[0, place] = law[place].argmax(), False
     assert one[0, :4].tolist() == found[0].tolist()
     assert 4 <= reveal(0.05)[1] <= 16
-
-
-# ---- training and the folder -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -31,9 +31,6 @@ def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0
     return absorbing.Trainer(absorbing.model_from(start), short_schedule(steps, seed), prepared.train, CPU)
 
 
-# ---- what is masked --------------------------------------------------------------------------------------------------
-
-
 def test_the_numbers_of_masks_are_spread_over_all_there_are():
     for seed in range(50):
         counts = np.sort(absorbing.mask_counts(np.random.default_rng(seed), 8, 16))
@@ -52,9 +49,6 @@ def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet():
     assert 0.25 < len(suffixes) / len(masked) < 0.40  # a span may end at the end too
     assert 0.35 < ((runs > 0) & (runs <= 4)).mean() < 0.65
     assert {absorbing.suffix_mask(rng, 6).sum() for _ in range(100)} == {1, 2, 3}
-
-
-# ---- the objective ---------------------------------------------------------------------------------------------------
 
 
 def test_a_masked_token_counts_one_over_the_masked_share_of_its_window():
@@ -113,9 +107,6 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding(start, prepared, monk
         exact = sum(nats(order[:n], order[n]) for order in orders for n in range(3)) / len(orders)
     monkeypatch.setattr(absorbing_quality, "windows", lambda *_: np.repeat(window, 600, 0))
     assert absorbing_quality.bound(model, prepared, length=3).nats_per_token * 3 == pytest.approx(exact, rel=0.02)
-
-
-# ---- training and the folder -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

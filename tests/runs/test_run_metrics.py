@@ -61,9 +61,6 @@ def test_texts_that_a_judge_can_not_score_fail_alone(judged):
     assert "too_long" in errors["long", "judge"] and "empty_text" in errors["none", "judge"]
 
 
-# ---- metrics of a spec
-
-
 def job(folder: Path, *metrics: Any) -> Path:
     (folder / "rows.csv").write_text("id,prompt,answer\na,def f(x):,x\nb,import os,y\nc,class A:,z\n")
     spec = {
@@ -117,9 +114,6 @@ def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path):
         pairs = [max(one, other) for one, other in combinations(passed, 2)]
         assert row["passed"] == row["length_characters"] % 2
         assert row["pass@1"] == pytest.approx(sum(passed) / 3) and row["pass@2"] == pytest.approx(sum(pairs) / 3)
-
-
-# ---- Ray
 
 
 @pytest.mark.ray

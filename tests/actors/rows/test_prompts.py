@@ -98,9 +98,6 @@ def error_kind(make: PromptMaker | ScoreMaker, values: dict[str, Any]) -> str:
     return caught.value.kind
 
 
-# ---- completions
-
-
 def test_a_canvas_is_the_prompt_and_room_for_its_completion():
     canvas = made(maker(max_new_tokens=5), {"prompt": "x = "})
     ids = byte_level().encode("x = ")
@@ -201,9 +198,6 @@ def test_a_row_without_a_prompt_fails(values, kind):
     assert error_kind(maker(), values) == kind
 
 
-# ---- chats
-
-
 def test_a_conversation_takes_the_form_of_the_template(chat_folder, chatting):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     theirs: Any = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, add_generation_prompt=True)
@@ -250,9 +244,6 @@ def test_a_tokenizer_without_a_template_has_no_chat(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=core_with()).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None and tokenizer.chat is None
-
-
-# ---- scores
 
 
 def test_a_text_is_scored_behind_the_begin_token():

@@ -50,9 +50,6 @@ def refusal(made: RowRules, values: dict[str, Any]) -> str:
     return f"{caught.value.kind} {caught.value.message}"
 
 
-# ---- requests ----------------------------------------------------------------------------------------------------
-
-
 def test_what_a_request_asks_for_is_read_from_its_body():
     body: dict[str, Any] = {
         "max_tokens": 7, "temperature": 0, "top_p": 0.5, "stop": ["\n", "x"], "seed": 3, "logprobs": 0, "model": "m",
@@ -249,8 +246,6 @@ def test_what_only_a_generation_has_leaves_a_score_as_it_is():
     assert "echo" in refusal(made, request(echo=True))
 
 
-# ---- columns -----------------------------------------------------------------------------------------------------
-
 NAMES = {"max_new_tokens": "m", "temperature": "t", "top_p": "p", "top_k": "k", "stop": "s"}
 
 
@@ -283,9 +278,6 @@ def test_no_stop_strings_at_all_can_be_asked_for_too():
     settings, stops = made.settings(made.own_settings({"s": "y"}))
     assert settings.stop_text is stops is not None and stops.cut("ayb") == "a"
     assert made.settings(made.own_settings({"s": None}))[0].stop_text is None
-
-
-# ---- canvases ----------------------------------------------------------------------------------------------------
 
 
 def test_conversations_and_prompts_may_stand_in_one_file(chatting: Tokenizer) -> None:  # noqa: F811

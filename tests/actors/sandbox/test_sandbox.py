@@ -76,9 +76,6 @@ def leftovers(mark: str) -> list[int]:
     return found
 
 
-# ---- controls
-
-
 @holds
 def test_a_program_that_runs_to_its_end_passes(sandbox):
     ran = sandbox.run("import json, math\nprint(json.dumps(math.sqrt(4)))\nopen('notes', 'w').write('mine')\n")
@@ -92,9 +89,6 @@ def test_a_program_that_runs_to_its_end_passes(sandbox):
 def test_a_program_that_does_not_reach_its_end_fails(sandbox, program):
     ran = sandbox.run(program, SHORT)
     assert not ran.passed and ran.ending == "ended"
-
-
-# ---- attacks
 
 
 FOUND = """
@@ -276,9 +270,6 @@ def test_a_huge_file_and_many_files_are_refused(sandbox):
     assert not ran.passed and ran.ending == "disk"
 
 
-# ---- what is around it
-
-
 @holds
 def test_a_program_is_not_root_and_has_no_capability_over_files(sandbox):
     ran = sandbox.run("import os\nassert os.getuid() != 0 and os.getgroups() in ([], [os.getgid()])\n")
@@ -375,9 +366,6 @@ def test_bwrap_runs_the_same_launcher_with_its_own_namespaces():
 @pytest.mark.skipif(problem("bwrap") is not None, reason=f"no bwrap here: {problem('bwrap')}")
 def test_bwrap_holds():
     assert Sandbox("bwrap").run("print(1)").passed
-
-
-# ---- the filter
 
 
 # In the generic table `newfstatat` is `fstatat`.

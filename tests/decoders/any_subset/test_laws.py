@@ -180,9 +180,6 @@ def test_batched_draws_and_counts_are_those_of_a_chooser_that_reads_the_same_noi
         assert counts == (other.proposed, other.accepted, other.accept_hist)
 
 
-# ---- mistakes are found ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_wrong_residual_is_found_out(name, monkeypatch):
     canvas, wrong = CANVASES["two prompts"], lambda p, q: q.exp()

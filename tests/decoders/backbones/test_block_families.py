@@ -116,8 +116,6 @@ def test_a_mask_outside_of_the_vocabulary_is_to_be_named(golden):
         inspect_model(golden / "fast_dllm_v2")
 
 
-# ---- ids ---------------------------------------------------------------------------------------------------------------
-
 MASKS = {"sdar": "<|MASK|>", "fast_dllm_v2": "|<MASK>|", "llada2": "<|mask|>"}
 ENDS = {"sdar": "<|im_end|>", "fast_dllm_v2": "<|im_end|>", "llada2": "<|role_end|>"}
 

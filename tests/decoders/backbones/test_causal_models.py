@@ -64,9 +64,6 @@ def ended(tokens, stops):
     return tokens[: min(eos, text)], "eos" if eos <= text else "stop"
 
 
-# ---- the models ------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def save_sticky(folder, family, *, shaken):
     """Random weights whose output layer asks for the token of the row itself; `shaken` adds noise of that size to all."""
@@ -134,9 +131,6 @@ def zoo(tmp_path_factory):
     return Zoo(tmp_path_factory.mktemp("models"))
 
 
-# ---- equality --------------------------------------------------------------------------------------------------------
-
-
 def speculative(k, drafter, max_n, **_):
     if drafter == "ngram":
         return decoder_settings("speculative", k=k, drafter={"kind": "ngram", "max_n": max_n})
@@ -201,9 +195,6 @@ def test_the_text_is_that_of_autoregressive(zoo, kind, family):
     # Runs of drafts came true, others did not, and texts ended in every way.
     assert sum(times for count, times in committed.items() if count >= 3) >= 10
     assert refused >= 10 and finishes == {"length", "eos", "stop"}
-
-
-# ---- transformers ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(13)

@@ -31,9 +31,6 @@ def in_slots(arrays_BL):
     return dict(enumerate(rows))
 
 
-# ---- against the public code -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "field"), [("llada", "logits"), ("llada_moe", "logits"), ("dream", "logits_unshifted")]
 )
@@ -130,9 +127,6 @@ def test_the_noise_of_a_time_is_that_of_the_public_schedules(golden, family):
         assert masked_share(torch.tensor(noise_of_share(share))).item() == pytest.approx(share, abs=1e-6)
     assert masked_share(torch.tensor(total_noise(0.5))).item() == pytest.approx(0.4995)
     assert noise_of_share(1.0) == pytest.approx(6.9078, abs=1e-3), "a canvas of masks alone is not beyond time 1"
-
-
-# ---- company -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -51,9 +51,6 @@ def norms_in_float64(monkeypatch):
         monkeypatch.setattr(norm, "forward", forward)
 
 
-# ---- against transformers --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_float64_hidden_states_and_logits_are_those_of_transformers(tmp_path, norms_in_float64, name):
@@ -136,9 +133,6 @@ def test_logits_of_the_golden_checkpoint_are_those_of_the_public_code(golden):
         backbone.allocate(1, 32)
         ours = backbone.logits(play(backbone, {0: in_a_row(case["input_ids"])})[0])
         torch.testing.assert_close(ours, arrays[case["arrays"][0]].float().view_as(ours), atol=1e-4, rtol=1e-4)
-
-
-# ---- company ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(slots, lines, columns):
@@ -256,9 +250,6 @@ def test_rows_computed_are_counted_with_their_padding(tmp_path):
     assert backbone.num_rows_computed == max(backbone.min_rows, 40)
 
 
-# ---- the self-test ---------------------------------------------------------------------------------------------------
-
-
 def test_a_mask_that_has_no_effect_is_found_at_start(tmp_path, monkeypatch):
     save_random(tmp_path)
 
@@ -290,9 +281,6 @@ def test_weights_that_give_no_numbers_are_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.dtype: in torch\.float32 .* contain NaN or infinity"):
         load(tmp_path)
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_that_does_not_fit_is_named(tmp_path):

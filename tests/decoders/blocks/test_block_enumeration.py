@@ -87,9 +87,6 @@ def test_block_diffusion_has_the_law_of_the_plain_reference(schedule):
     assert total_variation(law_of(setup_of(), settings, [request(tokens)], 0), wanted) < 1e-12
 
 
-# ---- the public samplers
-
-
 HOT = Sampling(temperature=2.0)
 
 
@@ -163,9 +160,6 @@ def test_under_coupled_acceptance_the_law_is_that_of_block_size_one_too(fused):
     setup = setup_of(sampling=REJECTING.model_copy(update={"acceptance": "coupled"}))
     law = law_of(setup, always(2, fused=fused), [request(tokens)], 0)
     assert total_variation(law, block_size_one(tokens)) < 1e-12
-
-
-# ---- the engine's own draws
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTING], ids=["greedy", "coupled", "rejection"])

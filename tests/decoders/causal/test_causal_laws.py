@@ -163,6 +163,3 @@ def test_batched_draws_are_those_of_a_chooser_that_reads_the_same_noise(drafter,
     for index, one in expected.items():
         other = found[index]
         assert (other.tokens.tolist(), other.nfe, other.accept_hist) == (one.tokens.tolist(), one.nfe, one.accept_hist)
-
-
-# ---- mistakes are found ------------------------------------------------------------------------------------------------

@@ -59,9 +59,6 @@ def sequential(requests, sampling=Sampling(), **more):  # noqa: B008
     return decode(target(), TARGET_INFO, AR, sampling, requests, **more)
 
 
-# ---- the text ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(17, soak=2)
 @HEADED
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -155,9 +152,6 @@ def test_a_shifted_drafter_is_read_from_the_row_before(heads):
         assert {i: o.trace for i, o in found.items()} == {i: o.trace for i, o in plain.items()}
 
 
-# ---- acceptance --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_drafter_that_knows_the_target_accepts_everything_one_mask_at_a_time(acceptance):
     requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=5, seed=6) if (r.canvas < 0).sum() == 4]
@@ -203,9 +197,6 @@ def test_a_token_that_the_drafter_does_not_know_reads_as_a_mask(heads):
             assert texts(found) == texts(decode(copy(wide), info, AR, sampling, requests))
 
 
-# ---- windows and slots -------------------------------------------------------------------------------------------
-
-
 class Watched(TokenTable):
     """Notes every forward: the length of each window, and its noise."""
 
@@ -244,9 +235,6 @@ def test_a_full_window_needs_to_know_its_length():
             drafter=drafter(),
             drafter_info=mask_info(),
         )
-
-
-# ---- settings ----------------------------------------------------------------------------------------------------
 
 
 def test_auto_lengths_need_coupled_acceptance():

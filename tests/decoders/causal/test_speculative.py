@@ -80,9 +80,6 @@ def requests_of(*canvases):
     return [Request(i, sample_key(0, str(i)), canvas) for i, canvas in enumerate(canvases)]
 
 
-# ---- the text ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(19, soak=2)
 @pytest.mark.parametrize("drafter", ALL)
 @pytest.mark.parametrize("warp", WARPS, ids=str)
@@ -192,9 +189,6 @@ def logprob_of(request, tokens):
     return total
 
 
-# ---- counts by hand ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_drafter_equal_to_the_target_accepts_everything(acceptance):
     """Six new tokens, k = 2: two drafts and a bonus twice. The second drafting starts with a catch-up of two tokens."""
@@ -282,9 +276,6 @@ def test_prompt_lookup_copies_a_period_for_as_long_as_it_holds():
     assert (outcome.nfe, outcome.nfe_draft, outcome.proposed, outcome.accepted) == (1, 1, 2, 2)
 
 
-# ---- slots -------------------------------------------------------------------------------------------------------
-
-
 def test_slots_with_fewer_drafts_have_fewer_rows():
     class Watched(TokenTable):
         def forward(self, rows):
@@ -297,9 +288,6 @@ def test_slots_with_fewer_drafts_have_fewer_rows():
     speculate(requests, k=2, target=Watched(vocab_size=VOCAB, num_positions=LENGTH, seed=1))
     # The prompt of three, and none, one or two drafts.
     assert widths[0] == [3, 4, 5]
-
-
-# ---- vocabularies and lengths ------------------------------------------------------------------------------------
 
 
 def test_what_the_target_never_says_is_never_drafted():

@@ -95,9 +95,6 @@ def test_scores_of_given_texts_are_the_same_bits(budget):
     assert scored(budget) == scored(None)
 
 
-# ---- what a budget is for ----------------------------------------------------------------------------------------
-
-
 def watched(decoder: Any, model: int = 0) -> list[list[tuple[int, int, int]]]:
     """Of each forward of a model, its samples: index, rows, and how many tokens were decided before it."""
     seen, start = list[list[tuple[int, int, int]]](), decoder.models[model].start
@@ -251,9 +248,6 @@ def begun_before(seen: list[list[tuple[int, int, int]]], forward: list[tuple[int
     return {index for one in seen[:place] for index, _, _ in one} - later
 
 
-# ---- a sample whose prompt has half run --------------------------------------------------------------------------
-
-
 def alone(request: Request, name: str = "autoregressive") -> list[Any]:
     return said(run_all(made(name, 1, None), [request]))[request.index]
 
@@ -328,9 +322,6 @@ def test_a_chunk_of_a_prompt_that_is_not_finite_is_found_and_harms_no_other():
     decoder.clear()
 
 
-# ---- common beginnings -------------------------------------------------------------------------------------------
-
-
 def test_a_sample_takes_over_columns_as_soon_as_they_are_there():
     rng = np.random.default_rng(1)
     head, tail, end = rng.integers(10, 200, 32), rng.integers(10, 200, 64), np.full(6, HOLE)
@@ -351,9 +342,6 @@ def test_a_sample_takes_over_columns_as_soon_as_they_are_there():
     found = said(rest_of(decoder))
     assert found == {0: alone(first), 1: alone(second)}
     assert (decoder.stats.prompt_rows_shared, decoder.stats.prompt_rows) == (32, 2 * 96)
-
-
-# ---- what is counted ---------------------------------------------------------------------------------------------
 
 
 def test_the_chunks_of_a_prompt_are_one_evaluation_and_all_of_them_are_charged():
@@ -406,9 +394,6 @@ def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatc
     ]
     assert sum(beside) > 5
     assert not any(one and two for one, two in pairwise(beside))
-
-
-# ---- the budget ----------------------------------------------------------------------------------------------------
 
 
 class Waiting:

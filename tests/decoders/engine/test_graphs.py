@@ -223,9 +223,6 @@ def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name, monke
     same({0: other}, {0: expected[0]})
 
 
-# ---- the graphs themselves -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Numbers(Sent[A]):
     token_N: A

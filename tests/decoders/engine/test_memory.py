@@ -58,9 +58,6 @@ def prompt(index: int, length: int) -> Request:
     return Request(index, index, np.array([1] + [HOLE] * (length - 1), dtype=np.int32))
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("gib", [1, 8, 80])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_all_purposes_together_take_no_more_than_is_free(device, gib):
@@ -109,9 +106,6 @@ def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
         assert parts and all(part.stop - part.start == 64 for part in parts)
     assert [part.stop for part in narrow.parts(300)] == [125, 250, 375], "of 16 bytes a row"
     assert [part.stop for part in narrow.parts(300, by_kernel=True)] == [250, 500], "without copies"
-
-
-# ---- admission and allocation ----------------------------------------------------------------------------------------
 
 
 def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
@@ -238,9 +232,6 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch):
     assert {outcome.nfe for outcome in done} == {4}
 
 
-# ---- growth that fails half way --------------------------------------------------------------------------------------
-
-
 def filled() -> SlotCache:
     cache = SlotCache(3, 2, 4, dtype=torch.float32, device=torch.device("cpu"))
     cache.resize(2, 5)
@@ -323,9 +314,6 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
     assert len(run_all(decoder, [prompt(0, 5)])[0].tokens) == 4
 
 
-# ---- logits in parts -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -361,9 +349,6 @@ def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch):
         toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=17),
     )
     assert max(held) == 4
-
-
-# ---- noise -----------------------------------------------------------------------------------------------------------
 
 
 def test_noise_never_takes_more_than_its_bytes():

@@ -190,9 +190,6 @@ def test_so_it_is_where_chance_says_when_a_mask_is_revealed(predictor):
     check(make, toy_requests(120, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=2), Sampling())
 
 
-# ---- stop strings and log-probabilities --------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):

@@ -56,9 +56,6 @@ def requests_of(count, *, seed=0, **more):
     return [r for r in toy_requests(count, vocab_size=VOCAB, longest=LENGTH, seed=seed, **more) if (r.canvas < 0).any()]
 
 
-# ---- the law of whole runs -----------------------------------------------------------------------------------------
-
-
 def by_hand(model, canvas, steps, predictor):
     """The law of a run, canvas by canvas: in every step each mask is revealed or not, by chances written down here."""
     length, holes = len(canvas), sum(token == HOLE for token in canvas)
@@ -170,9 +167,6 @@ def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
     law = enumerate_law(run)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     assert total_variation(law, {(text[0], text[2]): mass for text, mass in expected.items()}) < 1e-12
-
-
-# ---- the batched decoder -------------------------------------------------------------------------------------------
 
 
 def by_reference(request, settings, sampling):

@@ -110,9 +110,6 @@ def test_room_counts_the_columns_of_all_nodes():
     assert decoder.room(7) == 2
 
 
-# ---- ends ----------------------------------------------------------------------------------------------------------------
-
-
 def completions(count, *, seed):
     rng = np.random.default_rng(seed)
     requests = []
@@ -153,9 +150,6 @@ def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling)
             ended,
         )
     assert len(seen) >= 2
-
-
-# ---- failures ------------------------------------------------------------------------------------------------------------
 
 
 def test_ssd_has_no_rule_of_rejection():

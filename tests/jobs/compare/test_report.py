@@ -386,9 +386,6 @@ def test_a_report_on_a_real_run(tmp_path):
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
 
 
-# ---- what runs cost
-
-
 def spend(place: Path) -> None:
     """The record of a session with 2.5 worker hours: 2 of decoding, a quarter each of loading and idle time."""
     store, clock = open_store(str(place)), Hand()

@@ -58,9 +58,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-# ---- specs
-
-
 def clear(message: str) -> bool:
     """Whether a message is fit for a user: a line or a few, no novel, no escape sequences, no traceback."""
     plain = all(character.isprintable() or character in "\n\t" for character in message)
@@ -90,8 +87,6 @@ def test_a_generated_job_is_planned_or_exits_with_2(folder, text):
     assert code in {2, 4} and clear(said.getvalue()), (code, said.getvalue())
     assert code == 4 or not (folder / "run").exists(), "a job that is refused leaves nothing"
 
-
-# ---- rows and files
 
 TASKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "random": ({"kind": "infill", "mask": {"kind": "random", "rate": 0.5}}, {}),
@@ -210,9 +205,6 @@ def test_a_row_of_ten_megabytes_loses_no_neighbour(folder, name):
     spec, maker = task_of("marker", folder / name)
     kinds = {row["id"]: row["error_kind"] for row in planned(spec, maker, [file])}
     assert kinds == {"before": None, "long": "marker_absent", "after": None}
-
-
-# ---- a whole job
 
 
 def test_a_job_over_hundreds_of_bad_rows_brings_every_row_back_once(tmp_path, capsys):

@@ -40,9 +40,6 @@ def program(tmp_path: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
-# ---- commands
-
-
 def test_a_command_reads_the_notice_from_its_input(tmp_path):
     out, told = tmp_path / "got.json", list[str]()
     one = receiver(command=program(tmp_path, f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"))
@@ -98,9 +95,6 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-# ---- what a spec may say
 
 
 @pytest.mark.parametrize(
@@ -161,9 +155,6 @@ def test_a_command_that_is_not_there_is_refused_at_once(command, said):
     with pytest.raises(UserError) as error:
         check_receivers([receiver(command=["sh"]), receiver(command=command)])
     assert str(error.value) == f"notify.1.command: {said}"
-
-
-# ---- a run that stands still
 
 
 def test_a_stall_is_sent_once_until_there_is_progress_again(monkeypatch):

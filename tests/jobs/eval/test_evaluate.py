@@ -338,9 +338,6 @@ def test_every_family_scores_continuations_and_texts(world, tmp_path, model):
     assert len(found) == 10 and found == pytest.approx(expected, abs=1e-4)
 
 
-# ---- refused before any work
-
-
 def refused(world: World, folder: Path, capsys: pytest.CaptureFixture[str], names: list[str], *options: str) -> str:
     """The message of a refused evaluation, which wrote nothing."""
     assert evaluated(folder, world.tasks, names, *options) == 2

@@ -125,9 +125,6 @@ def test_programs_run_confined(tmp_path):
     assert not made.exists()
 
 
-# ---- refused before any work
-
-
 def test_a_model_that_can_not_infill_is_refused(tasks, tmp_path, capsys):
     for model, decoder, reason in (
         ("ar-tiny", "autoregressive", "a causal model fills holes only if it was trained to fill in the middle"),

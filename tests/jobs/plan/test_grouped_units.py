@@ -69,9 +69,6 @@ def test_samples_of_a_row_and_of_rows_that_begin_alike_come_together(questions):
     assert len({name.partition("-")[0] for name in first}) <= 4
 
 
-# ---- plans without groups
-
-
 def tables(lengths: list[int], prompts: list[Any]) -> tuple[pa.Table, pa.Table]:
     """A table of rows, and the same with the column BEGINNING."""
     count = len(lengths)
