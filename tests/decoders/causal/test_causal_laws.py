@@ -5,6 +5,7 @@ stops are those of production.
 """
 
 import itertools
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,13 +59,8 @@ def chain_rule(prompt, sampling=None, suppressed=(), end=None):
     model = PlainCausal(table(5), length=LENGTH, sampling=sampling or Sampling(), suppressed=suppressed)
     law = {}
     for fill in fills(VOCAB, LENGTH - len(prompt)):
-        tokens, mass = list(prompt), 1.0
-        for token in fill:
-            mass *= float(model.law(tokens)[token].exp())
-            tokens.append(token)
-            if token == end:
-                break
-        law[tuple(tokens[len(prompt) :])] = mass
+        text = fill[: fill.index(end) + 1] if end in fill else fill
+        law[text] = math.exp(model.logprob(prompt, text))
     return law
 
 

@@ -1,7 +1,8 @@
 """Speculative decoding of causal models: the sequential text whatever drafts, and every count by hand or by the reference."""
 
 from copy import copy
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,7 @@ from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
 from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import (
-    decode,
-    decoder_settings,
-    random_lengths,
-    texts,
-    token_info,
-    toy_prompts,
-)
+from tests.decoders.support import decode, decoder_settings, random_lengths, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -80,6 +74,13 @@ def requests_of(*canvases):
     return [Request(i, sample_key(0, str(i)), canvas) for i, canvas in enumerate(canvases)]
 
 
+def as_sequential(found, expected):
+    assert texts(found) == texts(expected)
+    for index, outcome in found.items():
+        assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
+        assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
+
+
 @pytest.mark.one_in(19, soak=2)
 @pytest.mark.parametrize("drafter", ALL)
 @pytest.mark.parametrize("warp", WARPS, ids=str)
@@ -89,10 +90,7 @@ def test_coupled_text_is_the_autoregressive_text(drafter, warp):
     for number, (k, rows) in enumerate([(0, 3), (1, 1), (2, 16), (3, 3), (5, 1), (8, 3), (8, 16), ("auto", 3)]):
         shuffled = [requests[i] for i in np.random.default_rng(number).permutation(len(requests))]
         found = speculate(shuffled, k=k, drafter=ALL[drafter], sampling=sampling, rows=rows)
-        assert texts(found) == texts(expected)
-        for index, outcome in found.items():
-            assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
-            assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
+        as_sequential(found, expected)
 
 
 @pytest.mark.one_in(2)
@@ -112,15 +110,35 @@ def by_reference(request, k, drafter, sampling, stop=lambda generated: False):
     draft, more = by_model(PlainCausal(blend(), length=length, sampling=sampling)), {}
     if drafter == "ngram":
         draft, more = by_lookup(VOCAB, max_n=NGRAM.max_n, min_n=NGRAM.min_n), {"calls": lambda drafts: 1}
-    return causal_reference.speculative(model, tokens, rule, k=k, draft=draft, stop=stop, **more), len(tokens)
+    return causal_reference.speculative(model, tokens, rule, k=k, draft=draft, stop=stop, **more)
 
 
-def same_as_reference(outcome, trail, num_prompt):
-    assert outcome.tokens.tolist() == trail.tokens[num_prompt:]
+def same_as_reference(outcome, trail, request):
+    assert outcome.tokens.tolist() == trail.tokens[int((request.canvas >= 0).sum()) :]
     assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups)
     assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
     assert outcome.iterations == len(trail.committed)
     assert outcome.accept_hist == np.bincount(trail.committed).tolist()
+
+
+def check_runs(outcomes, requests, plain):
+    """Tokens and counts are those of the reference's run, `plain(request)`; some drafts are accepted and some refused."""
+    for request in requests:
+        same_as_reference(outcomes[request.index], plain(request), request)
+    assert sum(o.accepted for o in outcomes.values()) >= 4
+    assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 4
+
+
+def cut_places(outcomes, requests, plain):
+    """How many tokens the last steps of the samples committed that the stop id 2 ends, as in the reference's runs."""
+    places = set()
+    for request in requests:
+        outcome, trail = outcomes[request.index], plain(request, stop=lambda generated: generated[-1] == 2)
+        same_as_reference(outcome, trail, request)
+        assert outcome.finish == ("eos" if outcome.tokens[-1] == 2 else "length")
+        if outcome.finish == "eos":
+            places.add(trail.committed[-1])
+    return places
 
 
 @pytest.mark.one_in(7)
@@ -131,10 +149,7 @@ def test_the_batched_decoder_gives_the_reference_tokens_and_counts(drafter, acce
     sampling = Sampling(acceptance=acceptance, temperature=0.9)
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=3)
     outcomes = speculate(requests, k=k, drafter=DRAFTERS[drafter], sampling=sampling, rows=7)
-    for request in requests:
-        same_as_reference(outcomes[request.index], *by_reference(request, k, drafter, sampling))
-    assert sum(o.accepted for o in outcomes.values()) >= 4
-    assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 4
+    check_runs(outcomes, requests, partial(by_reference, k=k, drafter=drafter, sampling=sampling))
 
 
 @pytest.mark.one_in(5)
@@ -144,14 +159,7 @@ def test_a_stop_id_cuts_an_accepted_run_where_it_stands(drafter, acceptance):
     sampling = Sampling(acceptance=acceptance)
     requests = toy_prompts(80, vocab_size=VOCAB, longest=LENGTH, seed=4)
     outcomes = speculate(requests, k=4, drafter=DRAFTERS[drafter], sampling=sampling, stops=Stops(ids=(2,)))
-    places = set()
-    for request in requests:
-        outcome = outcomes[request.index]
-        trail, num_prompt = by_reference(request, 4, drafter, sampling, stop=lambda generated: generated[-1] == 2)
-        same_as_reference(outcome, trail, num_prompt)
-        assert outcome.finish == ("eos" if outcome.tokens[-1] == 2 else "length")
-        if outcome.finish == "eos":
-            places.add(trail.committed[-1])
+    places = cut_places(outcomes, requests, partial(by_reference, k=4, drafter=drafter, sampling=sampling))
     assert places >= ({1, 2, 3} if drafter == "model" else {1, 2})
 
 
@@ -177,16 +185,8 @@ def test_a_stop_string_may_end_at_every_place_of_an_accepted_run(place):
     # Five drafts and a bonus: the drafts after the stop were never there.
     assert (cut.proposed, cut.accepted) == (min(place, 5), min(place, 5))
     assert cut.accept_hist == [0] * place + [1]
-    assert cut.logprob == pytest.approx(logprob_of(request[0], cut.tokens.tolist()), abs=1e-12)
-
-
-def logprob_of(request, tokens):
     model = PlainCausal(table(), length=LENGTH, sampling=Sampling())
-    text, total = request.canvas[request.canvas >= 0].tolist(), 0.0
-    for token in tokens:
-        total += float(model.law(text)[token])
-        text.append(token)
-    return total
+    assert cut.logprob == pytest.approx(model.logprob([1], cut.tokens.tolist()), abs=1e-12)
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -320,8 +320,7 @@ def test_a_drafter_with_a_shorter_context_stops_drafting_there():
             return super().forward(rows)
 
     requests = requests_of(prompt(0, holes=6), prompt(0, 1, 2, 1, 2, holes=2))
-    short = token_info(VOCAB)
-    short = type(short)(**{**{n: getattr(short, n) for n in short.__dataclass_fields__}, "max_length": 4})
+    short = replace(token_info(VOCAB), max_length=4)
     drafter = Short(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
     found = decode(table(), INFO, spec(3, MODEL), Sampling(), requests, drafter=drafter, drafter_info=short)
     assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))
