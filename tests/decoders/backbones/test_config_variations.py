@@ -15,18 +15,11 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
-from tests.decoders.backbones.config_changes import GONE, change_config
+from tests.decoders.backbones.config_changes import GONE, TYPES, YARN, change_config, old_rope
 from tests.decoders.support import decode, decoder_settings, texts
 
-YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"factor": 3.0, "rope_theta": 100.0}
 LLAMA3 = YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-
-
-def old_rope(scaling):
-    """As config.json wrote it before transformers 5."""
-    return {"rope_parameters": GONE, "rope_theta": 300.0, "rope_scaling": scaling}
 
 
 # ---- causal families: transformers' logits and transformers' greedy text ---------------------------------------------

@@ -4,17 +4,9 @@ import pytest
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.backbones.config_changes import GONE, change_config
+from tests.decoders.backbones.config_changes import TYPES, YARN, change_config, old_rope
 from tests.decoders.backbones.masked_models import copy_changed
 from tests.decoders.backbones.test_block_families import GIVEN
-
-YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
-TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-
-
-def old_rope(scaling):
-    """As config.json wrote it before transformers 5."""
-    return {"rope_parameters": GONE, "rope_theta": 300.0, "rope_scaling": scaling}
 
 
 @pytest.mark.parametrize(
