@@ -41,17 +41,12 @@ def test_before_anything_is_decoded_nothing_is_made_up():
     assert line == "0/10 samples (0%)  0 tokens/s  - NFE/token  0 errors  0 workers  ETA -"
 
 
-def test_tokens_count_while_their_samples_still_go_on():
+@pytest.mark.parametrize(("counts_open", "tokens"), [(True, 700), (False, 500)], ids=["tokens", "tried lengths"])
+def test_tokens_count_while_their_samples_still_go_on_unless_they_are_of_tried_lengths(counts_open, tokens):
     totals = totals_after(10.0)
+    totals.counts_open = counts_open
     totals.add_report("w1", TurnReport((), Effort(EngineStats(committed=700)), Tally()))
-    assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
-
-
-def test_tokens_of_tried_lengths_do_not_count():
-    totals = totals_after(10.0)
-    totals.counts_open = False
-    totals.add_report("w1", TurnReport((), Effort(EngineStats(committed=700)), Tally()))
-    assert totals.tokens == 500 and " 50 tokens/s " in progress_line(totals)
+    assert totals.tokens == tokens and f" {tokens // 10} tokens/s " in progress_line(totals)
 
 
 def test_status_knows_what_has_ended_inside_a_unit(tmp_path, capsys):
@@ -69,10 +64,11 @@ def test_status_knows_what_has_ended_inside_a_unit(tmp_path, capsys):
     assert "samples  35 of 40 done" in said and "rate     3.5 samples/s, 14 tokens/s" in said
 
 
-def test_a_slow_rate_has_a_decimal():
-    assert [rate_text(rate) for rate in (0.0, 0.04, 0.34, 9.94, 9.96, 12.3, 4321.0)] == [
-        "0", "0.0", "0.3", "9.9", "10", "12", "4,321",
-    ]  # fmt: skip
+def test_rates_sizes_and_durations_are_short():
+    rates = {0.0: "0", 0.04: "0.0", 0.34: "0.3", 9.94: "9.9", 9.96: "10", 12.3: "12", 4321.0: "4,321"}
+    assert {rate: rate_text(rate) for rate in rates} == rates
+    assert [size_text(size) for size in (0, 999, 1234, 15_000_000)] == ["0 bytes", "999 bytes", "1.2 kB", "15.0 MB"]
+    assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
 
 
 def test_workers_that_are_not_up_yet_load_the_model():
@@ -91,7 +87,6 @@ def test_what_takes_long_before_the_first_token_has_a_line_with_sizes(capsys):
         for done in (10**9, 2 * 10**9, 3 * 10**9):
             lines.step("hashing the model", done, 15 * 10**9)
     assert capsys.readouterr() == ("", "hashing the model: 2.0 GB of 15.0 GB\n")
-    assert [size_text(size) for size in (0, 999, 1234, 15_000_000)] == ["0 bytes", "999 bytes", "1.2 kB", "15.0 MB"]
 
 
 def test_samples_decoded_twice_never_make_more_than_there_are():
@@ -189,7 +184,3 @@ def test_efficiency_leaves_out_what_was_not_counted():
     assert figures == {"token_padding_eff": 0.9, "lane_eff": 0.75, "engine_eff": 0.75, "tail_frac": 0.25}
     shared = EngineStats(prompt_rows=8, prompt_rows_shared=6)
     assert efficiency(Effort(shared)) == {"prompts_shared": 0.75}
-
-
-def test_durations_are_short():
-    assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
