@@ -85,7 +85,6 @@ def ray_session() -> Iterator[ModuleType]:
 
 
 def start_ray() -> None:
-    """Start the tests' local Ray."""
     import ray
 
     ray.init(

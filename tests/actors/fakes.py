@@ -162,7 +162,6 @@ def answers_of(measuring: Measuring) -> list[Any]:
 
 
 def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
-    """What a worker says until it holds nothing more."""
     news: list[Receipt | Failure] = []
     while runner.held:
         news += runner.step()

@@ -45,19 +45,13 @@ NEITHER = [
 ]
 
 
-@pytest.mark.parametrize("error", MEMORY, ids=str)
-def test_memory_that_ran_out_is_known_by_its_class_and_by_the_texts_of_the_libraries(error):
-    assert ran_out_of_memory(error) and not lost_device(error)
-
-
-@pytest.mark.parametrize("error", LOST, ids=str)
-def test_a_device_that_is_lost_is_known_by_its_class_and_by_the_texts_of_the_runtime(error):
-    assert lost_device(error) and not ran_out_of_memory(error)
-
-
-@pytest.mark.parametrize("error", NEITHER, ids=str)
-def test_other_errors_are_neither(error):
-    assert not lost_device(error) and not ran_out_of_memory(error)
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [*(("memory", e) for e in MEMORY), *(("lost", e) for e in LOST), *(("neither", e) for e in NEITHER)],
+    ids=str,
+)
+def test_errors_are_known_by_their_classes_and_by_the_texts_of_the_libraries(kind, error):
+    assert (ran_out_of_memory(error), lost_device(error)) == (kind == "memory", kind == "lost")
 
 
 def raised_from(cause: Exception, *, hidden: bool = False) -> Exception:

@@ -44,5 +44,4 @@ def word_pieces() -> Tokenizer:
 
 
 def model_info(*, vocab_size: int = 300, max_length: int | None = 64) -> ModelInfo:
-    """A model that takes these tokens."""
     return ModelInfo("xlnet", vocab_size, 6, max_length, "any_subset", 1000, suppressed=(6,))

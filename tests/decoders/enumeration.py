@@ -199,7 +199,6 @@ class ChosenSampler(Sampler):
     def judge(
         self, logits: Logits, hidden_RD: Tensor, draws: Draws, parts: Sequence[slice], *, is_target: bool
     ) -> Tensor:
-        """See Sampler."""
         chosen, whole = self._judge(logits(hidden_RD), draws, slice(None)), super().judge
 
         def work() -> Tensor:
@@ -210,7 +209,6 @@ class ChosenSampler(Sampler):
         return self._steered(draws, chosen, work)
 
     def drafts(self, logits_RV: Tensor, hidden_RD: Tensor, draws: Draws, part: slice) -> Tensor:
-        """See Sampler."""
         whole = super().drafts
         if draws.judging is None:
             return whole(logits_RV, hidden_RD, draws, part)
@@ -302,7 +300,6 @@ class ChosenSampler(Sampler):
     # ---- drafts from distributions that decoders name ------------------------------------------------------------
 
     def draw_named(self, samples: Sequence[Sample], asks: Sequence[SampleFrom]) -> Iterator[Answer]:
-        """See Sampler."""
         chosen, gumbels, whole = Chosen(), dict[int, Tensor](), super().draw_named
         for number, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
             index = sample.request.index

@@ -64,7 +64,6 @@ class Replaying(Recorder):
         self.num_captured = self.num_dropped = 0
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
-        """See draftmill.decoders.engine.cuda_graphs.Recorder."""
         self.num_captured += 1
         found, used = self._watched(work)
 
@@ -80,7 +79,6 @@ class Replaying(Recorder):
         return replay, found
 
     def drop_pool(self) -> None:
-        """See Recorder."""
         self.num_dropped += 1
 
     def _watched(self, work: Callable[[], Work]) -> tuple[Work, Externals]:

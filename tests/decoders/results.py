@@ -79,7 +79,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How the line begins."""
         words = [str(self.settings["kind"])]
         if self.estimate is not None:
             words.append(f"score by {self.estimate.kind} of {self.estimate.samples}")
@@ -90,7 +89,6 @@ class Case:
 
     @property
     def family(self) -> str:
-        """The kind of model that the decoder runs on."""
         return str(_ADAPTER.validate_python(self.settings).baseline.runs_on)
 
 
@@ -266,7 +264,6 @@ def scores() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    """The whole matrix."""
     parts = (causal_cases(), any_subset_cases(), masked_cases(), ancestral_cases(), block_cases(), scores())
     return list(itertools.chain.from_iterable(parts))
 

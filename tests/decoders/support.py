@@ -76,7 +76,6 @@ def run_all(decoder, requests):
 
 
 def decoder_settings(kind, **settings):
-    """The section `decoder` of a spec."""
     return DECODERS[kind].model_validate({"kind": kind} | settings)
 
 

@@ -41,7 +41,6 @@ def requests_of(kind: str) -> list[Request]:
 
 
 def garbled(text: list[int], rng: np.random.Generator) -> list[int]:
-    """With a token replaced, one more, or one less."""
     place, change = int(rng.integers(0, len(text) + 1)), int(rng.integers(0, 3))
     other = [] if change == 2 else [int(rng.integers(0, results.VOCAB))]
     return text[:place] + other + text[place + (change != 1) :]
@@ -127,9 +126,6 @@ def test_ssd_reveals_what_stepwise_does_whatever_earlier_texts_say(tree, samplin
     assert forwards["same"] <= forwards["none"]
 
 
-# ---- pointers ----------------------------------------------------------------------------------------------------------
-
-
 def foretold(source: list[int], text: list[int], least: float = 0.5) -> list[list[int]]:
     """What is drafted before each token of a text."""
     pointer, drafts = Pointer(source), list[list[int]]()
@@ -177,9 +173,6 @@ def test_the_own_text_drafts_what_it_repeats():
     assert pointer.drafts(9, 8, 0.5)[:1] == [4]
     pointer.read(text, 19)
     assert pointer.drafts(7, 19, 0.1) == [5, 1, 2, 3, 4, 5, 1]
-
-
-# ---- the law under rejection -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["assd", "s2d2"])

@@ -82,7 +82,6 @@ class Hollow(Model):
         return torch.zeros(rows.num_rows, 4)
 
     def raw_logits(self, hidden_RD: Tensor) -> Tensor:
-        """Zeros, [R, V]."""
         return torch.zeros(len(hidden_RD), VOCAB)
 
 
@@ -112,7 +111,6 @@ class _Recorder:
         self.num_dropped = 0
 
     def capture(self, work: Any) -> tuple[Any, Work]:
-        """See draftmill.decoders.engine.cuda_graphs.Recorder."""
         found = work()
 
         def replay() -> None:
@@ -122,7 +120,6 @@ class _Recorder:
         return replay, found
 
     def drop_pool(self) -> None:
-        """See Recorder."""
         self.num_dropped += 1
 
 

@@ -85,7 +85,6 @@ class Found:
 
     @property
     def steady(self) -> list[Step]:
-        """The steady steps."""
         return [step for step in self.steps if step.steady]
 
 
@@ -111,14 +110,12 @@ def run(
 
 
 def run_on_cpu(name: str, *, requests: int = 5, own: bool = False, **sampling: Any) -> Found:
-    """The same samples without the pretence."""
     found = Found()
     _decode(made(name, sampling, "cpu"), toy_canvases(requests, name, own=own), Counts(), found)
     return found
 
 
 def folder_of(name: str) -> Path:
-    """The model of a case."""
     model, _ = CASES[name]
     return (GOLDEN if model == "sedd" else BUILTIN) / model
 
@@ -132,7 +129,6 @@ def made(
     dtype: str = "float32",
     exact: bool = False,
 ) -> Any:
-    """The decoder or scorer of a case."""
     model, given = CASES[name]
     settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
     folder = folder_of(name)

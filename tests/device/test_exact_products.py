@@ -39,7 +39,6 @@ class Operations(TorchDispatchMode):
         self.clear()
 
     def clear(self) -> None:
-        """Start anew."""
         self.found, self.num_fixed = list[str](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,8 +50,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def kernel(self, reference: Any) -> Any:
-        """What stands for a kernel."""
-
         def launched(*args: Any, **more: Any) -> Any:
             self.inside, self.num_fixed = True, self.num_fixed + 1
             try:
@@ -82,7 +79,6 @@ def operations(monkeypatch):
 
 
 def on_device(rows: Any) -> Any:
-    """The same rows on the pretended device."""
     tensors = {name: getattr(rows, name) for name in rows.__dataclass_fields__}
     return replace(rows, **{name: one.to("cuda") for name, one in tensors.items() if isinstance(one, torch.Tensor)})
 

@@ -117,22 +117,19 @@ CUTS: dict[str, Any] = {"temperature": 0.8, "top_k": 30, "top_p": 0.6}
     "name", ["speculative", "assd, fused", "ssd, cached", "ancestral, analytic", "block_diffusion"]
 )
 def test_cuts_bring_no_wait_and_no_shape_that_depends_on_data(name):
-    found, expected = run(name, **CUTS), run_on_cpu(name, **CUTS)
-    assert {index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()} == {
-        index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()
-    }
-    waits = LIMITS[name][3]
-    assert found.steady and all(step.waits <= waits and step.shapes == 0 for step in found.steady), found.places
+    check_cuts(name, **CUTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_cuts_of_a_requests_own_bring_none_either(acceptance):
-    found, expected = (
-        one("speculative, model", own=True, top_k=30, acceptance=acceptance) for one in (run, run_on_cpu)
-    )
-    assert {index: (one.error_kind, one.tokens.tolist()) for index, one in found.outcomes.items()} == {
-        index: (None, one.tokens.tolist()) for index, one in expected.outcomes.items()
+    check_cuts("speculative, model", own=True, top_k=30, acceptance=acceptance)
+
+
+def check_cuts(name: str, **more: Any) -> None:
+    found, expected = run(name, **more), run_on_cpu(name, **more)
+    assert {index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()} == {
+        index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()
     }
-    waits = LIMITS["speculative, model"][3]
+    waits = LIMITS[name][3]
     assert found.steady and all(step.waits <= waits and step.shapes == 0 for step in found.steady), found.places

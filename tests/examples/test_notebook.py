@@ -1,9 +1,6 @@
 """examples/notebook.ipynb: its cells run one after another, and the file holds no outputs."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +11,7 @@ NOTEBOOK = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
 
 
 @pytest.mark.slow
-def test_the_cells_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cells_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for cell in NOTEBOOK["cells"]:
@@ -27,7 +22,7 @@ def test_the_cells_run_in_order(
     assert "forwards: [24, 24, 24] -> " in capsys.readouterr().out
 
 
-def test_it_is_stored_without_outputs() -> None:
+def test_it_is_stored_without_outputs():
     assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
     for cell in NOTEBOOK["cells"]:

@@ -1,7 +1,5 @@
 """The papers in small: sweep files are sound, claims name cases that exist, figures and verdicts are right, and the page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -28,7 +26,7 @@ def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_sweep_file_parses_and_all_its_cases_are_sound(path: Path) -> None:
+def test_every_sweep_file_parses_and_all_its_cases_are_sound(path):
     sweep = load_sweep(path)
     assert [str(case.error) for case in sweep.cases if case.error] == []
     assert sweep.path == f"runs/papers/{sweep.name}"
@@ -36,7 +34,7 @@ def test_every_sweep_file_parses_and_all_its_cases_are_sound(path: Path) -> None
     assert sweep.name in PRESETS
 
 
-def test_every_preset_has_a_file_and_a_command_that_runs_it() -> None:
+def test_every_preset_has_a_file_and_a_command_that_runs_it():
     assert sorted(command.file_of(preset) for preset in PRESETS) == FILES
     assert set(command.CUT_DOWN) <= set(PRESETS)
     settings = command.settings_of("pcllm", full=False, runs=command.RUNS)
@@ -47,7 +45,7 @@ def test_every_preset_has_a_file_and_a_command_that_runs_it() -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_every_claim_names_cases_of_a_preset_of_its_paper(paper: Paper) -> None:
+def test_every_claim_names_cases_of_a_preset_of_its_paper(paper):
     cases = {preset: {case.name for case in load_sweep(command.file_of(preset)).cases} for preset in paper.presets}
     for claim in paper.claims:
         assert set(claim.figure.cases) <= cases[claim.figure.preset], claim.says
@@ -71,7 +69,7 @@ def test_every_claim_names_cases_of_a_preset_of_its_paper(paper: Paper) -> None:
         (REPORT, Interval(0.2, 0.1, 0.3), "reported"),
     ],
 )
-def test_a_verdict_is_about_the_whole_interval(expect: Expect, found: Interval, verdict: str) -> None:
+def test_a_verdict_is_about_the_whole_interval(expect, found, verdict):
     assert expect.judge(found) == verdict
 
 
@@ -99,7 +97,7 @@ def made_results(tmp_path: Path) -> Results:
     return Results(tmp_path)
 
 
-def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
+def test_figures_are_those_of_the_rows(tmp_path):
     results = made_results(tmp_path)
     nfe = np.random.default_rng(0).integers(1, 4, 40)
     assert results.cases("p") == ["a", "b"]
@@ -119,14 +117,14 @@ def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
     assert Ratio("p", "new_tokens", "nfe", "b", "a").of(results).value == pytest.approx(160 / nfe.sum())
 
 
-def test_cases_that_decoded_other_samples_are_not_compared(tmp_path: Path) -> None:
+def test_cases_that_decoded_other_samples_are_not_compared(tmp_path):
     made_results(tmp_path)
     write_run(tmp_path / "p" / "cases" / "c", [row(n, id=f"other {n}") for n in range(40)])
     with pytest.raises(ValueError, match="did not decode the same samples"):
         Ratio("p", "new_tokens", "nfe", "c", "a").of(Results(tmp_path))
 
 
-def test_a_paper_is_answered_from_what_has_run(tmp_path: Path) -> None:
+def test_a_paper_is_answered_from_what_has_run(tmp_path):
     results = made_results(tmp_path)
     claims = (
         Claim("it is fast", "table 9", "", "forwards", Forwards("p", "a", "b"), BELOW_ONE),
@@ -141,7 +139,7 @@ def test_a_paper_is_answered_from_what_has_run(tmp_path: Path) -> None:
     assert "| p/a | 40 | 1.000 |" in text and "| X | 1 | 1 |" in text and "Run here." in text
 
 
-def test_each_humaneval_row_hides_one_line_of_the_solution_and_keeps_its_test(tmp_path: Path) -> None:
+def test_each_humaneval_row_hides_one_line_of_the_solution_and_keeps_its_test(tmp_path):
     path = tmp_path / "inputs" / "lines.jsonl"
     inputs.write_humaneval_lines(path)
     written = path.stat().st_mtime_ns

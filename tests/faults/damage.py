@@ -24,47 +24,20 @@ class Raw(str):
 
 
 VALUES: Final[dict[str, Any]] = {
-    "null": None,
-    "true": True,
-    "zero": 0,
-    "minus one": -1,
-    "a fraction": 0.5,
-    "2**40": 2**40,
-    "10**30": 10**30,
-    "NaN": float("nan"),
-    "infinity": float("inf"),
-    "1e300": 1e300,
-    "no text": "",
-    "a text": "odd",
-    "a long text": "x" * LONG,
-    "a lone surrogate": "\ud800",
-    "no list": [],
-    "a list": [1, "a", None],
-    "no object": {},
-    "an object": {"a": {"b": [1]}},
-    "deep lists": Raw("[" * DEEP + "]" * DEEP),
-}
-
-
-def _is_a_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _is_a_loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _is_gone(path: Path) -> None:
-    assert not path.exists()
+    "null": None, "true": True, "zero": 0, "minus one": -1, "a fraction": 0.5, "2**40": 2**40, "10**30": 10**30,
+    "NaN": float("nan"), "infinity": float("inf"), "1e300": 1e300, "no text": "", "a text": "odd",
+    "a long text": "x" * LONG, "a lone surrogate": "\ud800", "no list": [], "a list": [1, "a", None],
+    "no object": {}, "an object": {"a": {"b": [1]}}, "deep lists": Raw("[" * DEEP + "]" * DEEP),
+}  # fmt: skip
 
 
 def of_any_file(data: bytes, seed: int, *, cuts: int = 6, flips: int = 8) -> Iterator[Damage]:
     """What may happen to a file of any kind."""
     rng = random.Random(seed)
     yield "empty", b""
-    yield "gone", _is_gone
-    yield "a folder", _is_a_folder
-    yield "a link to itself", _is_a_loop
+    yield "gone", lambda path: None
+    yield "a folder", Path.mkdir
+    yield "a link to itself", lambda path: path.symlink_to(path.name)
     yield "a pointer of git-lfs", LFS
     yield "zeros appended", data + bytes(100)
     yield "twice", data + data

@@ -138,9 +138,8 @@ def _tried(world: Path, case: Case) -> Iterator[Ending]:
 
 
 def _one(folder: Path, case: Case, command: tuple[str, ...]) -> Ending:
-    """Run one command in a child; judge how it ended."""
     out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
-    before = _resident()
+    before = _memory()[1]
     child = os.fork()
     if not child:
         _child(folder, case, command, out, err)
@@ -172,7 +171,7 @@ def _child(folder: Path, case: Case, command: tuple[str, ...], out: Path, err: P
         signal.alarm(MOST_WALL_S)
         seconds = MOST_CPU_S_CONVERTING if case.kind in CONVERTED else MOST_CPU_S
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + ROOM,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (_memory()[0] + ROOM,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         code = main(command)
         sys.stdout.flush()
@@ -187,12 +186,9 @@ def _child(folder: Path, case: Case, command: tuple[str, ...], out: Path, err: P
         os._exit(code)
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def _memory() -> list[int]:
+    """Bytes of this process's address space, and of those that are resident."""
+    return [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()[:2]]
 
 
 def judge(case: Case, verb: str, ending: Ending) -> str:
@@ -215,5 +211,4 @@ def judge(case: Case, verb: str, ending: Ending) -> str:
 
 
 def endings(path: Path) -> list[dict[str, Any]]:
-    """What `serve` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -107,15 +108,7 @@ def _command(process: psutil.Process) -> str:
 Round = Callable[[ForkServerProcess, random.Random], int]
 
 
-def kill_driver(process: ForkServerProcess, rng: random.Random) -> int:
-    return end_driver(process, signal.SIGKILL)
-
-
-def stop_driver(process: ForkServerProcess, rng: random.Random) -> int:
-    return end_driver(process, signal.SIGTERM)
-
-
-def end_driver(process: ForkServerProcess, number: signal.Signals) -> int:
+def end_driver(number: signal.Signals, process: ForkServerProcess, rng: random.Random) -> int:
     """Send it and wait; 1 if it ended of it, 0 if it had finished."""
     assert process.pid is not None
     os.kill(process.pid, number)
@@ -124,16 +117,8 @@ def end_driver(process: ForkServerProcess, number: signal.Signals) -> int:
     return int(process.exitcode != 0)
 
 
-def kill_worker(process: ForkServerProcess, rng: random.Random) -> int:
-    return signal_worker(rng, signal.SIGKILL)
-
-
-def freeze_worker(process: ForkServerProcess, rng: random.Random) -> int:
-    """It says nothing any more: after STALL_S it is killed, and its units are given to others."""
-    return signal_worker(rng, signal.SIGSTOP)
-
-
-def signal_worker(rng: random.Random, number: signal.Signals) -> int:
+def signal_worker(number: signal.Signals, process: ForkServerProcess, rng: random.Random) -> int:
+    """Of SIGSTOP it says nothing any more: after STALL_S it is killed, and its units are given to others."""
     alive = workers()
     if not alive:
         return 0
@@ -142,17 +127,17 @@ def signal_worker(rng: random.Random, number: signal.Signals) -> int:
 
 
 ROUNDS: dict[str, tuple[Round, int]] = {
-    "driver": (kill_driver, 9),
-    "worker": (kill_worker, 8),
-    "sigterm": (stop_driver, 2),
-    "frozen": (freeze_worker, 1),
+    "driver": (partial(end_driver, signal.SIGKILL), 9),
+    "worker": (partial(signal_worker, signal.SIGKILL), 8),
+    "sigterm": (partial(end_driver, signal.SIGTERM), 2),
+    "frozen": (partial(signal_worker, signal.SIGSTOP), 1),
 }
 """Who ends, and how often for each seed; `make soak` takes ten seeds."""
 
 
 def disturb(crashes: Crashes, name: str, kill: Round, kills: int) -> Path:
     """Run a job to its end with kills at seeded counts of files; returns its directory. Adds the kills to `crashes`."""
-    spec, run = crashes.job(name, workers={"stall_s": STALL_S if kill is freeze_worker else 600.0})
+    spec, run = crashes.job(name, workers={"stall_s": STALL_S if kill is ROUNDS["frozen"][0] else 600.0})
     done, files = 0, 0
     process = crashes.start(spec)
     while done < kills:
@@ -205,4 +190,4 @@ def test_a_second_driver_is_told_who_holds_the_run_and_exits_with_4(crashes):
     second.join(60)
     assert second.exitcode == 4
     assert f":{first.pid}, until" in Path(f"{spec}.log").read_text()
-    kill_driver(first, crashes.rng)
+    end_driver(signal.SIGKILL, first, crashes.rng)

@@ -98,7 +98,6 @@ class Matrix:
         return spec, S3Store(url, options)
 
     def check(self, store: Store, *arguments: str) -> None:
-        """The promise."""
         assert rows_of(store).equals(self.expected)
         assert main(["verify", store.url, *arguments]) == 0
 

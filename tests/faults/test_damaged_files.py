@@ -19,7 +19,6 @@ FEW, MANY = 150, 3
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sound files."""
     folder = tmp_path_factory.mktemp("world")
     maker = multiprocessing.get_context("spawn").Process(target=make_world, args=(folder,))
     maker.start()

@@ -70,7 +70,6 @@ class Bucket:
         self.spec = write_spec(folder, rows=self.rows, out="struck", **changes)
 
     def run(self) -> int:
-        """The exit code of one start of the job."""
         with without_ray():
             return main(["run", str(self.spec), "--quiet"])
 

@@ -112,26 +112,20 @@ def test_a_committer_that_writes_over_what_is_there_is_found(at_work):
         assert "was written twice" in broken_within(at_work, 300)
 
 
-def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work):
+@pytest.mark.parametrize(
+    ("kept", "schedules"),
+    [(lambda worker, held: held[:1], 300), (lambda worker, held: [] if worker.leaving else held, 2000)],
+    ids=["what else a dead worker held", "what was on a drained node"],
+)
+def test_a_scheduler_that_forgets_units_is_found(at_work, kept, schedules):
     dismiss = SchedulerState.dismiss
 
     def forgetful(self: SchedulerState, name: str) -> Any:
         known = dismiss(self, name)
-        return known and (known[0], known[1][:1])
+        return known and (known[0], kept(*known))
 
     with patch.object(SchedulerState, "dismiss", forgetful):
-        assert broken_within(at_work, 300) == "the job does not end"
-
-
-def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work):
-    dismiss = SchedulerState.dismiss
-
-    def careless(self: SchedulerState, name: str) -> Any:
-        known = dismiss(self, name)
-        return known and (known[0], [] if known[0].leaving else known[1])
-
-    with patch.object(SchedulerState, "dismiss", careless):
-        assert broken_within(at_work, 2000) == "the job does not end"
+        assert broken_within(at_work, schedules) == "the job does not end"
 
 
 @pytest.mark.slow

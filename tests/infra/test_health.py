@@ -1,7 +1,5 @@
 """The health check of the images: on processes that run, stand still or are dead, and on answers of a Ray node's agent."""
 
-from __future__ import annotations
-
 import http.server
 import threading
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ def process(proc: Path, pid: int, state: str, *command: str, name: str = "python
     (folder / "stat").write_bytes(f"{pid} ({name}) {state} 1 1 1 0 -1 4194560".encode())
 
 
-def test_a_container_without_ray_is_healthy(tmp_path: Path) -> None:
+def test_a_container_without_ray_is_healthy(tmp_path):
     assert problem(tmp_path) is None
     process(tmp_path, 1, "S", "/usr/local/bin/python", "/usr/local/bin/draftmill", "run", "job.yaml")
     process(tmp_path, 7, "Z", name="some child")
@@ -36,9 +34,7 @@ def test_a_container_without_ray_is_healthy(tmp_path: Path) -> None:
         ("Z", [], "gcs_server"),
     ],
 )
-def test_a_process_that_stands_still_or_is_dead_is_named(
-    state: str, command: list[str], name: str, tmp_path: Path
-) -> None:
+def test_a_process_that_stands_still_or_is_dead_is_named(state, command, name, tmp_path):
     process(tmp_path, 42, state, *command, name=name)
     assert "process 42" in str(problem(tmp_path))
 
@@ -64,7 +60,7 @@ def agent() -> Iterator[tuple[str, dict[str, object]]]:
     server.server_close()
 
 
-def test_a_ray_node_is_as_healthy_as_its_agent_says(tmp_path: Path, agent: tuple[str, dict[str, object]]) -> None:
+def test_a_ray_node_is_as_healthy_as_its_agent_says(tmp_path, agent):
     url, says = agent
     process(tmp_path, 9, "S", "/x/ray/core/src/ray/raylet/raylet", "--node_ip_address=127.0.0.1", name="raylet")
     assert problem(tmp_path, agent=url) is None
@@ -74,6 +70,6 @@ def test_a_ray_node_is_as_healthy_as_its_agent_says(tmp_path: Path, agent: tuple
     assert "answers 503" in str(problem(tmp_path, agent=url))
 
 
-def test_a_ray_without_an_agent_is_judged_by_its_processes(tmp_path: Path) -> None:
+def test_a_ray_without_an_agent_is_judged_by_its_processes(tmp_path):
     process(tmp_path, 9, "S", "/x/ray/core/src/ray/raylet/raylet", "--node_ip_address=127.0.0.1", name="raylet")
     assert problem(tmp_path, agent="http://{host}:1/healthz") is None

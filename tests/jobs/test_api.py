@@ -1,7 +1,5 @@
 """draftmill as a library: `run` and `open_run` give what the commands write, and their errors have the same text."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pandas as pd
@@ -25,7 +22,6 @@ from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
 from draftmill.jobs.results.status import events_of
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.runs.test_rerun import sicken
@@ -60,19 +56,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[draftmill.RunRes
 
 
 def exported(run: Path, *options: str) -> list[dict[str, Any]]:
-    """The rows as `draftmill export` writes them."""
     out = run.parent / "out.jsonl"
     assert main(["export", str(run), "--format", "jsonl", "--out", str(out), "--overwrite", *options]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_the_package_alone_imports_neither_torch_nor_ray_nor_arrow() -> None:
+def test_the_package_alone_imports_neither_torch_nor_ray_nor_arrow():
     code = "import sys, draftmill; sys.exit(', '.join({'torch', 'ray', 'pyarrow', 'pydantic', 'numpy'} & set(sys.modules)) or 0)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.slow
-def test_reading_a_run_imports_neither_torch_nor_ray(finished: tuple[draftmill.RunResults, Path]) -> None:
+def test_reading_a_run_imports_neither_torch_nor_ray(finished):
     code = (
         "import sys, draftmill; list(draftmill.open_run(sys.argv[1]).rows()); "
         "sys.exit(', '.join({'torch', 'ray', 'transformers'} & set(sys.modules)) or 0)"
@@ -81,13 +76,13 @@ def test_reading_a_run_imports_neither_torch_nor_ray(finished: tuple[draftmill.R
     assert done.returncode == 0
 
 
-def test_what_the_package_lacks_is_an_attribute_error() -> None:
+def test_what_the_package_lacks_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'runn'"):
         _ = draftmill.runn
     assert {"run", "open_run", "generate", "Error", "__version__"} <= set(dir(draftmill))
 
 
-def test_rows_are_those_of_an_export_in_both_orders(finished: tuple[draftmill.RunResults, Path]) -> None:
+def test_rows_are_those_of_an_export_in_both_orders(finished):
     run, folder = finished
     results = [name for name in run.columns if name != "level"]
     assert list(run.rows(results)) == exported(folder / "run")
@@ -96,7 +91,7 @@ def test_rows_are_those_of_an_export_in_both_orders(finished: tuple[draftmill.Ru
     assert [row["id"] for row in run.rows(order="input")] == ["0", "1", "2", "3"]
 
 
-def test_tables_have_every_row_and_column(finished: tuple[draftmill.RunResults, Path]) -> None:
+def test_tables_have_every_row_and_column(finished):
     run, _ = finished
     rows = list(run.rows(run.columns, order="input"))
     table = run.to_arrow(run.columns, order="input")
@@ -107,7 +102,7 @@ def test_tables_have_every_row_and_column(finished: tuple[draftmill.RunResults, 
     assert isinstance(frame, pd.DataFrame) and frame["level"].tolist() == [0, 1, 2, 3]
 
 
-def test_rows_have_one_shape_and_few_columns(finished: tuple[draftmill.RunResults, Path]) -> None:
+def test_rows_have_one_shape_and_few_columns(finished):
     run, _ = finished
     usual = ["id", "level", "status", "error_kind", "error", "text", "finish", "new_tokens", "nfe", "logprob"]
     rows = list(run.rows())
@@ -115,7 +110,7 @@ def test_rows_have_one_shape_and_few_columns(finished: tuple[draftmill.RunResult
     assert rows == list(run.rows(usual)) and rows[0].items() <= next(run.rows(run.columns)).items()
 
 
-def test_texts_of_a_schema_are_parsed_in_rows(tmp_path: Path) -> None:
+def test_texts_of_a_schema_are_parsed_in_rows(tmp_path):
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     task = TASK | {"max_new_tokens": 24, "constraint": {"json_schema": schema}}
     run = draftmill.run(job_of(tmp_path, task=task), local=True)
@@ -128,22 +123,20 @@ def test_texts_of_a_schema_are_parsed_in_rows(tmp_path: Path) -> None:
         run.to_arrow(["json"])
 
 
-def test_a_dataset_has_the_rows_with_plain_strings(finished: tuple[draftmill.RunResults, Path]) -> None:
+def test_a_dataset_has_the_rows_with_plain_strings(finished):
     run, _ = finished
     dataset = run.to_dataset(order="input")
     assert dataset.num_rows == 4 and run.to_dataset(["decoder"])[0]["decoder"] == "autoregressive"
     assert dataset["text"][:3] == [row["text"] for row in run.rows(order="input")][:3]
 
 
-def test_failures_are_the_rows_that_are_not_ok(finished: tuple[draftmill.RunResults, Path]) -> None:
+def test_failures_are_the_rows_that_are_not_ok(finished):
     run, _ = finished
     [row] = run.failures()
     assert (row["id"], row["status"], row["error_kind"]) == ("3", "failed", "too_long")
 
 
-def test_the_summary_counts_what_the_table_counts(
-    finished: tuple[draftmill.RunResults, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_counts_what_the_table_counts(finished, capsys):
     run, folder = finished
     summary = run.summary
     assert summary["samples"] == {"planned": 4, "ok": 3, "failed": 1} and summary["errors"] == {"too_long": 1}
@@ -153,7 +146,7 @@ def test_the_summary_counts_what_the_table_counts(
     assert capsys.readouterr() == ("", "")
 
 
-def test_metrics_have_a_column_each_and_their_means_are_in_the_summary(tmp_path: Path) -> None:
+def test_metrics_have_a_column_each_and_their_means_are_in_the_summary(tmp_path):
     run = draftmill.run(job_of(tmp_path, metrics=["length"]), local=True)
     table = run.metrics()
     assert table.column_names[:2] == ["id", "sample"] and table["id"].to_pylist() == [row["id"] for row in run.rows()]
@@ -162,7 +155,7 @@ def test_metrics_have_a_column_each_and_their_means_are_in_the_summary(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_row_that_a_rerun_mended_is_read_and_shown_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_a_rerun_mended_is_read_and_shown_mended(tmp_path, capsys):
     spec = job_of(tmp_path, errors={"max_rate": 0.5})
     with pytest.MonkeyPatch.context() as patch:
         sicken(patch, {"2"})
@@ -180,9 +173,7 @@ def test_a_row_that_a_rerun_mended_is_read_and_shown_mended(tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_a_dict_and_a_file_are_the_same_job_and_a_finished_one_is_only_opened(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dict_and_a_file_are_the_same_job_and_a_finished_one_is_only_opened(tmp_path, capfd):
     spec = job_of(tmp_path)
     before = json.dumps(spec)
     first = draftmill.run(spec, local=True)
@@ -194,9 +185,7 @@ def test_a_dict_and_a_file_are_the_same_job_and_a_finished_one_is_only_opened(
     assert capfd.readouterr() == ("", "")
 
 
-def test_records_go_to_the_users_own_handlers_alone(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_records_go_to_the_users_own_handlers_alone(tmp_path, capfd, caplog):
     logs = []
     for level in (logging.WARNING, logging.INFO, logging.DEBUG):
         with caplog.at_level(level, "draftmill"):
@@ -214,9 +203,7 @@ def test_records_go_to_the_users_own_handlers_alone(
     [{"decoder.kind": "assd"}, {"model.pth": "x"}, {"task.max_new_tokens": 0}, {"input.path": "nowhere.jsonl"}],
     ids=str,
 )
-def test_errors_have_the_text_of_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
-) -> None:
+def test_errors_have_the_text_of_the_command_line(tmp_path, capsys, changes):
     spec = job_of(tmp_path)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
     with pytest.raises(draftmill.Error) as caught:
@@ -226,7 +213,7 @@ def test_errors_have_the_text_of_the_command_line(
     assert capsys.readouterr().err == f"draftmill: {caught.value}\n"
 
 
-def test_too_many_failures_raise_and_the_results_can_be_opened(tmp_path: Path) -> None:
+def test_too_many_failures_raise_and_the_results_can_be_opened(tmp_path):
     rows = [{"id": str(number), "prompt": "x = 1\n" * 2000, "level": 0} for number in range(3)]
     rows.append({"id": "good", "prompt": "import", "level": 0})
     with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)\n") as caught:
@@ -236,33 +223,31 @@ def test_too_many_failures_raise_and_the_results_can_be_opened(tmp_path: Path) -
     assert len(lines) == 3 and str(caught.value).splitlines()[1:] == lines
 
 
-def test_local_and_an_address_exclude_each_other(tmp_path: Path) -> None:
+def test_local_and_an_address_exclude_each_other(tmp_path):
     with pytest.raises(draftmill.Error, match="only one of the two options"):
         draftmill.run(job_of(tmp_path), local=True, ray_address="auto")
 
 
-def test_what_is_no_finished_run_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_finished_run_is_refused(tmp_path):
     with pytest.raises(draftmill.Error, match="is not a run directory"):
         draftmill.open_run(tmp_path)
     with pytest.raises(draftmill.Error, match="unknown key; did you mean endpoint"):
         draftmill.open_run(tmp_path, s3={"endpont": "x"})
 
 
-def test_a_wrong_column_or_order_is_refused(finished: tuple[draftmill.RunResults, Path]) -> None:
+def test_a_wrong_column_or_order_is_refused(finished):
     with pytest.raises(draftmill.Error, match="'txt' is not a column of the result"):
         list(finished[0].rows(["txt"]))
     with pytest.raises(draftmill.Error, match="order: 'any' is not allowed; allowed: plan, input"):
-        list(finished[0].rows(order="any"))  # type: ignore[arg-type]
+        list(finished[0].rows(order="any"))
 
 
-def test_every_error_of_ours_is_a_draftmill_error() -> None:
+def test_every_error_of_ours_is_a_draftmill_error():
     assert all(issubclass(kind, draftmill.Error) for kind in (UserError, StoreError, Ended))
 
 
 @pytest.mark.slow
-def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(tmp_path, monkeypatch):
     spec = job_of(tmp_path) | {"output": {"path": str(tmp_path / "run"), "unit_rows": 1}}
     with (
         monkeypatch.context() as patch,
@@ -276,7 +261,7 @@ def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(
 
 @pytest.mark.slow
 @pytest.mark.s3
-def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url: str, s3_options: S3Options, tmp_path: Path) -> None:
+def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url, s3_options, tmp_path):
     s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
     run = draftmill.run(job_of(tmp_path) | {"output": {"path": s3_url}, "s3": s3}, local=True)
     again = draftmill.open_run(s3_url, s3=s3)
@@ -285,7 +270,7 @@ def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url: str, s3_opti
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_run_on_ray_has_the_rows_of_a_local_one(ray_session: ModuleType, tmp_path: Path) -> None:
+def test_a_run_on_ray_has_the_rows_of_a_local_one(ray_session, tmp_path):
     columns = ["id", "text", "tokens", "nfe", "key"]
     local = draftmill.run(job_of(tmp_path), local=True)
     on_ray = draftmill.run(job_of(tmp_path), changes={"output.path": str(tmp_path / "ray")})
@@ -293,7 +278,7 @@ def test_a_run_on_ray_has_the_rows_of_a_local_one(ray_session: ModuleType, tmp_p
     assert ray_session.is_initialized(), "a Ray that the process has initialised is left running"
 
 
-def test_a_signal_is_told_from_another_reason_to_stop() -> None:
+def test_a_signal_is_told_from_another_reason_to_stop():
     stop = StopFlag()
     stop.set("SIGINT")
     lost = StopFlag()
@@ -301,7 +286,7 @@ def test_a_signal_is_told_from_another_reason_to_stop() -> None:
     assert stop.by_signal and not lost.by_signal and not StopFlag().by_signal
 
 
-def test_a_run_in_another_thread_works(tmp_path: Path) -> None:
+def test_a_run_in_another_thread_works(tmp_path):
     found: list[draftmill.RunResults] = []
     thread = threading.Thread(target=lambda: found.append(draftmill.run(job_of(tmp_path), local=True)))
     thread.start()
@@ -309,7 +294,7 @@ def test_a_run_in_another_thread_works(tmp_path: Path) -> None:
     assert found[0].summary["samples"]["ok"] == 4
 
 
-def test_torchs_threads_and_loggers_are_left_as_they_were(tmp_path: Path) -> None:
+def test_torchs_threads_and_loggers_are_left_as_they_were(tmp_path):
     import torch
 
     torch.set_num_threads(1)
@@ -319,7 +304,7 @@ def test_torchs_threads_and_loggers_are_left_as_they_were(tmp_path: Path) -> Non
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
 
 
-def test_environment_variables_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_left_as_they_were(monkeypatch):
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("PYTHONPATH", "mine")
     monkeypatch.setattr(ray_session, "_init", lambda **_: os.environ.update(RAY_CLIENT_MODE="0"))

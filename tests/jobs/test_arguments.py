@@ -19,17 +19,11 @@ from draftmill.jobs.remote.request import SubmitOptions
 from draftmill.jobs.run.pruning import KeepRule
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.interface import Place, S3Options
+from tests.jobs.specs import completion
 
 RUN = "RUN --s3-endpoint http://s3"
 PLACE = Place("RUN", S3Options("http://s3"))
-SPEC: dict[str, Any] = {
-    "name": "job",
-    "task": {"kind": "complete"},
-    "input": {"path": "in.jsonl"},
-    "model": {"path": "builtin:causal-tiny"},
-    "decoder": {"kind": "autoregressive"},
-    "output": {"path": "runs/{date:%Y-%m-%d}"},
-}
+SPEC = completion(name="job", output={"path": "runs/{date:%Y-%m-%d}"})
 DATED = check_spec(SPEC | {"output": SPEC["output"] | {"logical_date": "2026-11-22T00:00:00Z"}})
 DRIVER = "--local --grace-seconds 7"
 LOCAL = RunOptions(None, True, 7.0)
@@ -101,13 +95,13 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def test_all_commands_are_in_the_table() -> None:
+def test_all_commands_are_in_the_table():
     (commands,) = (one.choices for one in parser()._actions if isinstance(one, argparse._SubParsersAction))
     assert {line.split()[0] for line in CALLS} == commands.keys()
 
 
 @pytest.mark.parametrize("line", CALLS)
-def test_a_command_gives_its_function_what_it_takes(line: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_gives_its_function_what_it_takes(line, tmp_path, monkeypatch):
     calls = []
 
     def watched(module: str) -> Any:

@@ -1,7 +1,5 @@
 """`draftmill.generate`: rows in order, the texts of a job with the same ids, and a model that is loaded once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -33,7 +31,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_texts_are_those_of_a_job_with_the_same_ids(tmp_path: Path) -> None:
+def test_texts_are_those_of_a_job_with_the_same_ids(tmp_path):
     ids = [f"row-{number}" for number in range(len(PROMPTS))]
     rows = [{"id": name, "prompt": prompt, "level": 0} for name, prompt in zip(ids, PROMPTS, strict=True)]
     spec = job_of(tmp_path, rows, seed=5)
@@ -45,14 +43,14 @@ def test_texts_are_those_of_a_job_with_the_same_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_has_the_same_text_alone_and_by_default_its_number_is_its_id() -> None:
+def test_a_prompt_has_the_same_text_alone_and_by_default_its_number_is_its_id():
     together = draftmill.generate(MODEL, PROMPTS, task=TASK)
     assert [row["id"] for row in together] == ["0", "1", "2", "3"]
     assert texts(draftmill.generate(MODEL, [PROMPTS[2]], ids=[2], task=TASK)) == [together[2]["text"]]
 
 
 @pytest.mark.slow
-def test_the_model_is_loaded_once_until_its_files_change(tmp_path: Path, loads: list[Path]) -> None:
+def test_the_model_is_loaded_once_until_its_files_change(tmp_path, loads):
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "decoders" / "builtin" / "ar-tiny", folder)
     model = {"path": str(folder), "device": "cpu"}
@@ -64,13 +62,13 @@ def test_the_model_is_loaded_once_until_its_files_change(tmp_path: Path, loads: 
     assert loads == [folder, folder]
 
 
-def test_each_row_has_its_samples_side_by_side() -> None:
+def test_each_row_has_its_samples_side_by_side():
     rows = draftmill.generate(MODEL, PROMPTS[:2], task=TASK, sampling={"n": 3})
     assert [(row["id"], row["sample"]) for row in rows] == [(name, sample) for name in "01" for sample in range(3)]
 
 
 @pytest.mark.slow
-def test_holes_are_filled_by_the_baseline_of_the_models_family() -> None:
+def test_holes_are_filled_by_the_baseline_of_the_models_family():
     task = {"kind": "infill", "mask": {"kind": "marker", "length": 3}}
     model = {"path": "builtin:asarm-tiny", "device": "cpu"}
     [row] = draftmill.generate(model, ["def add(a, b):\n    return <mask>\n"], task=task)
@@ -79,12 +77,12 @@ def test_holes_are_filled_by_the_baseline_of_the_models_family() -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_that_fails_is_a_row_with_the_reason() -> None:
+def test_a_prompt_that_fails_is_a_row_with_the_reason():
     good, bad = draftmill.generate(MODEL, [PROMPTS[0], "x = 1\n" * 2000], task=TASK)
     assert good["status"] == "ok" and (bad["status"], bad["error_kind"], bad["text"]) == ("failed", "too_long", None)
 
 
-def test_nothing_is_printed_for_a_few_prompts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_for_a_few_prompts(capfd):
     assert draftmill.generate(MODEL, PROMPTS[:1], task=TASK)[0]["status"] == "ok"
     assert draftmill.generate(MODEL, []) == []
     assert capfd.readouterr() == ("", "")
@@ -105,7 +103,7 @@ def test_nothing_is_printed_for_a_few_prompts(capfd: pytest.CaptureFixture[str])
     ],
     ids=str,
 )
-def test_what_can_not_be_used_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_what_can_not_be_used_is_refused(arguments, message):
     with pytest.raises(draftmill.Error) as caught:
         given: dict[str, Any] = {"model": MODEL, "prompts": PROMPTS[:2], "task": TASK}
         draftmill.generate(**given | arguments)

@@ -1,9 +1,6 @@
 """docs/library.md and the README's lines of Python run as they are, one block after another."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +14,7 @@ PROMPTS = "id,question,level\na,def is_prime(n):,1\nb,import os,2\n"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
-def test_the_examples_of_a_page_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch, capsys):
     spec: dict[str, Any] = {
         "task": {"kind": "complete", "max_new_tokens": 16},
         "input": {"path": "prompts.csv", "columns": {"id": "id", "prompt": "question"}, "keep": ["level"]},
@@ -42,9 +37,7 @@ def test_the_examples_of_a_page_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "file"), [("extraction", "orders.csv"), ("holes", "snippets.jsonl")])
-def test_the_job_of_a_tutorial_runs(
-    page: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_job_of_a_tutorial_runs(page, file, tmp_path, monkeypatch, capsys):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     before, job = text.split("```yaml\n", 1)
     (tmp_path / file).write_text("\n".join(re.findall(r"^    (.*)$", before, re.MULTILINE)) + "\n")

@@ -52,9 +52,6 @@ def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_pa
     assert found["jacobi"].forwards <= found["jacobi"].count + len(requests)
 
 
-# ---- block diffusion -------------------------------------------------------------------------------------------------
-
-
 def block_requests(count: int, *, new: int) -> list[Request]:
     """Completions of random prompts of 1 to 2 * count tokens."""
     rng, requests = np.random.default_rng(1), []

@@ -1,7 +1,5 @@
 """docs/guarantees.md and docs/differences.md have tests for each of their claims; each of them exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -76,11 +76,6 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def module_of(file: str) -> str:
-    """The module's name of a file in the package."""
-    return "draftmill." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
 @pytest.fixture(scope="module")
 def breaches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What is said of each broken contract, of a copy of the packages with all forbidden lines: one run finds all of them."""
@@ -106,7 +101,8 @@ def test_import_layers_hold():
 
 @pytest.mark.parametrize(("file", "line", "contract"), BREACHES, ids=[f"{file}: {line}" for file, line, _ in BREACHES])
 def test_a_forbidden_import_is_found(breaches, file, line, contract):
-    found = f"{module_of(file)} -> {line.removeprefix('import ')}"
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    found = f"draftmill.{module} -> {line.removeprefix('import ')}"
     assert re.search(rf"{re.escape(found)}\b[^.]", breaches[contract]), breaches[contract]
 
 

@@ -1,7 +1,5 @@
 """What docs/guarantees.md says of trust: no secret in an object or message, no write outside, nothing unpacked or run unasked."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import json
@@ -145,7 +143,7 @@ def readable(data: bytes, name: str) -> str:
         ("token=abc def", f"token={HIDDEN} def"),
     ],
 )
-def test_a_text_is_shown_without_its_secrets(planted: dict[str, str], text: str, expected: str) -> None:
+def test_a_text_is_shown_without_its_secrets(planted, text, expected):
     assert redacted(text) == expected
 
 
@@ -200,22 +198,12 @@ assert not strangers, strangers
 """
 
 HOSTILE_IDS = [
-    "../../escaped",
-    "/etc/passwd",
-    "a/b/c",
-    "..",
-    ".",
-    "a\\b",
-    "con",
-    "x" * 3000,
-    "~",
-    "%2e%2e%2f",
-    "$(touch x)",
-]
+    "../../escaped", "/etc/passwd", "a/b/c", "..", ".", "a\\b", "con", "x" * 3000, "~", "%2e%2e%2f", "$(touch x)",
+]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path: Path) -> None:
+def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path):
     """Every file that a process opens for writing, makes, moves or deletes is seen by an audit hook."""
     rows = [{"id": name, "tokens": [7, None, 8, 9]} for name in HOSTILE_IDS]
     rows.append({"id": "fails/../here", "tokens": [10**9]})
@@ -276,7 +264,7 @@ def test_a_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, endin
 @pytest.mark.parametrize(
     "name", ["a.zip", "a.tar", "a.tar.gz", "a.tgz", "a.7z", "a.jsonl.zip", "a.pkl", "a.npy", "a.pt"]
 )
-def test_an_archive_or_a_pickle_is_no_input(tmp_path: Path, name: str) -> None:
+def test_an_archive_or_a_pickle_is_no_input(tmp_path, name):
     (tmp_path / name).write_bytes(b"PK\3\4")
     with pytest.raises(UserError, match="format is not known"):
         list_inputs(str(tmp_path / name))
@@ -300,7 +288,7 @@ ALLOWED = {
 }
 
 
-def test_the_sources_load_no_pickle_run_no_string_and_unpack_no_archive() -> None:
+def test_the_sources_load_no_pickle_run_no_string_and_unpack_no_archive():
     found = []
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -333,11 +321,11 @@ def forbidden(node: ast.AST) -> str | None:
     "line",
     ["import pickle", "from zipfile import ZipFile", "eval('1')", "torch.load(f)", "yaml.load(f)", "os.system('x')"],
 )
-def test_the_search_finds_what_it_looks_for(line: str) -> None:
+def test_the_search_finds_what_it_looks_for(line):
     assert any(forbidden(node) for node in ast.walk(ast.parse(line)))
 
 
-def test_a_checkpoint_in_pickles_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_in_pickles_is_refused_unread(tmp_path, capsys):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text((GOLDEN / "config.json").read_text())
@@ -351,7 +339,7 @@ def test_a_checkpoint_in_pickles_is_refused_unread(tmp_path: Path, capsys: pytes
     assert "safetensors" in capsys.readouterr().err and not (tmp_path / "owned").exists()
 
 
-def test_code_beside_a_tokenizer_or_a_model_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_beside_a_tokenizer_or_a_model_is_not_run(tmp_path, capsys):
     """`auto_map` asks for it; only `trust_remote_code: true` would grant it, and to a tokenizer alone."""
     model = tmp_path / "model"
     model.mkdir()
@@ -385,7 +373,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("template", ESCAPES)
-def test_a_chat_template_stays_in_its_sandbox(tmp_path: Path, template: str) -> None:
+def test_a_chat_template_stays_in_its_sandbox(tmp_path, template):
     """A template is a program of the checkpoint's author, and runs for every row: what it may not do fails the row."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((TOKENIZER / name).read_text())
@@ -400,7 +388,7 @@ def test_a_chat_template_stays_in_its_sandbox(tmp_path: Path, template: str) -> 
     assert caught.value.kind == "bad_messages" and not (tmp_path / "owned").exists()
 
 
-def test_a_spec_names_no_code(tmp_path: Path) -> None:
+def test_a_spec_names_no_code(tmp_path):
     """YAML tags that make objects are refused, and no key of a spec is a program."""
     for text in ("name: !!python/object/apply:os.system ['touch owned']", "name: !!python/name:os.system"):
         (tmp_path / "job.yaml").write_text(text)

@@ -69,7 +69,6 @@ def run_checks(bench: Bench, names: Sequence[str]) -> list[str]:
 
 
 def line_of(one: Finding, seconds: float | None) -> str:
-    """A line of the table."""
     what = one.note if one.ok else f"FAILED {one.note}"
     return f"| {one.what} | {one.equal:,} of {one.of:,} | {what} | {'' if seconds is None else f'{seconds:.0f}'} |"
 

@@ -67,12 +67,10 @@ class Bench:
 
     @cached_property
     def folder(self) -> Path:
-        """The checkpoint as a folder."""
         return fetch_model(self.place.model)
 
     @cached_property
     def theirs(self) -> Theirs:
-        """transformers with the same checkpoint, float32."""
         torch.set_num_threads(self.threads)
         return Theirs(self.folder)
 
@@ -84,7 +82,6 @@ class Bench:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The prompts as input rows."""
         return [{"id": f"p{number:02}", "prompt": prompt} for number, prompt in enumerate(self.asked)]
 
     @cached_property
@@ -99,7 +96,6 @@ class Bench:
 
     @cached_property
     def end(self) -> int:
-        """The end token that the checkpoint names."""
         return int(self.theirs.model.generation_config.eos_token_id)
 
     @property
@@ -108,7 +104,6 @@ class Bench:
         return {"kind": "complete", "chat": True, "max_new_tokens": self.new_tokens}
 
     def greedy(self) -> dict[str, Row]:
-        """Rows of the greedy job."""
         return self.once("greedy", {})
 
     def baseline(self) -> dict[str, Row]:
@@ -122,7 +117,6 @@ class Bench:
         return self.held[name]
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
         return str(self.theirs.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
@@ -288,7 +282,8 @@ def check_stops(bench: Bench) -> list[Finding]:
     first = Finding(
         "stop strings: generate, cut by hand", equal, len(rows), f"{hit} ended by one", equal == len(rows) and hit > 0
     )
-    second = most_common(bench)
+    found = [token for tokens in bench.expected.values() for token in set(tokens) if token != bench.end]
+    second = max(sorted(set(found)), key=found.count)  # it stands in most of the continuations
     folder = with_ends(bench.folder, bench.place.root / "two-ends", [bench.end, second])
     place = Place(bench.place.root, str(folder), bench.place.threads)
     rows = place.run("ends", bench.chat, bench.rows)
@@ -307,12 +302,6 @@ def stopped(bench: Bench, tokens: Sequence[int], stops: Sequence[str]) -> str:
         if found:
             return text[: min(found)[1]]
     return bench.text(tokens)
-
-
-def most_common(bench: Bench) -> int:
-    """The token that stands in most of the greedy continuations, end tokens aside."""
-    found = [token for tokens in bench.expected.values() for token in set(tokens) if token != bench.end]
-    return max(sorted(set(found)), key=found.count)
 
 
 def with_ends(folder: Path, target: Path, ends: list[int]) -> Path:
@@ -471,18 +460,8 @@ def check_refusals(bench: Bench) -> list[Finding]:
 
 
 CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
-    "greedy": check_greedy,
-    "decoders": check_decoders,
-    "again": check_again,
-    "noise": check_common_noise,
-    "workers": check_two_workers,
-    "resume": check_resume,
-    "scores": check_scores,
-    "stops": check_stops,
-    "bfloat16": check_bfloat16,
-    "int8": check_int8,
-    "openai": check_openai,
-    "lm_eval": check_lm_eval,
-    "texts": check_texts,
-    "refusals": check_refusals,
-}
+    "greedy": check_greedy, "decoders": check_decoders, "again": check_again, "noise": check_common_noise,
+    "workers": check_two_workers, "resume": check_resume, "scores": check_scores, "stops": check_stops,
+    "bfloat16": check_bfloat16, "int8": check_int8, "openai": check_openai, "lm_eval": check_lm_eval,
+    "texts": check_texts, "refusals": check_refusals,
+}  # fmt: skip

@@ -71,7 +71,6 @@ def finish(folder: Path) -> dict[str, Row]:
 
 
 def rows_of(folder: Path) -> dict[str, Row]:
-    """The committed rows of a job by id."""
     found = [
         row for file in sorted((folder / "run" / "data").glob("*.parquet")) for row in pq.read_table(file).to_pylist()
     ]

@@ -14,8 +14,6 @@ TIE = 1e-3
 
 
 class Theirs:
-    """A checkpoint as transformers loads and runs it."""
-
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -61,7 +59,6 @@ class Theirs:
         return found[len(ids) - 1 : len(ids) - 1 + len(new)]
 
     def score(self, ids: Sequence[int], text: Sequence[int]) -> float:
-        """The log-probability of `text` after `ids`."""
         log_p = self.logits(ids, text).double().log_softmax(-1)
         return float(log_p.gather(1, torch.tensor(list(text)).unsqueeze(1)).sum())
 

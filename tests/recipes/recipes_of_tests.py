@@ -1,5 +1,6 @@
 """What the tests of recipes share: a few files, a causal model to start from, a short schedule, what every training keeps."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,14 @@ def check_written(folders: tuple[Path, Path], files: tuple[str, ...], *lines: st
     text = (whole / "README.md").read_text()
     assert all(f"- `{file.path}`" in text for file in few_files()[-2:])
     assert all(line in text for line in lines)
+
+
+def check_config(folder: Path, public: Path, own: set[str], least: int) -> None:
+    """config.json has the fields of the public checkpoint, `least` of them at least, and their values but for its own."""
+    config, theirs = (json.loads((place / "config.json").read_text()) for place in (folder, public))
+    kept = (config.keys() & theirs.keys()) - own
+    assert own - {"n_kv_heads"} <= config.keys() and len(kept) >= least
+    assert {key: config[key] for key in kept} == {key: theirs[key] for key in kept}
 
 
 def has_tokenizer(folder: Path) -> bool:

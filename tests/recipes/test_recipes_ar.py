@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from recipes import ar, causal, causal_folder, corpus, loop
+from recipes import ar, causal, causal_folder, corpus
 from tests.recipes.recipes_of_tests import (
     MODEL_FILES,
     SHAPE,
@@ -24,14 +24,6 @@ from tests.recipes.recipes_of_tests import (
 def prepared() -> corpus.Prepared:
     train, held_out = corpus.split(corpus.standard_library())
     return corpus.prepare(train[:20], held_out[:4], PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
-
-
-def plan_of(steps: int, seed: int = 0) -> loop.Schedule:
-    return dataclasses.replace(short_schedule(steps, seed), batch_tokens=256)
-
-
-def trainer_of(prepared: corpus.Prepared, steps: int, seed: int = 0) -> causal.Trainer:
-    return causal.Trainer(causal.new_model(SHAPE, seed), plan_of(steps, seed), prepared.train, torch.device("cpu"))
 
 
 @pytest.mark.slow
@@ -68,7 +60,8 @@ def test_the_loss_is_that_of_each_token_given_those_before(prepared):
 
 @pytest.mark.slow
 def test_training_is_deterministic_and_lowers_the_loss(prepared):
-    check_training(lambda: trainer_of(prepared, 30))
+    plan, device = dataclasses.replace(short_schedule(30, 0), batch_tokens=256), torch.device("cpu")
+    check_training(lambda: causal.Trainer(causal.new_model(SHAPE, 0), plan, prepared.train, device))
 
 
 def test_perplexity_of_a_uniform_model_is_known(prepared):

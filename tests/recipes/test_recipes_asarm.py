@@ -30,15 +30,6 @@ def stream(files: list[corpus.SourceFile], tokenizer: PreTrainedTokenizerFast) -
     return corpus.tokenise(tokenizer, files[:20])
 
 
-def micro_plan(steps: int) -> training.Plan:
-    return training.Plan(steps=steps, batch_tokens=256, lengths=(16, 32), length_shares=(0.5, 0.5), warmup=2)
-
-
-def micro_trainer(stream: corpus.TokenStream, steps: int, seed: int = 3) -> training.Trainer:
-    model = TwoStream(MICRO, torch.Generator().manual_seed(seed))
-    return training.Trainer(model, micro_plan(steps), stream, torch.device("cpu"))
-
-
 def random_model(shape: Shape, scale: float = 0.2) -> TwoStream:
     generator = torch.Generator().manual_seed(1)
     model = TwoStream(shape, generator)
@@ -201,7 +192,12 @@ def test_the_rate_warms_up_stays_and_falls_to_zero():
 
 @pytest.mark.slow
 def test_training_is_deterministic_and_lowers_the_loss(stream):
-    check_training(lambda: micro_trainer(stream, 30))
+    plan = training.Plan(steps=30, batch_tokens=256, lengths=(16, 32), length_shares=(0.5, 0.5), warmup=2)
+
+    def trainer() -> training.Trainer:
+        return training.Trainer(TwoStream(MICRO, torch.Generator().manual_seed(3)), plan, stream, torch.device("cpu"))
+
+    check_training(trainer)
 
 
 def test_acceptance_and_both_losses_of_a_draft_law():

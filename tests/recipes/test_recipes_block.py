@@ -31,6 +31,7 @@ from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes.recipes_of_tests import (
     MODEL_FILES,
     SHAPE,
+    check_config,
     check_training,
     check_written,
     has_tokenizer,
@@ -52,9 +53,6 @@ def random_model(seed: int = 0) -> Qwen3ForCausalLM:
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
     return model
-
-
-# ---- the doubled sequence --------------------------------------------------------------------------------------------
 
 
 def test_sequence_mask_and_loss_are_the_public_codes(golden):
@@ -106,9 +104,6 @@ def test_a_masked_token_is_scored_as_in_a_forward_of_the_text_before_its_block_a
     with torch.no_grad():
         logits = block_training.masked_logits(model, ids, masked, visibility(16, layout)[None])
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
-
-
-# ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 
 def test_sizes_of_blocks_and_clean_copies_come_in_their_shares():
@@ -179,9 +174,6 @@ def test_the_causal_model_teaches_blocks_of_one_token_all_but_the_first(start, p
     assert not found.requires_grad and all(not key.startswith("teacher") for key in trainer.parameters)
 
 
-# ---- the start -------------------------------------------------------------------------------------------------------
-
-
 def test_queries_and_keys_have_their_mean_size_in_the_causal_model(start, prepared):
     ids = torch.from_numpy(prepared.train.ids[:60].reshape(2, 30))
     source, model = causal.load_model(start, CPU), block_training.model_from(start, ids)
@@ -193,9 +185,6 @@ def test_queries_and_keys_have_their_mean_size_in_the_causal_model(start, prepar
     size = torch.stack([head.square().mean().sqrt() for head in heads]).mean()
     assert torch.allclose(own["model.layers.0.self_attn.k_norm.weight"], size.expand(heads.shape[1]))
     assert own.keys() - weights.keys() == {f"model.layers.0.self_attn.{name}_norm.weight" for name in "qk"}
-
-
-# ---- the figures -----------------------------------------------------------------------------------------------------
 
 
 def test_the_bound_of_a_law_without_context_is_its_entropy(prepared):
@@ -259,9 +248,6 @@ def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likel
     assert 4 <= reveal(0.05)[1] <= 16
 
 
-# ---- training and the folder -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_is_repeatable(start, prepared):
     check_training(lambda: trainer_of(start, prepared, 30))
@@ -269,7 +255,6 @@ def test_training_lowers_the_loss_and_is_repeatable(start, prepared):
 
 @pytest.fixture(scope="module")
 def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """What the recipe writes in one go, and in two."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"DRAWS": 1, "PACE_WINDOWS": 1, "LAYOUTS": CASES[:3]}.items():
             patch.setattr(block_quality, name, value)
@@ -285,20 +270,9 @@ def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(writte
 
 @pytest.mark.slow
 def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(written, golden):
-    folder, public = written[0], json.loads((golden / "sdar" / "config.json").read_text())
-    config = json.loads((folder / "config.json").read_text())
-    own = {
-        "max_position_embeddings",
-        "max_window_layers",
-        "head_dim",
-        "rope_theta",
-        "tie_word_embeddings",
-        "block_size",
-    }
-    own |= {"mask_token_id", "bos_token_id", "eos_token_id", "torch_dtype", *SHAPE.__dataclass_fields__}
-    kept = (config.keys() & public.keys()) - own
-    assert own <= config.keys() & public.keys() and len(kept) >= 10
-    assert {key: config[key] for key in kept} == {key: public[key] for key in kept}
+    folder, own = written[0], {"max_position_embeddings", "max_window_layers", "head_dim", "rope_theta", "block_size"}
+    own |= {"tie_word_embeddings", "mask_token_id", "bos_token_id", "eos_token_id", "torch_dtype"}
+    check_config(folder, golden / "sdar", own | SHAPE.__dataclass_fields__.keys(), least=10)
     info, backbone = inspect_model(folder), load_backbone(folder, device="cpu")
     assert (info.family, info.mask_id, info.shift, info.block_size) == ("sdar", corpus.MASK_ID, 0, BLOCK)
     assert info.max_length == causal.MAX_LENGTH

@@ -117,9 +117,9 @@ def test_training_makes_a_folder_that_the_decoders_can_fill_with(start, prepared
 
     one, two = trained(), trained()
     assert all(torch.equal(a, b) for a, b in zip(one.parameters.values(), two.parameters.values(), strict=True))
-    first, last = (
-        fim.weighted_loss(model, *tensors(one, 3)).item() for model in (fim.model_from(start, 2051), one.model)
-    )
+    rows = one.batch(3)
+    batch = torch.from_numpy(rows.ids), torch.from_numpy(rows.weights)
+    first, last = (fim.weighted_loss(model, *batch).item() for model in (fim.model_from(start, 2051), one.model))
     assert last < first
     fim_folder.save_model(
         tmp_path, one.model, causal.Shape(**shape_of(start) | {"vocab_size": 2051}), prepared.tokenizer
@@ -148,11 +148,6 @@ def test_a_line_counts_where_it_comes_back_to_the_character(start, prepared):
         assert fim_quality.exact_infill(model, tokenizer, [found]).hits == 1
     wrong = fim_quality.Line(lines[0].before, text_of(tokenizer, said) + "x", lines[0].after)
     assert fim_quality.exact_infill(model, tokenizer, [wrong]).hits == 0
-
-
-def tensors(trainer: fim.Trainer, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = trainer.batch(step)
-    return torch.from_numpy(rows.ids), torch.from_numpy(rows.weights)
 
 
 def shape_of(start: Path) -> dict[str, int]:

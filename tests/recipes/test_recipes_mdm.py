@@ -1,7 +1,6 @@
 """The recipe of the builtin masked-diffusion model: masks, the objective, training, measuring, a folder that decoders load."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes.recipes_of_tests import (
     MODEL_FILES,
     SHAPE,
+    check_config,
     check_training,
     check_written,
     has_tokenizer,
@@ -29,9 +29,6 @@ CPU = torch.device("cpu")
 
 def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
     return absorbing.Trainer(absorbing.model_from(start), short_schedule(steps, seed), prepared.train, CPU)
-
-
-# ---- what is masked --------------------------------------------------------------------------------------------------
 
 
 def test_the_numbers_of_masks_are_spread_over_all_there_are():
@@ -52,9 +49,6 @@ def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet():
     assert 0.25 < len(suffixes) / len(masked) < 0.40  # a span may end at the end too
     assert 0.35 < ((runs > 0) & (runs <= 4)).mean() < 0.65
     assert {absorbing.suffix_mask(rng, 6).sum() for _ in range(100)} == {1, 2, 3}
-
-
-# ---- the objective ---------------------------------------------------------------------------------------------------
 
 
 def test_a_masked_token_counts_one_over_the_masked_share_of_its_window():
@@ -115,9 +109,6 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding(start, prepared, monk
     assert absorbing_quality.bound(model, prepared, length=3).nats_per_token * 3 == pytest.approx(exact, rel=0.02)
 
 
-# ---- training and the folder -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start, prepared):
     source = causal.load_model(start, CPU).state_dict()
@@ -141,16 +132,13 @@ def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(writte
 
 @pytest.mark.slow
 def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(written, golden):
-    folder, public = written[0], json.loads((golden / "llada" / "config.json").read_text())
-    config = json.loads((folder / "config.json").read_text())
-    assert config["mask_token_id"] == PreTrainedTokenizerFast.from_pretrained(folder).mask_token_id
+    folder = written[0]
     own = {*absorbing_folder.SIZES, "max_sequence_length", "rope_theta", "weight_tying"}
     own |= {"mask_token_id", "eos_token_id", "pad_token_id"}
-    kept = (config.keys() & public.keys()) - own
-    assert own - {"n_kv_heads"} <= config.keys() and len(kept) > 15
-    assert {key: config[key] for key in kept} == {key: public[key] for key in kept}
+    check_config(folder, golden / "llada", own, least=16)
     info, backbone = inspect_model(folder), load_backbone(folder, device="cpu")
     assert (info.family, info.mask_id, info.max_length, info.shift) == ("llada", corpus.MASK_ID, causal.MAX_LENGTH, 0)
+    assert info.mask_id == PreTrainedTokenizerFast.from_pretrained(folder).mask_token_id
     model = absorbing_folder.load_model(folder, CPU)
     assert isinstance(model, LlamaForCausalLM)
     assert all(torch.equal(tensor, tensor.half().float()) for tensor in model.state_dict().values())

@@ -63,9 +63,6 @@ def random_heads(width: int) -> DraftHeads:
     return heads
 
 
-# ---- rows and laws -----------------------------------------------------------------------------------------------
-
-
 def test_rows_are_what_the_decoders_see_of_a_text_and_its_masks(pair):
     """Every law is that of the references, the head's included: a text of so many tokens, and masks behind it."""
     text, num_masks, heads = tokens(24).reshape(2, 12), np.array([5, 1]), random_heads(SHAPE.hidden_size)
@@ -116,9 +113,6 @@ def test_models_that_are_no_pair_are_refused(folders, tmp_path):
         frozen_pair.load_pair(target, tmp_path / "other")
 
 
-# ---- training ----------------------------------------------------------------------------------------------------
-
-
 def test_a_step_takes_each_row_once_before_any_twice():
     drawn = torch.cat([PLAN.batch(150, step) for step in range(7)]).tolist()
     assert sorted(drawn[:150]) == sorted(drawn[150:300]) == list(range(150))
@@ -138,9 +132,6 @@ def test_training_is_deterministic_and_more_is_accepted_on_other_text(pair):
     other = frozen_pair.read_rows(pair, (tokens(400) + 3).reshape(10, 40), np.full(10, 8))
     bare, headed = (np.mean(draft_report.acceptance_by_place(pair, other, heads)) for heads in (None, trained[0]))
     assert headed > bare + 0.05
-
-
-# ---- the folder --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

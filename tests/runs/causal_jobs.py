@@ -86,7 +86,6 @@ def job_spec(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> JobSp
 
 
 def results_of(spec: JobSpec) -> dict[str, dict[str, Any]]:
-    """Every result row of a finished run by its id."""
     tables = read_results(open_store(spec.output.path))
     return {row["id"]: row for table in tables for row in table.to_pylist()}
 
@@ -110,13 +109,8 @@ def next_job(folder: Path, rows: list[dict[str, Any]], *, unit_rows: int = 8, **
     """The result rows by id of one more job in the folder; the rows of a job over token ids have them as `ids`."""
     output = {"path": str(folder / f"run-{len(list(folder.glob('run-*')))}"), "unit_rows": unit_rows}
     if "ids" in rows[0]:
-        sections = of_ids(folder) | sections
+        sections = {
+            "input": {"path": str(folder / "rows.jsonl"), "columns": {"tokens": "ids"}},
+            "model": {"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
+        } | sections
     return run_here(job_spec(folder, rows, **{"output": output} | sections))
-
-
-def of_ids(folder: Path) -> dict[str, Any]:
-    """Sections of a job over token ids by the model in the folder."""
-    return {
-        "input": {"path": str(folder / "rows.jsonl"), "columns": {"tokens": "ids"}},
-        "model": {"path": str(folder / "model"), "device": "cpu", "tokenizer": "none"},
-    }

@@ -19,12 +19,6 @@ WORDS = {
 """A byte-level vocabulary with three special tokens and three merged ones: 262 ids."""
 
 
-def _permuted(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of queries or keys in the order of llama.cpp's rotary embedding."""
-    halves = weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weights.shape)
-
-
 def write_gguf(
     path: Path,
     model: Any,
@@ -109,8 +103,9 @@ def _weights(model: Any, kind: str) -> dict[str, np.ndarray]:
             continue
         weights = tensor.float().numpy()
         part = name.split(".")[-2]
-        if kind == "llama" and part in heads:
-            weights = _permuted(weights, heads[part])
+        if kind == "llama" and part in heads:  # in the order of llama.cpp's rotary embedding
+            halves = weights.reshape(heads[part], 2, -1, *weights.shape[1:])
+            weights = halves.swapaxes(1, 2).reshape(weights.shape)
         if kind == "gpt2" and part in {"c_attn", "c_proj", "c_fc"} and weights.ndim == 2:
             weights = weights.T
         written[names.get_name(name, try_suffixes=(".weight", ".bias")) or name] = np.ascontiguousarray(weights)

@@ -65,15 +65,19 @@ def write_rows(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> P
     return path
 
 
-def write_spec(folder: Path, *, rows: Path, out: str = "run", **changes: Any) -> Path:
-    """A spec for those rows; `changes` replace whole sections."""
-    spec = {
+def job_over(rows: Path | str, **sections: Any) -> dict[str, Any]:
+    """A spec for those rows, without the path of its output; `sections` replace whole ones."""
+    return {
         "task": {"kind": "infill", "mask": {"kind": "given"}},
         "input": {"path": str(rows), "columns": {"id": "id", "tokens": "tokens"}},
         "model": {"path": str(GOLDEN), "tokenizer": "none", "device": "cpu"},
         "decoder": {"kind": "assd", "k": 3},
-        "output": {"path": str(folder / out), "unit_rows": 4},
-    } | changes
+        "output": {"unit_rows": 4},
+    } | sections
+
+
+def write_spec(folder: Path, *, rows: Path, out: str = "run", **changes: Any) -> Path:
+    spec = job_over(rows, output={"path": str(folder / out), "unit_rows": 4}) | changes
     path = folder / f"{out}.yaml"
     path.write_text(yaml.safe_dump(spec))
     return path

@@ -37,12 +37,10 @@ class BackendHere(LocalBackend):
         return super().opening(display, jobs)
 
     def allocate(self, spec: JobSpec, *, units: int) -> Allocation:
-        """See Backend."""
         found = allocate(spec.shapes, [NodeRoom(self._workers, 0)], units=units, device=spec.model.device)
         return replace(found, kinds=tuple(replace(resources, threads=1) for resources in found.kinds))
 
     def pool(self, job: Any, allocation: Allocation) -> WorkerPool:
-        """See Backend."""
         return LocalPool(job, allocation.kinds[0], build=partial(self._build))
 
 

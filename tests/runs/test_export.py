@@ -36,7 +36,6 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a file of requests by a small causal model."""
     return decode_prompts(tmp_path_factory.mktemp("prompts"))
 
 

@@ -94,9 +94,6 @@ def test_one_file_may_go_to_disk_and_the_other_to_s3(run_dir, tmp_path, bucket, 
     assert len(out.read_text().splitlines()) == 3 and {row["status"] for row in bad} == {"failed"}
 
 
-# ---- refusals
-
-
 SECRET = "hunter2hunter2"
 
 REFUSED = {
@@ -152,9 +149,6 @@ def test_a_bucket_that_is_not_there_is_told_at_once(run_dir, s3_server, monkeypa
     monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
     assert export(run_dir, "jsonl", "s3://no-such-bucket-here/all", s3_server) == 2
     assert "there is no bucket 'no-such-bucket-here'" in capsys.readouterr().err
-
-
-# ---- what goes wrong on the way
 
 
 def while_reading(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Any]) -> None:

@@ -131,10 +131,6 @@ def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world, tmp_path
     assert stop not in world.tokenizer.decode(row["tokens"][:-1]) and row["nfe"] == row["new_tokens"]
 
 
-def no_folder(folder: Path) -> None:
-    pass
-
-
 def other_vocabulary(folder: Path) -> None:
     save_model(folder, ends=[2])
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -142,10 +138,6 @@ def other_vocabulary(folder: Path) -> None:
     first, second = [token for token, number in vocabulary.items() if number in {300, 301}]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-
-
-def no_causal_model(folder: Path) -> None:
-    folder.symlink_to(TOKENIZER)
 
 
 def no_weights(folder: Path) -> None:
@@ -156,9 +148,9 @@ def no_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (no_folder, "is not a folder"),
+        (lambda folder: None, "is not a folder"),
         (other_vocabulary, "and of the model differ, for example in the token"),
-        (no_causal_model, "is of family 'xlnet', which is not a causal model"),
+        (lambda folder: folder.symlink_to(TOKENIZER), "is of family 'xlnet', which is not a causal model"),
         (no_weights, "lacks model.safetensors"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A job of which more has failed than it may: stopped early with exit code 3, and finished once more is allowed."""
+"""A job of which more has failed than it may: stopped early with exit code 3, and finished once more is allowed; or all."""
 
 import json
 
@@ -31,3 +31,13 @@ def test_a_hopeless_job_is_stopped_early_and_goes_on_when_more_is_allowed(tmp_pa
         assert done < len(done_units(store)) < done + 8
         assert main(["run", str(spec), "--quiet", "--set", "errors.max_rate=0.5"]) == 0
     assert rows_of(store).num_rows == ROWS
+
+
+def test_a_job_without_a_readable_row_says_why_each_row_failed(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('x\n{"id": "a"},\n[3]\n')
+    spec = write_spec(tmp_path, rows=rows, sampling={"n": 2})
+    assert main(["run", str(spec), "--local"]) == 3
+    assert "JSON lines have no comma at their end" in capsys.readouterr().out
+    assert rows_of(tmp_path / "run")["status"].to_pylist() == ["failed"] * 6
+    assert main(["verify", str(tmp_path / "run")]) == 0

@@ -45,7 +45,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(spec: dict[str, Any], file: Path, command: str = "run") -> int:
-    """The exit code of the command on a spec, with one worker in this process."""
     file.write_text(yaml.safe_dump(spec))
     return main([command, str(file), *(["--local", "--quiet"] if command == "run" else [])])
 

@@ -16,7 +16,7 @@ from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.results.test_measure import by_id, contents, right_but_f, write
 from tests.jobs.results.written_runs import spec_for, write_run
-from tests.runs.causal_jobs import World, make_world, run_here
+from tests.runs.causal_jobs import World, run_here
 
 TEXTS = {
     "a": "import os\n",
@@ -27,11 +27,6 @@ TEXTS = {
     "none": "",
 }
 ROWS = [{"id": name, "prompt": f"def {name}(x):"} for name in TEXTS]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("causal"))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +59,6 @@ def test_texts_that_a_judge_can_not_score_fail_alone(judged):
     errors = {(error.id, error.metric): error.message for _, found in read_metric_errors(judged) for error in found}
     assert set(errors) == {("long", "judge"), ("none", "judge"), ("long", "after"), ("none", "after")}
     assert "too_long" in errors["long", "judge"] and "empty_text" in errors["none", "judge"]
-
-
-# ---- metrics of a spec
 
 
 def job(folder: Path, *metrics: Any) -> Path:
@@ -124,9 +116,6 @@ def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path):
         assert row["pass@1"] == pytest.approx(sum(passed) / 3) and row["pass@2"] == pytest.approx(sum(pairs) / 3)
 
 
-# ---- Ray
-
-
 @pytest.mark.ray
 def judged_sweep(folder: Path) -> Path:
     """Three cases with the same judge; the second has another metric before it."""
@@ -143,11 +132,6 @@ def judged_sweep(folder: Path) -> Path:
     return path
 
 
-def has_all_values(folder: Path) -> bool:
-    tables = [read_metrics(open_store(str(folder / "out" / "cases" / name))) for name in ("one", "two", "three")]
-    return all(table is not None and table["judge_logprob"].null_count == 0 and len(table) == 3 for table in tables)
-
-
 @pytest.mark.slow
 def test_a_sweep_loads_a_judge_once(tmp_path, monkeypatch):
     built: list[str] = []
@@ -160,7 +144,9 @@ def test_a_sweep_loads_a_judge_once(tmp_path, monkeypatch):
     monkeypatch.setattr("draftmill.actors.measuring.measure.build_meter", counting)
     assert main(["sweep", str(judged_sweep(tmp_path)), "--local", "--quiet"]) == 0
     assert built.count("judge") == 1 and "length" in built
-    assert has_all_values(tmp_path)
+    for name in ("one", "two", "three"):
+        table = read_metrics(open_store(str(tmp_path / "out" / "cases" / name)))
+        assert table is not None and table["judge_logprob"].null_count == 0 and len(table) == 3
 
 
 def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path, ray_session):

@@ -19,16 +19,11 @@ from draftmill.jobs.run.first_rows import first_rows
 from draftmill.jobs.run.validate import canvas_lines, prompt_text
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
-from tests.runs.causal_jobs import World, job_spec, make_world, run_here
+from tests.runs.causal_jobs import World, job_spec, run_here
 from tests.runs.jobs_here import run, without_ray
 
 SHOTS = [{"q": str(number), "a": f"a{number}"} for number in range(9)]
 TEMPLATE = "{% for e in examples %}{{ e.q }}:{{ e.a }} {% endfor %}{{ row['the q'] }}:"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("prompts"))
 
 
 def spec_of(world: World, name: str, *, examples: dict[str, Any], template: str = TEMPLATE) -> JobSpec:

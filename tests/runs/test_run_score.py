@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runs.causal_jobs import World, make_world, run_here
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("causal"))
-
+from tests.runs.causal_jobs import World, run_here
 
 TEXTS: list[dict[str, Any]] = [
     {"id": "whole", "text": "import os\nimport sys\n"},
@@ -26,7 +20,6 @@ TEXTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Folder and results of a job that scores texts."""
     folder = tmp_path_factory.mktemp("scores")
     return folder, run_here(world.spec(folder, TEXTS, task={"kind": "score"}))
 

@@ -24,7 +24,6 @@ DECODERS = {
 
 
 def pieces(count: int, size: int) -> list[str]:
-    """Pieces of real source."""
     text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
     return [text[900 * n : 900 * n + size + 7 * n] for n in range(2, count + 2)]
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from draftmill.decoders.backbones.families.table import find_family
 from draftmill.storage.errors import UserError
 from tests.conftest import ROOT
-from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
+from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, run_here, save_model
 
 ROWS: list[dict[str, Any]] = [
     {"id": "one", "prompt": "def f(x):\n    return x\n"},
@@ -20,12 +21,6 @@ ROWS: list[dict[str, Any]] = [
     {"id": "empty", "prompt": ""},
     {"id": "tight", "prompt": "for value in values:\n    total = total + value\n" * 3 + "print(total)\n"},
 ]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A causal model with the builtin tokenizer."""
-    return make_world(tmp_path_factory.mktemp("causal"))
 
 
 def save_masked(folder: Path, family: str, **changes: Any) -> None:
@@ -49,16 +44,6 @@ def save_llada(folder: Path) -> None:
         shutil.copy(TOKENIZER / name, folder / name)
 
 
-def save_mdlm(folder: Path) -> None:
-    """Without a tokenizer; the mask is behind the target's ids."""
-    save_masked(folder, "mdlm", vocab_size=2049, model_length=32)
-
-
-def save_sedd(folder: Path) -> None:
-    """Conditioned on the noise, and with a window of 16 tokens."""
-    save_masked(folder, "sedd", tokens=2048)
-
-
 def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any) -> Any:
     model = {"path": str(world.folder / "model"), "device": "cpu"}
     task = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
@@ -71,8 +56,13 @@ def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any
     ("save", "settings"),
     [
         (save_llada, {"gamma": "auto", "order": "native"}),
-        (save_mdlm, {"gamma": 5, "steps": 3, "window": "full"}),
-        (save_sedd, {"gamma": 3, "steps": 3}),
+        # MDLM without a tokenizer, with the mask behind the target's ids; SEDD is conditioned on the noise, and has a
+        # window of 16 tokens.
+        (
+            partial(save_masked, family="mdlm", vocab_size=2049, model_length=32),
+            {"gamma": 5, "steps": 3, "window": "full"},
+        ),
+        (partial(save_masked, family="sedd", tokens=2048), {"gamma": 3, "steps": 3}),
     ],
 )
 @pytest.mark.slow
@@ -91,22 +81,14 @@ def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(world, tmp_pa
         assert all(row["nfe_draft"] for row in found.values() if row["new_tokens"] > 1)
 
 
-def save_other_size(folder: Path) -> None:
-    save_masked(folder, "mdlm", vocab_size=2047)
-
-
-def save_causal(folder: Path) -> None:
-    save_model(folder, ends=[2])
-
-
 @pytest.mark.parametrize(
     ("save", "message"),
     [
         (
-            save_causal,
+            partial(save_model, ends=[2]),
             "is of family 'qwen2', which is not a masked-diffusion model; allowed: dream, llada, llada_moe, mdlm, sedd",
         ),
-        (save_other_size, "has 2047 ids, the model 2048"),
+        (partial(save_masked, family="mdlm", vocab_size=2047), "has 2047 ids, the model 2048"),
         (lambda folder: folder.symlink_to(TOKENIZER), "is of family 'xlnet', which is not a masked-diffusion model"),
     ],
 )

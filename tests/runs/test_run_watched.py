@@ -4,14 +4,12 @@ import json
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftmill.jobs.cli import main
@@ -75,13 +73,9 @@ def served(ray: ModuleType, run: str) -> dict[tuple[str, str], float]:
             for sample in family.samples
             if sample.labels.get("run") == run and "le" not in sample.labels
         }
-        assert all(sample["decoder"] == "assd" for sample in labels_of(families, run))
+        labels = [sample.labels for family in families for sample in family.samples]
+        assert all(one["decoder"] == "assd" for one in labels if one.get("run") == run)
     return values
-
-
-def labels_of(families: Sequence[Metric], run: str) -> list[dict[str, str]]:
-    samples = [sample for family in families for sample in family.samples]
-    return [sample.labels for sample in samples if sample.labels.get("run") == run]
 
 
 # ---- logs and notices of whole jobs, without Ray

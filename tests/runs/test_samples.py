@@ -12,7 +12,7 @@ import yaml
 
 from draftmill.jobs.cli import main
 from tests.runs.jobs_here import without_ray
-from tests.runs.jobs_of_tests import rows_of, write_rows
+from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 from tests.runs.test_rerun import run_with
 
 TEXTS = ["def add(a, b):\n", "import os\n", "class Point:\n    x = 1\n", "for line in open(path):\n", "# a note\n"]
@@ -107,20 +107,8 @@ def test_choices_of_an_openai_answer_are_the_samples_of_its_row(done, tmp_path):
 def test_a_second_pass_decodes_every_sample_of_a_failed_row_as_if_it_had_not_failed(tmp_path):
     """`run_with` makes a row fail, and all of its samples with it; the second pass decodes each of them."""
     rows = write_rows(tmp_path / "rows.jsonl", 5)
-    changes = {
-        "task": {"kind": "infill", "mask": {"kind": "given"}},
-        "input": {"path": str(rows), "columns": {"id": "id", "tokens": "tokens"}},
-        "model": {
-            "path": str(Path(__file__).parents[1] / "data" / "xlnet_asarm"),
-            "tokenizer": "none",
-            "device": "cpu",
-        },
-        "decoder": {"kind": "assd", "k": 3},
-        "errors": {"max_rate": 1.0},
-    }
     for out, sick in (("mended", {"row-2"}), ("well", set[str]())):
-        file = tmp_path / f"{out}.yaml"
-        file.write_text(yaml.safe_dump(spec(tmp_path, out, n=2, **changes)))
+        file = write_spec(tmp_path, rows=rows, out=out, sampling={"n": 2}, errors={"max_rate": 1.0})
         assert run_with(sick, "run", str(file)) == 0
     failed = {(row["id"], row["sample"]) for row in rows_of(tmp_path / "mended").to_pylist() if row["status"] != "ok"}
     assert failed == {("row-2", 0), ("row-2", 1)}
@@ -128,12 +116,8 @@ def test_a_second_pass_decodes_every_sample_of_a_failed_row_as_if_it_had_not_fai
     exports = {}
     for out in ("mended", "well"):
         to = tmp_path / f"{out}.jsonl"
-        assert (
-            main(
-                ["export", str(tmp_path / out), "--format", "jsonl", "--columns", "id,sample,tokens", "--out", str(to)]
-            )
-            == 0
-        )
+        options = ["--format", "jsonl", "--columns", "id,sample,tokens", "--out", str(to)]
+        assert main(["export", str(tmp_path / out), *options]) == 0
         exports[out] = [json.loads(line) for line in to.read_text().splitlines()]
     assert exports["mended"] == exports["well"] and len(exports["well"]) == 10
 

@@ -16,7 +16,7 @@ from draftmill.jobs.drive.log import shown
 from draftmill.jobs.remote.cluster import RayJobs
 from draftmill.jobs.remote.submit import follow
 from draftmill.storage.failpoints import VARIABLE
-from tests.runs.jobs_of_tests import GOLDEN, VOCABULARY, rows_of, write_namesakes
+from tests.runs.jobs_of_tests import GOLDEN, VOCABULARY, job_over, rows_of, write_namesakes
 from tests.runs.local_pool import without_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -52,15 +52,9 @@ def folder_of(tmp_path: Path, name: str, rows: int, *, bad: int = 0, **changes: 
             tokens = [None if rng.random() < 0.5 else rng.randrange(6, VOCABULARY) for _ in range(12)]
             file.write(json.dumps({"id": f"row-{number}", "tokens": "none" if number < bad else tokens}) + "\n")
     (folder / "model").symlink_to(GOLDEN)
-    spec = {
-        "task": {"kind": "infill", "mask": {"kind": "given"}},
-        "input": {"path": "rows.jsonl", "columns": {"id": "id", "tokens": "tokens"}},
-        "model": {"path": str(GOLDEN), "tokenizer": "none", "device": "cpu"},
-        "decoder": {"kind": "assd", "k": 3},
-        "workers": {"count": 1},
-        "output": {"path": str(tmp_path / "runs" / name), "unit_rows": 4},
-    } | changes
-    (folder / "job.yaml").write_text(yaml.safe_dump(spec))
+    output = {"path": str(tmp_path / "runs" / name), "unit_rows": 4}
+    spec = job_over("rows.jsonl", workers={"count": 1}, output=output)
+    (folder / "job.yaml").write_text(yaml.safe_dump(spec | changes))
     return folder
 
 

@@ -27,7 +27,7 @@ from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
-from tests.runs.jobs_of_tests import GOLDEN, forked, rows_of, unequal, write_rows
+from tests.runs.jobs_of_tests import GOLDEN, forked, job_over, rows_of, unequal, write_rows
 
 CASES: dict[str, dict[str, Any]] = {
     "sequential": {"decoder": {"kind": "any_subset"}},
@@ -36,23 +36,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def base(rows: Path, **sections: Any) -> dict[str, Any]:
-    """A job over rows of token ids, without an output."""
-    return {
-        "task": {"kind": "infill", "mask": {"kind": "given"}},
-        "input": {"path": str(rows), "columns": {"id": "id", "tokens": "tokens"}},
-        "model": {"path": str(GOLDEN), "tokenizer": "none", "device": "cpu"},
-        "decoder": {"kind": "assd", "k": 3},
-        "output": {"unit_rows": 4},
-    } | sections
-
-
 def write_sweep(folder: Path, cases: dict[str, Any], *, out: Path | str | None = None, **sections: Any) -> Path:
     """A sweep file over 12 rows; `sections` replace whole sections of the base."""
     rows = folder / "rows.jsonl"
     if not rows.exists():
         write_rows(rows, 12)
-    data = {"base": base(rows, **sections), "cases": cases, "output": {"path": str(out or folder / "out")}}
+    data = {"base": job_over(rows, **sections), "cases": cases, "output": {"path": str(out or folder / "out")}}
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return path
@@ -63,7 +52,6 @@ def sweep(path: Path, *more: str) -> int:
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    """Hash and time of every file."""
     return {
         str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -88,7 +76,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_every_case_equals_a_run_of_its_spec_alone(finished, tmp_path):
     for name, changes in CASES.items():
-        spec = base(finished / "rows.jsonl")
+        spec = job_over(finished / "rows.jsonl")
         for key, value in changes.items():
             section, _, inner = key.partition(".")
             spec[section] = spec[section] | {inner: value} if inner else value
@@ -364,7 +352,7 @@ def test_a_sweep_of_which_no_case_can_run_writes_nothing(tmp_path, capsys):
         sections: dict[str, Any] = {}
         if "input.limit" in cases["a"]:  # found only by planning
             (tmp_path / "empty.jsonl").write_text("")
-            sections = {"input": base(tmp_path / "empty.jsonl")["input"]}
+            sections = {"input": job_over(tmp_path / "empty.jsonl")["input"]}
         assert sweep(write_sweep(tmp_path, cases, **sections)) == 2
         err = capsys.readouterr().err
         assert "draftmill: no case of the sweep can run\n  a" in err and (

@@ -18,10 +18,6 @@ from tests.runs.test_sweep import write_sweep as write_sweep_of
 pytestmark = pytest.mark.ray
 
 
-def write_sweep(folder: Path, cases: dict[str, Any]) -> Path:
-    return write_sweep_of(folder, cases, output={"unit_rows": 3})
-
-
 def ups(case: Path) -> list[dict[str, Any]]:
     """The events of the log about workers that came up."""
     return [
@@ -47,7 +43,7 @@ def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_h
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(SweepSession, "decode", killing)
-    file = write_sweep(tmp_path, cases | {"large": {"workers.gpus": 8}})
+    file = write_sweep_of(tmp_path, cases | {"large": {"workers.gpus": 8}}, output={"unit_rows": 3})
     file.write_text(file.read_text() + "metrics: [entropy]\n")
     assert main(["sweep", str(file), "--quiet"]) == 2
     assert (

@@ -104,7 +104,6 @@ def rows_changed(change: Callable[[pa.Table], pa.Table], *, covered: bool = True
 
 
 def column(table: pa.Table, name: str, value: Any) -> pa.Table:
-    """The table with the first value of a column replaced."""
     index, field = table.column_names.index(name), table.schema.field(name)
     values = [value, *table.column(name).to_pylist()[1:]]
     return table.set_column(index, field, pa.array(values, field.type))
@@ -223,19 +222,24 @@ def test_a_copied_run_is_as_good_as_the_first_and_its_damage_is_found_too(sound,
     assert unit(run).name in told and "etag is" not in told
 
 
-@pytest.mark.parametrize("damage", ["cut off", "overwritten"])
+@pytest.mark.parametrize("damage", ["cut off", "overwritten", "gone"])
 def test_export_names_a_damaged_file_in_one_line_and_a_remedy(sound, tmp_path, capsys, damage):
     run, spec = copied(sound, tmp_path / "run"), tmp_path / "spec.yaml"
     data = unit(run).read_bytes()
     half = len(data) // 2
     unit(run).write_bytes(data[:half] if damage == "cut off" else data[:half] + b"\xff" * 64 + data[half + 64 :])
+    if damage == "gone":
+        unit(run).unlink()
     spec.write_text(sound.with_suffix(".yaml").read_text())
     export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
     assert main(export) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{unit(run)} is damaged: " in said and "delete it" in said
+    remedy = "delete it, _manifest.json and _SUCCESS, and the next run repeats its unit"
+    assert said.count("\n") == 1 and f"{unit(run)} is damaged: " in said and remedy in said
+    assert ("it does not exist" in said) == (damage == "gone")
+    assert main(["verify", str(run)]) == 1 and (damage != "gone" or remedy in capsys.readouterr().out)
     for name in (str(unit(run)), "_manifest.json", "_SUCCESS"):
-        (run / name).unlink()
+        (run / name).unlink(missing_ok=True)
     with without_ray():
         assert main(["run", str(spec), "--set", f"output.path={run}", "--quiet"]) == 0
     assert main(["verify", str(run)]) == 0

@@ -30,7 +30,6 @@ class Broken(AssertionError):
 
 
 def hold(condition: bool, promise: str) -> None:
-    """Assert a promise."""
     if not condition:
         raise Broken(promise)
 
@@ -49,7 +48,6 @@ class Job:
         return (UnitSize(unit, rows, rows * (1 + unit % 3)) for unit, rows in enumerate(self.rows))
 
     def ids(self, unit: int) -> list[str]:
-        """The ids of a unit's rows."""
         return [f"{unit}:{row}" for row in range(self.rows[unit])]
 
 
@@ -76,7 +74,6 @@ class Disk:
         return stat
 
     def delete(self, name: str) -> None:
-        """Delete an object."""
         if MANIFEST in self.objects:
             listed = {unit["object"] for unit in json.loads(self.objects[MANIFEST][0])["units"]}
             hold(name not in listed, f"{name} was deleted, and the manifest lists it")

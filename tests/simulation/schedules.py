@@ -1,7 +1,5 @@
 """Schedules: jobs drawn from seeds, the fakes put in place, a schedule played to its end and checked."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

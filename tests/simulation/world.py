@@ -295,7 +295,6 @@ class World:
                 worker.mail.clear()
 
     def act(self, worker: Worker) -> None:
-        """One thing that a worker does."""
         if worker.silent:
             return
         if worker.process.busy_s > self.now_s:

@@ -22,6 +22,7 @@ from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.storage.errors import UserError
 from tests.decoders.backbones.causal_models import in_a_row, load, play, save_random, theirs
 from tests.decoders.backbones.masked_models import copy_changed, look_alone
+from tests.jobs.specs import completion
 
 TOKENS = [5, 17, 3, 60, 1, 8, 21]
 LLAMA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -48,7 +49,6 @@ def train(model: Any, folder: Path, settings: dict[str, Any], *, seed: int = 3) 
 
 
 def merged(tmp_path: Path, base: str = "base", adapter: str = "adapter") -> Path:
-    """Both, merged in this process."""
     folder = tmp_path / f"{adapter}-merged"
     folder.mkdir()
     merge(tmp_path / base, "b", tmp_path / adapter, "a", folder)
@@ -284,15 +284,8 @@ def test_model_and_adapter_are_merged_once_and_both_are_in_the_fingerprint(tmp_p
 
 
 def test_a_job_without_an_adapter_keeps_its_fingerprint():
-    data = {
-        "task": {"kind": "complete"},
-        "input": {"path": "a.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": "runs/a"},
-    }
-    info = ModelInfo("llama", 61, None, None, "causal", 1)
-    plain = results_key(check_spec(data), info, model="m", tokenizer="t")
+    spec, info = check_spec(completion()), ModelInfo("llama", 61, None, None, "causal", 1)
+    plain = results_key(spec, info, model="m", tokenizer="t")
     assert "adapter" not in plain["model"]
-    adapted = results_key(check_spec(data), info, model="m", tokenizer="t", adapter="x")
+    adapted = results_key(spec, info, model="m", tokenizer="t", adapter="x")
     assert adapted["model"]["adapter"] == "x"

@@ -82,9 +82,6 @@ def test_a_tensor_is_kept_in_the_narrowest_dtype_that_holds_it():
     assert narrow(exact) is exact
 
 
-# ---- positions ---------------------------------------------------------------------------------------------------
-
-
 def rope_of(tmp_path: Path, *, keys: dict[str, Any] | None = None, factors: Any = None) -> dict[str, Any]:
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
     tensors = {} if factors is None else {"rope_freqs.weight": np.asarray(factors, dtype=np.float32)}
@@ -132,9 +129,6 @@ def test_a_file_with_numbers_or_tensors_that_nobody_reads_is_refused(tmp_path):
     surplus = {"blk.0.ffn_gate_exps.weight": np.zeros((2, 4), dtype=np.float32)}
     with pytest.raises(ConversionRefused, match=r"does not know: blk\.0\.ffn_gate_exps\.weight"):
         made(tmp_path, write_gguf(tmp_path / "experts.gguf", model, tensors=surplus))
-
-
-# ---- tokenizers --------------------------------------------------------------------------------------------------
 
 
 def tokenizer_of(tmp_path: Path, **keys: Any) -> Path:
@@ -187,9 +181,6 @@ def test_special_tokens_end_tokens_and_the_template_are_the_files_own(tmp_path):
 def test_llama_3_s_vocabulary_takes_whole_words_first(tmp_path):
     held = json.loads((tokenizer_of(tmp_path, pre="llama-bpe") / "tokenizer.json").read_text())
     assert held["model"]["ignore_merges"] is True
-
-
-# ---- refusals ----------------------------------------------------------------------------------------------------
 
 
 def test_without_the_package_the_lines_that_convert_are_told(tmp_path, monkeypatch):
@@ -254,9 +245,6 @@ def test_a_file_that_is_cut_off_or_no_gguf_file_says_so_without_advice_about_rea
         assert "AutoModelForCausalLM" not in str(caught.value)
     file.write_bytes(whole)
     check_gguf(file)
-
-
-# ---- once --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

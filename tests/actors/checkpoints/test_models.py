@@ -167,9 +167,6 @@ def test_errors_of_the_decoders_side_keep_their_path():
     assert str(user_error(ValueError("broken"), "model.path")) == "model.path: broken"
 
 
-# ---- hostile and broken checkpoints ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "key"), [("ar-tiny", "num_hidden_layers"), ("mdm-tiny", "n_layers"), ("asarm-tiny", "n_layer")]
 )

@@ -177,9 +177,6 @@ def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name):
     assert (cache.num_slots, cache.num_columns) == (0, 0)
 
 
-# ---- which GPU -------------------------------------------------------------------------------------------------------
-
-
 def test_under_ray_a_gpu_by_its_number_is_refused_before_anything_starts():
     nodes = [NodeRoom(8, 2)]
     with pytest.raises(UserError, match=r"model\.device: 'cuda:1' .*CUDA_VISIBLE_DEVICES=1"):
@@ -212,9 +209,6 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     decoder.admit([Request(index, index, canvas) for index in range(decoder.room(length))])
     decoder.step()
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
-
-
-# ---- a GPU that torch can't use ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

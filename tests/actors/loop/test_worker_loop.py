@@ -12,25 +12,32 @@ from draftmill.storage.errors import StoreError
 from tests.actors.fakes import FakeClerk, FakeDecoder, run_all, work
 
 
+def begun(decoder, unit_io):
+    """A runner that has taken all units."""
+    runner = UnitRunner(decoder, unit_io)
+    for unit, lengths in unit_io.lengths.items():
+        runner.add(work(unit, len(lengths)))
+    return runner
+
+
+def receipt_of(runner):
+    """The receipt of a runner with one unit."""
+    (receipt,) = run_all(runner)
+    assert isinstance(receipt, Receipt)
+    return receipt
+
+
 def test_a_unit_is_closed_whole_and_its_samples_are_in_row_order():
     unit_io = FakeClerk({0: [3, 1, 2]})
-    runner = UnitRunner(FakeDecoder(), unit_io)
-    runner.add(work(0, 3))
-    (receipt,) = run_all(runner)
-    assert isinstance(receipt, Receipt) and (receipt.tally.rows, receipt.tally.ok, receipt.tally.new_tokens) == (
-        3,
-        3,
-        6,
-    )
+    tally = receipt_of(begun(FakeDecoder(), unit_io)).tally
+    assert (tally.rows, tally.ok, tally.new_tokens) == (3, 3, 6)
     assert [sample.index for sample in unit_io.closed[0]] == [0, 1, 2]
     assert [len(sample.outcome.tokens) for sample in unit_io.closed[0] if sample.outcome] == [3, 1, 2]
 
 
 def test_the_longest_samples_get_slots_first():
     decoder = FakeDecoder(max_rows=1)
-    runner = UnitRunner(decoder, FakeClerk({0: [1, 5, 3, 5]}))
-    runner.add(work(0, 4))
-    run_all(runner)
+    run_all(begun(decoder, FakeClerk({0: [1, 5, 3, 5]})))
     assert decoder.admitted == [5, 5, 3, 1]
 
 
@@ -43,11 +50,9 @@ def test_samples_that_begin_alike_get_slots_after_one_another():
             return samples
 
     decoder = FakeDecoder(max_rows=1)
-    runner = UnitRunner(decoder, Shots({0: [1, 1, 1, 1]}))
-    runner.add(work(0, 4))
-    (receipt,) = run_all(runner)
+    receipt = receipt_of(begun(decoder, Shots({0: [1, 1, 1, 1]})))
     assert decoder.admitted == [29, 23, 25, 22]
-    assert isinstance(receipt, Receipt) and receipt.tally.new_tokens == 2 + 9 + 5 + 3
+    assert receipt.tally.new_tokens == 2 + 9 + 5 + 3
 
 
 def test_slots_are_refilled_from_the_next_unit_before_the_first_has_ended():
@@ -55,9 +60,7 @@ def test_slots_are_refilled_from_the_next_unit_before_the_first_has_ended():
     unit_io = FakeClerk({0: [9, 1], 1: [2] * 4})
     both_are_open = threading.Event()
     unit_io.on_open = lambda unit: both_are_open.set() if unit.unit == 1 else None
-    runner = UnitRunner(decoder, unit_io)
-    runner.add(work(0, 2))
-    runner.add(work(1, 4))
+    runner = begun(decoder, unit_io)
     both_are_open.wait(10)
     runner._thread.submit(int).result(10)  # the unit_io has answered for both
     run_all(runner)
@@ -82,17 +85,12 @@ def test_a_unit_is_spent_when_at_most_half_of_its_samples_wait():
 
 
 def test_a_row_that_failed_before_decoding_takes_no_slot():
-    unit_io = FakeClerk({0: [2, -1]})
-    runner = UnitRunner(FakeDecoder(), unit_io)
-    runner.add(work(0, 2))
-    (receipt,) = run_all(runner)
-    assert isinstance(receipt, Receipt) and (receipt.tally.ok, receipt.tally.failed) == (1, 1)
+    tally = receipt_of(begun(FakeDecoder(), FakeClerk({0: [2, -1]}))).tally
+    assert (tally.ok, tally.failed) == (1, 1)
 
 
 def test_a_unit_without_a_sample_to_decode_is_closed_all_the_same():
-    runner = UnitRunner(FakeDecoder(), FakeClerk({0: [-1, -1]}))
-    runner.add(work(0, 2))
-    assert [type(item) for item in run_all(runner)] == [Receipt]
+    assert [type(item) for item in run_all(begun(FakeDecoder(), FakeClerk({0: [-1, -1]})))] == [Receipt]
 
 
 def test_the_sample_that_makes_the_decoder_raise_is_found_and_its_neighbours_are_fine(caplog):
@@ -101,9 +99,7 @@ def test_the_sample_that_makes_the_decoder_raise_is_found_and_its_neighbours_are
             raise RuntimeError("bad luck")
 
     unit_io = FakeClerk({0: [3, 7, 2], 1: [4, 4]})
-    runner = UnitRunner(FakeDecoder(trouble=trouble), unit_io)
-    runner.add(work(0, 3))
-    runner.add(work(1, 2))
+    runner = begun(FakeDecoder(trouble=trouble), unit_io)
     run_all(runner)
     # With its neighbours, then alone.
     assert runner.take_effort()[0].engine.raised == 2
@@ -118,10 +114,8 @@ def test_when_memory_runs_out_the_rows_are_halved_and_nothing_fails():
             raise RuntimeError("CUDA out of memory. Tried to allocate")
 
     decoder = FakeDecoder(max_rows=8, trouble=trouble)
-    runner = UnitRunner(decoder, FakeClerk({0: [2] * 20}))
-    runner.add(work(0, 20))
-    (receipt,) = run_all(runner)
-    assert isinstance(receipt, Receipt) and receipt.tally.ok == 20
+    runner = begun(decoder, FakeClerk({0: [2] * 20}))
+    assert receipt_of(runner).tally.ok == 20
     assert runner.limit.rows == 2 and max(decoder.widths) <= 3
 
 
@@ -146,10 +140,8 @@ def test_a_worker_decodes_more_rows_again_when_the_long_samples_are_through():
             raise MemoryError
 
     decoder = FakeDecoder(max_rows=8, trouble=trouble)
-    runner = UnitRunner(decoder, FakeClerk({0: [40] * 4 + [3] * 800}))
-    runner.add(work(0, 804))
-    (receipt,) = run_all(runner)
-    assert isinstance(receipt, Receipt) and receipt.tally.ok == 804
+    receipt = receipt_of(begun(decoder, FakeClerk({0: [40] * 4 + [3] * 800})))
+    assert receipt.tally.ok == 804
     assert min(decoder.widths[:-9]) <= 2 and max(decoder.widths) > 4
 
 
@@ -167,9 +159,7 @@ def test_a_sample_for_which_memory_never_suffices_is_named():
             raise MemoryError
 
     unit_io = FakeClerk({0: [9, 2]})
-    runner = UnitRunner(FakeDecoder(trouble=trouble), unit_io)
-    runner.add(work(0, 2))
-    run_all(runner)
+    run_all(begun(FakeDecoder(trouble=trouble), unit_io))
     assert [sample.error and sample.error.kind for sample in unit_io.closed[0]] == ["out_of_memory", None]
 
 
@@ -180,10 +170,7 @@ def test_a_failed_commit_or_a_bug_is_a_failure_of_its_kind(error, kind):
 
     unit_io = FakeClerk({0: [1], 1: [1]})
     unit_io.on_close = lambda unit: fail(unit) if unit.unit == 0 else None
-    runner = UnitRunner(FakeDecoder(), unit_io)
-    runner.add(work(0, 1))
-    runner.add(work(1, 1))
-    news = {item.unit: item for item in run_all(runner)}
+    news = {item.unit: item for item in run_all(begun(FakeDecoder(), unit_io))}
     assert isinstance(news[0], Failure) and news[0].kind == kind
     assert isinstance(news[1], Receipt)
 
@@ -217,9 +204,7 @@ def test_effort_is_reported_as_differences():
 
 def test_a_workers_time_is_divided_among_its_units_and_none_is_left_over():
     decoder = FakeDecoder(max_rows=2)
-    runner = UnitRunner(decoder, FakeClerk({0: [9, 1], 1: [2] * 4, 2: [-1, 3]}))
-    for unit, rows in ((0, 2), (1, 4), (2, 2)):
-        runner.add(work(unit, rows))
+    runner = begun(decoder, FakeClerk({0: [9, 1], 1: [2] * 4, 2: [-1, 3]}))
     receipts = [item for item in run_all(runner) if isinstance(item, Receipt)]
     assert len(receipts) == 3 and all(receipt.spent_s > 0 for receipt in receipts)
     effort, _ = runner.take_effort()
@@ -228,17 +213,15 @@ def test_a_workers_time_is_divided_among_its_units_and_none_is_left_over():
 
 def test_time_on_a_unit_that_is_revoked_is_not_counted_for_another():
     decoder = FakeDecoder(max_rows=4)
-    runner = UnitRunner(decoder, FakeClerk({0: [50, 50], 1: [60, 60]}))
-    runner.add(work(0, 2))
-    runner.add(work(1, 2))
+    runner = begun(decoder, FakeClerk({0: [50, 50], 1: [60, 60]}))
     runner._thread.submit(int).result(10)  # the unit_io has read both
     runner.step()
     assert decoder.active == 4
     runner.drop(0)
     while decoder.active > 2:  # the samples of the revoked unit end in their slots
         runner.step()
-    (receipt,) = run_all(runner)
+    receipt = receipt_of(runner)
     effort, _ = runner.take_effort()
-    assert isinstance(receipt, Receipt) and receipt.unit == 1
+    assert receipt.unit == 1
     assert 0 < receipt.spent_s < effort.wall_s
     assert not runner._active and not runner._resident

@@ -34,9 +34,6 @@ def order_of(texts: list[list[int]], *, large: int = 1000) -> tuple[list[int], l
     return found.order.tolist(), found.depth.tolist()
 
 
-# ---- hashes
-
-
 def test_every_whole_stride_of_tokens_has_a_hash_wherever_the_row_stands():
     text = words(3 * STRIDE + 5, 1)
     alone = beginnings([ids(*text)])
@@ -64,9 +61,6 @@ def test_a_table_s_column_may_be_cut_anywhere():
     parts = [column.slice(1, 2), column.slice(5, 1)]  # texts 2, 1, 1
     assert group_by_beginning(pa.chunked_array(parts), rank, large=9).order.tolist() == [0, 1, 2]
     assert group_by_beginning(pa.chunked_array([column.slice(0, 3)]), rank, large=9).order.tolist() == [0, 2, 1]
-
-
-# ---- groups
 
 
 def plain(texts: list[tuple[int, ...]], rank: list[int], least: int, large: int) -> list[int]:
@@ -161,9 +155,6 @@ def test_what_is_alike_in_a_set_that_is_no_group_is_still_a_group():
     question = [*header, *words(80, 2)]
     texts = [[*header, *words(300, 3)], [*question, *words(90, 4)], [*header, *words(150, 5)], [*question, 7]]
     assert order_of(texts)[0] == [0, 1, 3, 2]
-
-
-# ---- which jobs
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.job import Allocation, Job, WorkerResources
+from draftmill.actors.job import Allocation, WorkerResources
 from draftmill.actors.messages import Receipt, WorkerLoaded, WorkerLost, WorkerReported, WorkUnit
 from draftmill.actors.ray.pool import RayPool, is_running
-from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.progress import Display
-from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.plan.worker_job import make_job
@@ -25,19 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 
 
-def planned(spec: JobSpec) -> tuple[Job, Plan]:
-    store = open_store(spec.output.path)
-    resolved = resolve(spec, store)
-    plan = make_plan(resolved, store, Display())
-    return make_job(resolved, plan), plan
-
-
-def units_of(plan: Plan) -> list[WorkUnit]:
-    return [WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows) for size in plan.sizes()]
-
-
 def news_until(pool: RayPool, wanted: type) -> Any:
-    """Poll until there is news of this kind, or a receipt of this kind; returns it."""
     until_s = time.monotonic() + 120
     while time.monotonic() < until_s:
         for item in pool.poll(0.2):
@@ -61,9 +47,13 @@ def ends(node: str, pid: int) -> bool:
 def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(ray_session, tmp_path):
     save_model(tmp_path / "model", ends=[2])
     spec = job_spec(tmp_path, ROWS, workers={"gpus_per_model": 2, "gpus": 0, "cpus": 2, "count": 1})
-    job, plan = planned(spec)
-    first, *others = units_of(plan)
-    pool = RayPool(job, Allocation((WorkerResources(cpus=2, gpus=0, threads=1, processes=2),), (1,)))
+    store = open_store(spec.output.path)
+    resolved = resolve(spec, store)
+    plan = make_plan(resolved, store, Display())
+    first, *others = [WorkUnit(one.unit, one.unit, one.rows, one.tokens, 1, 1, 0, one.rows) for one in plan.sizes()]
+    pool = RayPool(
+        make_job(resolved, plan), Allocation((WorkerResources(cpus=2, gpus=0, threads=1, processes=2),), (1,))
+    )
     try:
         pool.start("w0")
         up = news_until(pool, WorkerLoaded)

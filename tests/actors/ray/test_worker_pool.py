@@ -27,7 +27,6 @@ def pool(ray_session: ModuleType) -> Any:
 
 
 def until(pool: RayPool, wanted: type) -> list[PoolEvent]:
-    """Poll until news of this kind has come."""
     events: list[PoolEvent] = []
     for _ in range(200):
         events += pool.poll(0.2)
@@ -141,7 +140,9 @@ def test_a_closed_pool_has_no_process_left(pool):
 def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool):
     for name in ("w0", "w1"):
         pool.start(name)
-    ups = [item for item in until_count(pool, WorkerLoaded, 2) if isinstance(item, WorkerLoaded)]
+    ups: list[WorkerLoaded] = []
+    while len(ups) < 2:
+        ups += [item for item in until(pool, WorkerLoaded) if isinstance(item, WorkerLoaded)]
     for number, name in enumerate(("w0", "w1")):
         pool.assign(name, work(number, rows=2))
     assert sorted(receipts(pool, 2)) == [0, 1]
@@ -171,11 +172,3 @@ def test_a_worker_that_does_not_rest_in_time_is_ended(pool, monkeypatch):
     while is_running(up.node, up.pid) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not is_running(up.node, up.pid)
-
-
-def until_count(pool: RayPool, wanted: type, count: int) -> list[PoolEvent]:
-    """Poll until so many news of this kind have come."""
-    events: list[PoolEvent] = []
-    while sum(isinstance(item, wanted) for item in events) < count:
-        events += until(pool, wanted)
-    return events

@@ -1,33 +1,25 @@
 """Prompts that are too long: what is cut away, what stays, and that the row says how much."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from draftmill.actors.rows.makers import PromptMaker, cut_ids, cut_text, prompt_room
-from draftmill.actors.task import Columns, Complete, Score, Side
+from draftmill.actors.task import Side
 from draftmill.storage.errors import RowError
+from tests.actors.rows import test_prompts
 from tests.actors.rows.test_prompts import BEGIN, beginning, chat_folder, chatting, made, prompt
-from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
+from tests.actors.tokenizers_for_tests import byte_level, word_pieces
 
 __all__ = ["chat_folder", "chatting"]  # fixtures
 
 SIDES: tuple[Side, ...] = ("left", "right", "middle")
 
 
-def maker(
-    truncate: Side | None, *, tokenizer: Any = None, columns: Any = None, score: bool = False, **task: Any
-) -> PromptMaker:
-    info = replace(model_info(max_length=task.pop("max_length", 16)), mask_id=None)
-    setting: Complete | Score = (
-        Score.model_validate({"kind": "score"} | task)
-        if score
-        else Complete.model_validate({"kind": "complete"} | task)
-    )
-    return PromptMaker(setting, Columns(**(columns or {})), tokenizer or byte_level(), info, truncate=truncate)
+def maker(truncate: Side | None, **more: Any) -> PromptMaker:
+    return test_prompts.maker(truncate=truncate, **{"max_length": 16} | more)
 
 
 @pytest.mark.parametrize(("side", "expected"), [("left", "efgh"), ("right", "abcd"), ("middle", "abgh")])

@@ -76,9 +76,6 @@ def spelled(tokenizer: Tokenizer, canvas: Canvas) -> list[str]:
     return [names[token] for token in canvas.tokens.tolist() if token != HOLE]
 
 
-# ---- families
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "golden"),
     [
@@ -151,9 +148,6 @@ def test_a_tokenizer_without_the_tokens_is_refused_by_name():
         template_of("auto", with_tokens(byte_level(), QWEN), causal_info(vocab_size=300))
 
 
-# ---- masks
-
-
 def visible(canvas: Canvas, tokenizer: Tokenizer) -> list[str]:
     assert canvas.infilling is not None
     return [tokenizer.decode(piece.tolist()) for piece in canvas.infilling.pieces]
@@ -214,9 +208,6 @@ def test_a_hole_as_large_as_the_model_is_refused():
         maker(max_length=32, max_new_tokens=29).make({"text": "a<mask>b"}, 1)
     assert caught.value.kind == "too_long"
     assert maker(max_length=32, max_new_tokens=28).make({"text": "a<mask>b"}, 1).size.length == 32
-
-
-# ---- holes in a row
 
 
 def fill(asked_tokens: list[int], *, finish: str = "length", **counts: Any) -> Outcome:

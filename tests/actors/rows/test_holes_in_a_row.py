@@ -38,10 +38,6 @@ def run(decoder: FakeDecoder, unit_io: FakeClerk, *units: WorkUnit) -> list[Rece
     return [one for one in news if isinstance(one, Receipt)]
 
 
-def seen(requests: list[Request]) -> list[tuple[int, ...]]:
-    return [tuple(request.canvas[request.canvas != HOLE].tolist()) for request in requests]
-
-
 class Watching(FakeDecoder):
     """Keeps every request that it was given."""
 
@@ -59,7 +55,7 @@ def test_each_hole_is_asked_for_with_the_fills_before_it_and_a_key_of_its_own():
     decoder, unit_io = Watching(1), HolesClerk({0: [3]})
     (receipt,) = run(decoder, unit_io, work(0, 1))
     # A fake fills a hole with its positions.
-    assert seen(decoder.requests) == [
+    assert [tuple(request.canvas[request.canvas != HOLE].tolist()) for request in decoder.requests] == [
         (90, 0, 91, 1, 2, 3, 92),
         (90, 0, 7, 8, 1, 91, 2, 3, 92),
         (90, 0, 7, 8, 1, 9, 10, 2, 91, 3, 92),

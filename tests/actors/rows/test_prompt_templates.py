@@ -72,9 +72,6 @@ def failure(made: Maker, row: dict[str, Any]) -> str:
     return f"{caught.value.kind}: {caught.value.message}"
 
 
-# ---- templates
-
-
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -128,9 +125,6 @@ def test_a_template_gives_infilling_its_text_and_scoring_its_prompt():
     canvas = maker({"template": "Q {{ q }} A "}, Score(kind="score")).make({"q": "1", "completion": "one"}, 1)
     before, scored = canvas.tokens[: canvas.score_from], canvas.tokens[canvas.score_from :]
     assert [byte_level().decode(ids.tolist()) for ids in (before, scored)] == ["Q 1 A ", "one"]
-
-
-# ---- examples, system messages, and arguments of the chat template
 
 
 def test_a_template_has_the_examples_and_a_chat_has_them_as_turns(chatting):

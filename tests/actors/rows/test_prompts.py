@@ -13,9 +13,9 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftmill.actors.rows.canvas import Canvas, CanvasSize
-from draftmill.actors.rows.makers import PromptMaker
+from draftmill.actors.rows.makers import PromptMaker, ScoreMaker
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import Columns, Complete, Score
+from draftmill.actors.task import Columns, Complete, Score, Side
 from draftmill.decoders.base import HOLE
 from draftmill.storage.errors import RowError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
@@ -59,7 +59,12 @@ def chatting(chat_folder: Path) -> Tokenizer:
 
 
 def maker(
-    *, tokenizer: Tokenizer | None = None, columns: dict[str, str] | None = None, score: bool = False, **task: Any
+    *,
+    tokenizer: Tokenizer | None = None,
+    columns: dict[str, str] | None = None,
+    score: bool = False,
+    truncate: Side | None = None,
+    **task: Any,
 ) -> PromptMaker:
     info = replace(
         model_info(max_length=task.pop("max_length", 64)),
@@ -71,7 +76,7 @@ def maker(
         if score
         else Complete.model_validate({"kind": "complete"} | task, strict=True)
     )
-    return PromptMaker(setting, Columns(**(columns or {})), tokenizer or byte_level(), info)
+    return PromptMaker(setting, Columns(**(columns or {})), tokenizer or byte_level(), info, truncate=truncate)
 
 
 def made(make: PromptMaker, values: dict[str, Any]) -> Canvas:
@@ -85,15 +90,12 @@ def prompt(canvas: Canvas) -> list[int]:
     return canvas.tokens[: canvas.holes[0][0]].tolist()
 
 
-def error_kind(make: PromptMaker, values: dict[str, Any]) -> str:
+def error_kind(make: PromptMaker | ScoreMaker, values: dict[str, Any]) -> str:
     with pytest.raises(RowError) as caught:
         make.make(values, 1)
     (size,) = make.sizes([(values, 1)])
     assert isinstance(size, RowError) and size.kind == caught.value.kind
     return caught.value.kind
-
-
-# ---- completions
 
 
 def test_a_canvas_is_the_prompt_and_room_for_its_completion():
@@ -196,9 +198,6 @@ def test_a_row_without_a_prompt_fails(values, kind):
     assert error_kind(maker(), values) == kind
 
 
-# ---- chats
-
-
 def test_a_conversation_takes_the_form_of_the_template(chat_folder, chatting):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     theirs: Any = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, add_generation_prompt=True)
@@ -245,9 +244,6 @@ def test_a_tokenizer_without_a_template_has_no_chat(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=core_with()).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None and tokenizer.chat is None
-
-
-# ---- scores
 
 
 def test_a_text_is_scored_behind_the_begin_token():

@@ -50,19 +50,10 @@ def refusal(made: RowRules, values: dict[str, Any]) -> str:
     return f"{caught.value.kind} {caught.value.message}"
 
 
-# ---- requests ----------------------------------------------------------------------------------------------------
-
-
 def test_what_a_request_asks_for_is_read_from_its_body():
     body: dict[str, Any] = {
-        "max_tokens": 7,
-        "temperature": 0,
-        "top_p": 0.5,
-        "stop": ["\n", "x"],
-        "seed": 3,
-        "logprobs": 0,
-        "model": "m",
-    }
+        "max_tokens": 7, "temperature": 0, "top_p": 0.5, "stop": ["\n", "x"], "seed": 3, "logprobs": 0, "model": "m",
+    }  # fmt: skip
     assert rules().own_settings(request(**body)) == OwnSettings(7, 0.0, 0.5, ("\n", "x"), True, COMPLETIONS)
     body = {"max_completion_tokens": 7, "logprobs": True, "top_logprobs": 0, "stop": "x", "user": "u", "stream": False}
     assert rules().own_settings(request(CHAT, **body)) == OwnSettings(7, None, None, ("x",), True, CHAT)
@@ -77,44 +68,18 @@ def test_what_a_request_asks_for_is_read_from_its_body():
 
 
 NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "stream": False,
-    "tools": [],
-    "tool_choice": "auto",
-    "response_format": {"type": "text"},
-    "structured_outputs": {"regex": None},
-    "logit_bias": {},
-    "presence_penalty": 0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "ignore_eos": False,
-    "skip_special_tokens": True,
-    "reasoning_effort": None,
-    "a key that nobody knows": None,
-    "metadata": {"a": "b"},
-    "store": True,
-    "service_tier": "auto",
-    "stream_options": None,
-}
+    "n": 1, "best_of": 1, "echo": False, "suffix": "", "stream": False, "tools": [], "tool_choice": "auto",
+    "response_format": {"type": "text"}, "structured_outputs": {"regex": None}, "logit_bias": {},
+    "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": False,
+    "skip_special_tokens": True, "reasoning_effort": None, "a key that nobody knows": None, "metadata": {"a": "b"},
+    "store": True, "service_tier": "auto", "stream_options": None,
+}  # fmt: skip
 CHANGING: dict[str, Any] = {
-    "n": 2,
-    "best_of": 3,
-    "echo": True,
-    "suffix": "}",
-    "stream": True,
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
-    "functions": [{}],
-    "response_format": {"type": "xml"},
-    "ignore_eos": True,
-    "skip_special_tokens": False,
-    "reasoning_effort": "low",
-    "messages": [{"role": "user", "content": "x"}],
+    "n": 2, "best_of": 3, "echo": True, "suffix": "}", "stream": True, "tools": [{"type": "function"}],
+    "tool_choice": "required", "functions": [{}], "response_format": {"type": "xml"}, "ignore_eos": True,
+    "skip_special_tokens": False, "reasoning_effort": "low", "messages": [{"role": "user", "content": "x"}],
     "a key that nobody knows": 0,
-}
+}  # fmt: skip
 
 
 def test_keys_that_change_nothing_are_accepted():
@@ -281,8 +246,6 @@ def test_what_only_a_generation_has_leaves_a_score_as_it_is():
     assert "echo" in refusal(made, request(echo=True))
 
 
-# ---- columns -----------------------------------------------------------------------------------------------------
-
 NAMES = {"max_new_tokens": "m", "temperature": "t", "top_p": "p", "top_k": "k", "stop": "s"}
 
 
@@ -315,9 +278,6 @@ def test_no_stop_strings_at_all_can_be_asked_for_too():
     settings, stops = made.settings(made.own_settings({"s": "y"}))
     assert settings.stop_text is stops is not None and stops.cut("ayb") == "a"
     assert made.settings(made.own_settings({"s": None}))[0].stop_text is None
-
-
-# ---- canvases ----------------------------------------------------------------------------------------------------
 
 
 def test_conversations_and_prompts_may_stand_in_one_file(chatting: Tokenizer) -> None:  # noqa: F811

@@ -11,7 +11,7 @@ from draftmill.actors.rows.makers import ScoreMaker
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Infill, Score
 from draftmill.decoders.base import HOLE
-from draftmill.storage.errors import RowError
+from tests.actors.rows.test_prompts import error_kind
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
 
 TEXT = "def f(x):\n    y = x\n    return y\n"
@@ -31,15 +31,6 @@ def makers(
             infill, Columns(**{k: v for k, v in named.mapping().items() if k != "reference"}), vocabulary, info
         ),
     )
-
-
-def error_kind(make: ScoreMaker, values: dict[str, Any]) -> str:
-    """The kind of the row's error, which the planner meets, too."""
-    with pytest.raises(RowError) as met:
-        make.make(values, 1)
-    (size,) = make.sizes([(values, 1)])
-    assert isinstance(size, RowError) and size.kind == met.value.kind
-    return met.value.kind
 
 
 def check(canvas: Canvas, holes: Canvas, text: str, tokenizer: Tokenizer) -> None:

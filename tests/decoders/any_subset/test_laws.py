@@ -7,7 +7,6 @@ columns, heads and refill are those of production.
 import itertools
 from copy import copy
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from draftmill.decoders.engine.sampler import Sampler
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from tests.decoders import enumeration
+from tests.decoders.any_subset.test_any_subset import SEQUENTIAL, VARIANTS
 from tests.decoders.enumeration import CoupledChooser, decoded, engine_of, fills, law_of, total_variation
 from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.references.choosers import NoiseChooser
@@ -30,13 +30,6 @@ from tests.decoders.support import decoder_settings, table_info, toy_heads, toy_
 
 VOCAB, LENGTH = 3, 4
 CANVASES = {"middle prompt": [HOLE, HOLE, 1, HOLE], "two prompts": [2, HOLE, HOLE, 0], "empty prompt": [HOLE] * 4}
-SEQUENTIAL = decoder_settings("any_subset")
-VARIANTS: dict[str, dict[str, Any]] = {
-    "self": {},
-    "ngram": {"drafter": "ngram"},
-    "rows": {"fused": "rows"},
-    "ends": {"fused": "rows", "rows": "ends"},
-}
 BARE = ["self", "rows", "ends"]
 
 
@@ -178,9 +171,6 @@ def test_batched_draws_and_counts_are_those_of_a_chooser_that_reads_the_same_noi
         assert (outcome.nfe, outcome.nfe_draft, outcome.iterations) == (other.nfe, other.nfe_draft, other.iterations)
         counts = (outcome.proposed, outcome.accepted, outcome.accept_hist)
         assert counts == (other.proposed, other.accepted, other.accept_hist)
-
-
-# ---- mistakes are found ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -68,7 +68,6 @@ def save_random(folder, name="qwen2", *, seed=0, std=0.25, **changes):
 
 
 def load(folder, dtype="float32", **more):
-    """Load saved weights on the CPU."""
     backbone = load_backbone(folder, dtype=dtype, device="cpu", **more)
     assert isinstance(backbone, RotaryBackbone | AnyCausalBackbone)
     return backbone

@@ -22,7 +22,6 @@ VOCAB = {"llada": 96, "llada_moe": 96, "dream": 96, "mdlm": 65, "sedd": 65}
 
 
 def load(folder, dtype="float32") -> Any:
-    """Load a checkpoint on the CPU."""
     backbone = load_backbone(folder, dtype=dtype, device="cpu")
     assert isinstance(backbone, ModuleBackbone)
     return backbone
@@ -86,11 +85,11 @@ def look_alone(backbone, canvas, *, sigma=None):
     return look(backbone, {0: canvas}, sigmas=None if sigma is None else {0: sigma})[0]
 
 
-def check_misfits(golden, place, family, name, stray, *, inspect=inspect_model):
+def check_misfits(source, place, family, name, stray, *, inspect=inspect_model):
     """A tensor `name` that is lost or of another shape, and one too many, are refused by the checkpoint's names."""
-    lost = copy_changed(golden / family, place / "lost", weights=without(name))
-    more = copy_changed(golden / family, place / "more", weights=lambda tensors: tensors | {stray: torch.zeros(2)})
-    bent = copy_changed(golden / family, place / "bent", weights=lambda tensors: tensors | {name: torch.zeros(2)})
+    lost = copy_changed(source, place / "lost", weights=without(name))
+    more = copy_changed(source, place / "more", weights=lambda tensors: tensors | {stray: torch.zeros(2)})
+    bent = copy_changed(source, place / "bent", weights=lambda tensors: tensors | {name: torch.zeros(2)})
     for read in (inspect, load):
         with pytest.raises(ValueError, match=f"family '{family}'.* lacks the tensors {name}$"):
             read(lost)

@@ -128,7 +128,6 @@ def requests():
 
 
 def generated(own, request, **more):
-    """transformers' own greedy text."""
     prompt = torch.tensor(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
     options = {"max_new_tokens": int((request.canvas < 0).sum()), "do_sample": False} | more
     return own.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, prompt.shape[1] :].tolist()

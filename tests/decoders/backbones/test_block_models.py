@@ -38,9 +38,6 @@ def exact_norm(norm, rows):
     return norm.weight * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps))
 
 
-# ---- against the public code -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_under_block_causal_masks_are_those_of_the_public_code(golden, family):
     backbone, arrays = load(golden / family), load_file(golden / family / "logits.safetensors")
@@ -147,19 +144,10 @@ def test_what_a_row_of_llada2_may_not_see_is_hidden_where_the_public_code_adds_o
 # ---- SDAR's mixtures of experts against transformers' own ------------------------------------------------------------------
 
 MOE = {
-    "vocab_size": 96,
-    "hidden_size": 40,
-    "intermediate_size": 56,
-    "moe_intermediate_size": 20,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 96, "hidden_size": 40, "intermediate_size": 56, "moe_intermediate_size": 20,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "num_experts": 6,
+    "num_experts_per_tok": 3, "norm_topk_prob": True, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def save_moe(folder, **changes):
@@ -195,9 +183,6 @@ def test_sdar_moe_is_qwen3_moe_under_a_block_causal_mask(tmp_path, changes):
         torch.testing.assert_close(backbone.logits(hidden[slot]), expected, atol=1e-4, rtol=1e-4)
 
 
-# ---- rows in company ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", [*FAMILIES, "sdar_moe"])
 def test_a_sample_has_the_same_bits_alone_and_among_others(golden, tmp_path, family):
@@ -219,9 +204,6 @@ def test_a_sample_has_the_same_bits_alone_and_among_others(golden, tmp_path, fam
         for slot in slots:
             assert torch.equal(apart[slot], together[slot])
             assert torch.equal(backbone.logits(apart[slot]), backbone.logits(together[slot]))
-
-
-# ---- mixtures ----------------------------------------------------------------------------------------------------------
 
 
 def mixture_of(width=16, inner=24, **changes):

@@ -15,15 +15,9 @@ from draftmill.decoders.backbones.families.table import FAMILIES
 from tests.decoders.backbones.causal_models import LLAMA3_ROPE, ROTARY, SLIDING
 
 CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "dream": "Qwen2",
-    "sdar": "Qwen3",
-    "sdar_moe": "Qwen3Moe",
-    "fast_dllm_v2": "Qwen2",
-}
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2", "sdar": "Qwen3",
+    "sdar_moe": "Qwen3Moe", "fast_dllm_v2": "Qwen2",
+}  # fmt: skip
 ONE_LAYER: dict[str, Any] = ROTARY | {"num_hidden_layers": 1}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 SMALL = dict.fromkeys(CLASSES, ONE_LAYER) | {"sdar_moe": ONE_LAYER | MOE}
@@ -112,11 +106,17 @@ def test_strange_values_are_refused_or_read_as_transformers_does(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ar-micro", "mdm-tiny", "block-tiny"])
-def test_a_network_loads_without_transformers_or_compilers(name):
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        *((name, "load import load_backbone as work") for name in ("ar-micro", "mdm-tiny", "block-tiny")),
+        ("asarm-tiny", "checkpoint import inspect_model as work"),  # its network is transformers'
+    ],
+)
+def test_a_network_loads_without_transformers_or_compilers(name, work):
     code = (
-        "import sys; from pathlib import Path; from draftmill.decoders.backbones.load import load_backbone;"
-        "load_backbone(Path(sys.argv[1]), device='cpu');"
+        f"import sys; from pathlib import Path; from draftmill.decoders.backbones.{work};"
+        "work(Path(sys.argv[1]));"
         "sys.exit(', '.join({'transformers', 'torch._dynamo', 'sympy'} & set(sys.modules)) or 0)"
     )
     builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / name

@@ -64,9 +64,6 @@ def ended(tokens, stops):
     return tokens[: min(eos, text)], "eos" if eos <= text else "stop"
 
 
-# ---- the models ------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def save_sticky(folder, family, *, shaken):
     """Random weights whose output layer asks for the token of the row itself; `shaken` adds noise of that size to all."""
@@ -134,9 +131,6 @@ def zoo(tmp_path_factory):
     return Zoo(tmp_path_factory.mktemp("models"))
 
 
-# ---- equality --------------------------------------------------------------------------------------------------------
-
-
 def speculative(k, drafter, max_n, **_):
     if drafter == "ngram":
         return decoder_settings("speculative", k=k, drafter={"kind": "ngram", "max_n": max_n})
@@ -145,10 +139,6 @@ def speculative(k, drafter, max_n, **_):
 
 def jacobi(block_size, window, **_):
     return decoder_settings("jacobi", block_size=block_size, window=window)
-
-
-def multiblock(**case):
-    return decoder_settings("multiblock_jacobi", **{name: case[name] for name in BLOCKS})
 
 
 BLOCKS: dict[str, list[Any]] = {
@@ -164,7 +154,10 @@ KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
         {"k": [*range(9), "auto"], "drafter": ["near", "ngram", "twin", "other"], "max_n": [3, 1]},
     ),
     "jacobi": (jacobi, {"block_size": [4, 1, 2, 7, 16, 100], "window": ["fixed", "running"]}),
-    "multiblock_jacobi": (multiblock, BLOCKS),
+    "multiblock_jacobi": (
+        lambda **case: decoder_settings("multiblock_jacobi", **{name: case[name] for name in BLOCKS}),
+        BLOCKS,
+    ),
 }
 COMMON: dict[str, list[Any]] = {
     "warp": list(range(len(WARPS))),
@@ -202,9 +195,6 @@ def test_the_text_is_that_of_autoregressive(zoo, kind, family):
     # Runs of drafts came true, others did not, and texts ended in every way.
     assert sum(times for count, times in committed.items() if count >= 3) >= 10
     assert refused >= 10 and finishes == {"length", "eos", "stop"}
-
-
-# ---- transformers ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(13)

@@ -15,18 +15,11 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
-from tests.decoders.backbones.config_changes import GONE, change_config
+from tests.decoders.backbones.config_changes import GONE, TYPES, YARN, change_config, old_rope
 from tests.decoders.support import decode, decoder_settings, texts
 
-YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"factor": 3.0, "rope_theta": 100.0}
 LLAMA3 = YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-
-
-def old_rope(scaling):
-    """As config.json wrote it before transformers 5."""
-    return {"rope_parameters": GONE, "rope_theta": 300.0, "rope_scaling": scaling}
 
 
 # ---- causal families: transformers' logits and transformers' greedy text ---------------------------------------------
@@ -66,21 +59,6 @@ SETTINGS = (
 )
 
 
-def make_requests(vocab_size, max_new=9):
-    rng, requests = np.random.default_rng(0), []
-    for index, num_prompt in enumerate((1, 12, 4)):
-        canvas = rng.integers(1, vocab_size, num_prompt + max_new).astype(np.int32)
-        canvas[num_prompt:] = -1
-        requests.append(Request(index, sample_key(7, str(index)), canvas))
-    return requests
-
-
-def generate(model, request):
-    prompt = torch.from_numpy(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
-    max_new = len(request.canvas) - prompt.shape[1]
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new, do_sample=False)
-
-
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.slow
 def test_logits_and_greedy_texts_are_those_of_transformers(tmp_path, variation):
@@ -100,11 +78,16 @@ def check_against_transformers(folder, *, precise=True):
     # transformers computes some parts in float32 whatever the dtype, GPT-Neo its scores.
     tolerance = 1e-6 if precise else 1e-4
     torch.testing.assert_close(logits, theirs(model, text)[1], atol=tolerance, rtol=tolerance)
-    requests, stops = make_requests(info.vocab_size), Stops(stop_ids(folder), None)
     model.generation_config.pad_token_id = 0
-    expected = {
-        request.index: generate(model, request)[0, (request.canvas >= 0).sum() :].tolist() for request in requests
-    }
+    rng, requests, expected = np.random.default_rng(0), list[Request](), {}
+    for index, num_prompt in enumerate((1, 12, 4)):
+        canvas = rng.integers(1, info.vocab_size, num_prompt + 9).astype(np.int32)
+        canvas[num_prompt:] = -1
+        requests.append(Request(index, sample_key(7, str(index)), canvas))
+        prompt = torch.from_numpy(canvas[:num_prompt]).long().unsqueeze(0)
+        made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
+        expected[index] = made[0, num_prompt:].tolist()
+    stops = Stops(stop_ids(folder), None)
     for settings in SETTINGS:
         outcomes = decode(backbone, info, settings, Sampling(temperature=0.0), requests, rows=2, stops=stops)
         assert texts(outcomes) == expected
@@ -119,31 +102,6 @@ def test_shards_of_half_precision_are_read(tmp_path, dtype):
     change_config(tmp_path, {"architectures": GONE})
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     check_against_transformers(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("mistral", {"sliding_window": 0}, "sliding_window = 0; allowed: whole numbers >= 1"),
-        ("qwen2-sliding", {"sliding_window": -1}, "sliding_window = -1; allowed"),
-        ("qwen2", {"layer_types": TYPES}, "layer_types holds sliding_attention, but sliding_window is null"),
-        ("gpt_neo", {"window_size": 0}, r"windows of .*0, 0\) positions; supported: numbers >= 1"),
-        ("llama", {"rope_scaling": {"type": "longrope"} | YARN}, "rope type 'longrope'|short_factor"),
-        (
-            "qwen3",
-            old_rope({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
-            "whole heads are rotated",
-        ),
-        ("llama", {"num_attention_heads": 0}, "family 'llama': it has num_attention_heads = 0"),
-        ("gpt2", {"draftmill": [64]}, r"draftmill = \[64\]; allowed: an object"),
-        ("gpt2", {"draftmill": {"max_length": "64"}}, "max_length = '64'; allowed: whole numbers >= 1"),
-    ],
-)
-def test_what_no_module_can_run_is_refused(tmp_path, name, change, message):
-    save_random(tmp_path, name)
-    change_config(tmp_path, change)
-    with pytest.raises(ValueError, match=f"^model.path: .*{message}"):
-        inspect_model(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
@@ -165,61 +123,44 @@ def test_a_single_file_is_read_whatever_an_index_beside_it_says(tmp_path):
     torch.testing.assert_close(load(tmp_path).embedding_VD.detach(), weights["transformer.wte.weight"])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        ("{}", "has no weight_map"),
-        ('{"weight_map": {"a": 3}}', "has no weight_map"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "lacks gone.safetensors"),
-        ('{"weight_map": {"a": "../other.safetensors"}}', "has '../other.safetensors' in its weight_map; allowed: "),
-        ('{"weight_map": {"a": ".."}}', "has '..' in its weight_map; allowed: NAME.safetensors"),
-    ],
-)
-def test_an_index_that_says_nothing_is_refused(tmp_path, content, message):
-    save_random(tmp_path, "gpt2")
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=f"^model.path: .*{message}"):
-        inspect_model(tmp_path)
-
-
 DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+FILES, TOKENIZER = ("config.json", "generation_config.json", "tokenizer.json"), "the files of .* can't be read: "
 NESTED = '{"a": ' + "[" * 300 + "]" * 300 + "}"
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+NO_PLAIN_JSON = [
+    (DEEP, "is not JSON: maximum recursion depth exceeded"),
+    (NESTED, "nests objects and lists too deeply; allowed: 100 levels"),
+    ('{"a": ' + "1" * 5000 + "}", "is not JSON: Exceeds the limit"),
+    ("version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs, not the file; run `git lfs pull`"),
+]
+INDEX = "model.safetensors.index.json"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (DEEP, "is not JSON: maximum recursion depth exceeded"),
-        (NESTED, "nests objects and lists too deeply; allowed: 100 levels"),
-        ('{"a": ' + "1" * 5000 + "}", "is not JSON: Exceeds the limit"),
-        ("version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs, not the file; run `git lfs pull`"),
+        *((name, content, f".*{name} {message}") for name in FILES for content, message in NO_PLAIN_JSON),
+        (INDEX, "{", ".*is not JSON"),
+        (INDEX, "[]", ".*is not a JSON object"),
+        (INDEX, "{}", ".*has no weight_map"),
+        (INDEX, '{"weight_map": {"a": 3}}', ".*has no weight_map"),
+        (INDEX, '{"weight_map": {"a": "gone.safetensors"}}', ".*lacks gone.safetensors"),
+        (
+            INDEX,
+            '{"weight_map": {"a": "../other.safetensors"}}',
+            ".*'../other.safetensors' in its weight_map; allowed: ",
+        ),
+        (INDEX, '{"weight_map": {"a": ".."}}', ".*has '..' in its weight_map; allowed: NAME.safetensors"),
+        ("tokenizer.json", '{"model": 3}', TOKENIZER),
+        ("tokenizer.json", '{"added_tokens": [3]}', TOKENIZER),
+        ("tokenizer.json", '{"added_tokens": [{"content": "a", "id": "b"}]}', TOKENIZER),
     ],
 )
-def test_a_file_that_is_no_plain_json_is_named(tmp_path, name, content, message):
+def test_a_file_of_other_content_is_refused_by_name(tmp_path, name, content, message):
     save_random(tmp_path, "llama")
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"^model.path: .*{name} {message}"):
-        inspect_model(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content", ['{"model": 3}', '{"added_tokens": [3]}', '{"added_tokens": [{"content": "a", "id": "b"}]}']
-)
-def test_a_tokenizer_of_other_values_is_refused(tmp_path, content):
-    save_random(tmp_path, "llama")
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"^model.path: the files of the tokenizer in .* can't be read: "):
-        inspect_model(tmp_path)
-
-
-def test_positions_beyond_any_model_are_refused(tmp_path):
-    save_random(tmp_path, "llama")
-    change_config(tmp_path, {"max_position_embeddings": 10**12})
-    with pytest.raises(
-        ValueError, match=r"^model.path: config.json has texts of 1,000,000,000,000 tokens; allowed: up to"
-    ):
+    if name == INDEX:
+        (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"^model.path: {message}"):
         inspect_model(tmp_path)

@@ -31,9 +31,6 @@ LENGTHS = (16, 90, 128, 185, 250, 300, 383, 700, 1500)
 LONG: dict[str, dict[str, int]] = {"gpt2": {"n_positions": 2048}, "gpt2-scales": {"n_positions": 2048}}
 
 
-# ---- the product -----------------------------------------------------------------------------------------------------
-
-
 def differing_counts(rules):
     """Counts of visible columns, of 1 to 2048, at which more columns change the weighted sum under these rules."""
     generator = torch.Generator().manual_seed(0)
@@ -69,9 +66,6 @@ def test_weighted_sums_are_the_plain_product():
     value = torch.randn(3, 700, 16, generator=generator, dtype=torch.float64)
     for block in (32, 128, 1 << 30):
         torch.testing.assert_close(weigh_values(weights, value, block), weights @ value, atol=1e-12, rtol=1e-12)
-
-
-# ---- the self-test ---------------------------------------------------------------------------------------------------
 
 
 def split_beyond(limit):
@@ -134,9 +128,6 @@ def test_the_self_test_looks_as_far_as_the_model_reads(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_never_called_exact(dtype):
     assert not model_rules([], HEADS, Running(dtype, CPU)).exact
-
-
-# ---- whole models ----------------------------------------------------------------------------------------------------
 
 
 def grown(text, at):

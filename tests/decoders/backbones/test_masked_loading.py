@@ -71,7 +71,7 @@ def test_causal_rows_predict_the_next_position_too(tmp_path):
 def test_a_tensor_that_does_not_fit_is_called_what_the_checkpoint_calls_it(golden, tmp_path, family):
     name = SOME[family]
     stray = name.replace("1.", "7.") if "1." in name else name + "_2"
-    check_misfits(golden, tmp_path, family, name, stray)
+    check_misfits(golden / family, tmp_path, family, name, stray)
 
 
 def test_all_tensors_of_the_checkpoints_are_used(golden):
@@ -113,43 +113,6 @@ def test_a_tied_llada_takes_its_embeddings_as_output_layer(golden, tmp_path):
     torch.testing.assert_close(backbone.logits(rows), rows @ embeddings.T, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match=f"lacks the tensors {head}"):
         load(copy_changed(golden / "llada", tmp_path / "untied", weights=without(head)))
-
-
-@pytest.mark.parametrize(
-    ("family", "change", "message"),
-    [
-        ("llada", {"block_type": "sequential"}, "family 'llada': it has block_type = 'sequential'; supported: 'llama'"),
-        ("llada", {"include_qkv_bias": True}, "include_qkv_bias = True; supported: False"),
-        ("llada", {"alibi": True}, "alibi = True"),
-        ("llada", {"d_model": None}, "d_model"),
-        ("llada", {"n_kv_heads": 3}, "4 heads and 3 key heads do not divide"),
-        ("llada", {"mask_token_id": 96}, r"model.mask_id: 96 is outside the vocabulary; allowed: 0 .. 95"),
-        ("llada_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32; supported: None"),
-        ("llada_moe", {"qk_layernorm": False}, "qk_layernorm = False; supported: True"),
-        (
-            "llada_moe",
-            {"norm_topk_prob": True},
-            "family 'llada_moe': it has norm_topk_prob = True; supported: False, None",
-        ),
-        ("llada_moe", {"moe_layer_freq": [1, 0]}, "moe_layer_freq has not one entry for each of the 3 layers"),
-        ("llada_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 of 6 experts"),
-        ("llada_moe", {"expert_intermediate_size": None}, "expert_intermediate_size"),
-        ("dream", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = True; supported: False"),
-        ("dream", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ("mdlm", {"cond_dim": None}, "family 'mdlm': it has cond_dim = None; allowed: whole numbers >= 1"),
-        ("mdlm", {"n_heads": 5}, "width 48 does not give 5 heads of even width"),
-        ("mdlm", {"parameterization": "d3pm"}, "parameterization = 'd3pm'; supported: 'subs'"),
-        ("sedd", {"graph": {"type": "uniform"}}, "family 'sedd': it has graph.type = 'uniform'; supported: 'absorb'"),
-        ("sedd", {"noise": {"type": "geometric"}}, "noise.type = 'geometric'"),
-        ("sedd", {"noise": None}, "no sections noise"),
-        ("sedd", {"model": {"type": "ddit", "hidden_size": 48, "scale_by_sigma": False}}, "scale_by_sigma = False"),
-        ("sedd", {"tokens": 0}, "tokens = 0; allowed"),
-    ],
-)
-def test_a_config_that_is_not_built_is_refused(golden, tmp_path, family, change, message):
-    folder = copy_changed(golden / family, tmp_path, config=change)
-    with pytest.raises(ValueError, match=message):
-        inspect_model(folder)
 
 
 def write_tokenizer(folder, form):

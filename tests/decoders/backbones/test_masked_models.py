@@ -31,14 +31,6 @@ def in_slots(arrays_BL):
     return dict(enumerate(rows))
 
 
-def log_scores(logits_RV, tokens_R, sigma):
-    """SEDD's log s: the ratio of each token's probability to that of the row's own."""
-    return (logits_RV - log_scale(sigma, logits_RV.shape[1])).scatter(1, tokens_R.unsqueeze(1), 0.0)
-
-
-# ---- against the public code -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "field"), [("llada", "logits"), ("llada_moe", "logits"), ("dream", "logits_unshifted")]
 )
@@ -121,7 +113,8 @@ def test_scores_are_those_of_the_public_sedd(golden):
     hidden = look(backbone, canvases, sigmas=sigmas)
     expected = [row for case in cases for row in arrays[case["log_score"]["array"]]]
     for slot, scores in enumerate(expected):
-        ours = log_scores(backbone.logits(hidden[slot]), torch.tensor(canvases[slot]), sigmas[slot])
+        logits_RV, tokens_R = backbone.logits(hidden[slot]), torch.tensor(canvases[slot])
+        ours = (logits_RV - log_scale(sigmas[slot], logits_RV.shape[1])).scatter(1, tokens_R.unsqueeze(1), 0.0)
         torch.testing.assert_close(ours, scores, atol=1e-4, rtol=1e-5)
 
 
@@ -134,9 +127,6 @@ def test_the_noise_of_a_time_is_that_of_the_public_schedules(golden, family):
         assert masked_share(torch.tensor(noise_of_share(share))).item() == pytest.approx(share, abs=1e-6)
     assert masked_share(torch.tensor(total_noise(0.5))).item() == pytest.approx(0.4995)
     assert noise_of_share(1.0) == pytest.approx(6.9078, abs=1e-3), "a canvas of masks alone is not beyond time 1"
-
-
-# ---- company -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -179,9 +179,6 @@ def test_compressed_tensors_load_as_its_own_reader_says(tmp_path, name):
     assert_same_states(*save_quantized(tmp_path, quantization, lambda _, weight: compressed(weight, args, written)))
 
 
-# ---- fp8 ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block", [(32, 32), None])
 def test_fp8_loads_as_transformers_reads_it(tmp_path, block):
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -199,9 +196,6 @@ def test_fp8_loads_as_transformers_reads_it(tmp_path, block):
 
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
     assert_same_states(*save_quantized(tmp_path, quantization, parts_of))
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

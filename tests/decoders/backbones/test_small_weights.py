@@ -94,17 +94,11 @@ def test_large_products_of_codes_do_not_leave_half_precision(kind):
     assert layer(torch.full((2, 4096), 8.0, dtype=torch.float16)).isfinite().all()
 
 
-def extreme_codes(width):
-    """Rows and a matrix whose sums are the largest, the least, and any."""
-    rows = torch.randint(-128, 128, (6, width), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    matrix = torch.randint(-127, 128, (9, width), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
-    rows[0], rows[1], matrix[0], matrix[1] = 127, -128, 127, -127
-    return rows, matrix
-
-
 @pytest.mark.parametrize("width", [1, 64, 1024, 1536, 5000])
 def test_sums_of_codes_are_exact_packed_and_by_parts(width):
-    rows, matrix = extreme_codes(width)
+    rows = torch.randint(-128, 128, (6, width), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    matrix = torch.randint(-127, 128, (9, width), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    rows[0], rows[1], matrix[0], matrix[1] = 127, -128, 127, -127  # the largest sums, and the least
     expected = (rows.double() @ matrix.double().T).float()
     sums = [lambda part: integer_sums(part, matrix)]
     if adds_exactly():

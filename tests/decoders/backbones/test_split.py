@@ -154,7 +154,6 @@ class Heard:
 
 
 def plain(value):
-    """Numbers, lists and tuples in place of tensors and rows."""
     if isinstance(value, tuple):
         return tuple(plain(one) for one in value)
     if isinstance(value, TokenRows):
@@ -163,7 +162,6 @@ def plain(value):
 
 
 def heard(wire):
-    """The calls that a second process repeats."""
     found: Any = Heard()
     wire.is_second = True
     follow(found)

@@ -1,12 +1,10 @@
 """Our two-stream attention against transformers' XLNetLMHeadModel on random weights, and its cache against itself."""
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import XLNetConfig, XLNetLMHeadModel
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
@@ -14,6 +12,7 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.xlnet import xlnet_rules
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.samples import decoding_order
+from tests.decoders.backbones.masked_models import check_misfits
 from tests.decoders.references.any_subset import PlainModel
 
 SMALL: dict[str, Any] = {
@@ -100,44 +99,8 @@ def test_the_shape_rules_hold_on_this_machine():
     assert rules.exact, "no rule makes float32 rows independent of their batch on this machine"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda weights: weights.pop("lm_loss.bias"), "lacks the tensors lm_loss.bias"),
-        (lambda weights: weights.update(extra=torch.zeros(1)), "unknown to the family: extra"),
-        (lambda weights: weights.update({"lm_loss.bias": torch.zeros(3)}), "lm_loss.bias has shape"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, damage, message):
-    from safetensors.torch import load_file
-
-    save_random(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    damage(weights)
-    save_file(weights, tmp_path / "model.safetensors")
-    for load in (inspect_model, load_backbone):
-        with pytest.raises(ValueError, match=message):
-            load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"model_type": "clip"},
-            "model.family: config.json has model_type 'clip'; known families: d2f_dream, .*fast_dllm_v2, .*xlnet",
-        ),
-        ({"attn_type": "uni"}, "attn_type = 'uni'"),
-        ({"bi_data": True}, "bi_data = True"),
-        ({"ff_activation": "swish"}, "ff_activation = 'swish'"),
-    ],
-)
-def test_a_config_that_is_not_supported_is_refused(tmp_path, change, message):
-    save_random(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=message):
-        inspect_model(tmp_path)
+def test_a_tensor_that_does_not_fit_is_named(golden, tmp_path):
+    check_misfits(golden / "xlnet_asarm", tmp_path, "xlnet", "lm_loss.bias", "extra")
 
 
 def test_damaged_or_missing_weights_are_a_clear_error(tmp_path):

@@ -9,7 +9,7 @@ from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks
-from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode
 
@@ -45,13 +45,6 @@ def prompts(lengths, *, vocab_size=3, seed=0):
     return requests
 
 
-def rule_of(key, sampling):
-    """The reference's rule with the sample's own noise."""
-    if sampling.acceptance == "rejection" and sampling.temperature:
-        return RejectionRule(NoiseChooser(key))
-    return CoupledRule(key, sampling)
-
-
 def refer(requests, info, settings, sampling, *, plain=decode_blocks, **made):
     """The trails of the plain reference, by index."""
     model = PlainBlocks(table(info.mask_id, **made), info, settings, sampling)
@@ -61,12 +54,10 @@ def refer(requests, info, settings, sampling, *, plain=decode_blocks, **made):
 
 
 def ours(requests, info, settings, sampling, *, rows=3, stops=None, trace=False, **made):
-    """Our outcomes, by index."""
     return decode(table(info.mask_id, **made), info, settings, sampling, requests, rows=rows, stops=stops, trace=trace)
 
 
 def check(outcomes, trails, requests):
-    """Tokens and counts are those of the reference."""
     for request in requests:
         outcome, trail = outcomes[request.index], trails[request.index]
         prompt, length = int((request.canvas >= 0).sum()), len(request.canvas)

@@ -76,10 +76,6 @@ def common(options):
     return found | {"steps": steps or -(-size // options.get("num_to_transfer", 1))}
 
 
-def plain_settings(options):
-    return decoder_settings("block_diffusion", **common(options))
-
-
 def s2d2_settings(case):
     options = case["settings"]
     more: dict[str, Any] = {"router": ROUTERS[options["do_verify_policy"]](options)}
@@ -160,8 +156,10 @@ def replayed(folder, case, *, suppressed=(), settings=None):
     info, backbone = loaded(folder)
     info = replace(info, suppressed=suppressed)
     options = case["settings"]
-    if settings is None:
-        settings = s2d2_settings(case) if case["kind"] == "s2d2" else plain_settings(options)
+    if settings is None and case["kind"] == "s2d2":
+        settings = s2d2_settings(case)
+    elif settings is None:
+        settings = decoder_settings("block_diffusion", **common(options))
     sampling = Sampling(temperature=0.0, top_p=options.get("top_p") if case["kind"] == "s2d2" else None)
     if options.get("top_k"):
         sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"])
@@ -177,7 +175,6 @@ def replayed(folder, case, *, suppressed=(), settings=None):
 
 
 def text_of(outcome, case):
-    """What ours wrote, as the case writes its output."""
     excludes = case.get("output_excludes_prompt", False)
     return ([] if excludes else case["prompt"]) + outcome.tokens.tolist()
 
@@ -188,13 +185,21 @@ def kinds_of(case):
     return nfe.get("prefill", 0) + nfe["store"], nfe["draft"], nfe["verify"]
 
 
+def check(outcome, case, *, last_store=0):
+    """Tokens, reveals and forwards are the case's, but for a store after the last block, after which nothing comes."""
+    assert same(outcome, case), case["name"]
+    ours, theirs = orders(outcome, case)
+    assert ours == theirs
+    stored, *others = kinds_of(case)
+    assert our_kinds(outcome) == (stored - last_store, *others)
+
+
 def our_kinds(outcome):
     kinds = outcome.nfe_kinds
     return kinds["prefill"] + kinds["commit"], kinds["draft"], kinds["verify"]
 
 
 def same(outcome, case):
-    """Whether tokens are those of the case."""
     found = text_of(outcome, case)
     return found[: len(case["output"])] == case["output"]
 

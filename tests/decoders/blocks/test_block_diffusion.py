@@ -28,21 +28,8 @@ from tests.decoders.support import Pair, decoder_settings, engine, pairwise
 
 # (prompt, canvas) lengths: no prompt, one token, below, at and above a block of 2, 3 or 4; canvases that cut blocks short.
 LENGTHS = [
-    (0, 3),
-    (1, 6),
-    (2, 6),
-    (3, 6),
-    (4, 5),
-    (0, 6),
-    (1, 2),
-    (5, 6),
-    (3, 5),
-    (2, 3),
-    (4, 6),
-    (0, 1),
-    (1, 5),
-    (2, 5),
-]
+    (0, 3), (1, 6), (2, 6), (3, 6), (4, 5), (0, 6), (1, 2), (5, 6), (3, 5), (2, 3), (4, 6), (0, 1), (1, 5), (2, 5),
+]  # fmt: skip
 SAMPLINGS = {"greedy": GREEDY, "coupled": SAMPLED, "rejection": REJECTING, "cut": Sampling(top_k=2, top_p=0.7)}
 
 
@@ -163,9 +150,6 @@ def test_a_log_probability_is_told_where_tokens_come_one_by_one():
     assert logprobs["verified"] == pytest.approx([ours(requests, info, causal, SAMPLED)[i].logprob for i in (0, 1)])
 
 
-# ---- schedules
-
-
 def test_every_step_has_its_share():
     assert [share(step, 8, None) for step in range(4)] == [share(step, 8, 9) for step in range(4)] == [1, 1, 1, 1]
     assert [share(step, 8, 3) for step in range(4)] == [3, 3, 2, 2]
@@ -191,9 +175,6 @@ def test_schedules_choose_what_they_say():
 def test_a_draft_without_numbers_reveals_something_all_the_same(schedule):
     draft = {place: Drafted(0, math.nan, math.nan, math.nan) for place in range(3)}
     assert choose(schedule, [0, 1, 2], 1, draft, 0.5) == [0]
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize(
@@ -267,9 +248,6 @@ def test_holes_in_the_middle_are_refused():
     request.canvas[:] = np.array([0, -1, 1, -1])
     with pytest.raises(ValueError, match="holes must come after the prompt"):
         decoder.admit([request])
-
-
-# ---- ratios
 
 
 def test_tempering_and_a_residual_without_mass():

@@ -29,7 +29,6 @@ def always(size: int, **more: Any) -> S2d2Settings:
 
 
 def setup_of(*, shift: int = 0, rows: int = 1, stops: Stops | None = None, sampling: Sampling = REJECTING) -> Setup:
-    """A table of two tokens and a mask."""
     info, model = table_info(2, shift=shift), table(2)
     return Setup(backbone=model, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, stops=stops)
 
@@ -39,7 +38,6 @@ def request(canvas: list[int], index: int = 0) -> Request:
 
 
 def block_size_one(canvas: list[int], *, shift: int = 0) -> Law:
-    """The law of the completions."""
     prompt, length = [token for token in canvas if token >= 0], len(canvas)
     plain = PlainBlocks(table(2), table_info(2, shift=shift), ONE, REJECTING)
     wanted = law_at_size_one(plain, prompt, length)
@@ -87,9 +85,6 @@ def test_block_diffusion_has_the_law_of_the_plain_reference(schedule):
     plain = PlainBlocks(table(2), table_info(2), settings, REJECTING)
     wanted = enumerate_law(lambda chooser: tuple(decode_blocks(plain, tokens, RejectionRule(chooser)).canvas[1:4]))
     assert total_variation(law_of(setup_of(), settings, [request(tokens)], 0), wanted) < 1e-12
-
-
-# ---- the public samplers
 
 
 HOT = Sampling(temperature=2.0)
@@ -165,9 +160,6 @@ def test_under_coupled_acceptance_the_law_is_that_of_block_size_one_too(fused):
     setup = setup_of(sampling=REJECTING.model_copy(update={"acceptance": "coupled"}))
     law = law_of(setup, always(2, fused=fused), [request(tokens)], 0)
     assert total_variation(law, block_size_one(tokens)) < 1e-12
-
-
-# ---- the engine's own draws
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTING], ids=["greedy", "coupled", "rejection"])

@@ -1,7 +1,5 @@
 """Laws of the block decoders: block size 1 is autoregressive decoding, and S2D2 that verifies always is block size 1."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,11 +12,6 @@ from tests.decoders.support import decoder_settings, texts
 ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 
 
-def always(size, **more: Any):
-    """S2D2 that verifies every span, over a causal cache."""
-    return decoder_settings("s2d2", block_size=size, causal_cache=True, **more)
-
-
 LENGTHS = [(p, n) for n in (4, 5, 6) for p in range(n)] * 3
 
 
@@ -28,8 +21,8 @@ LENGTHS = [(p, n) for n in (4, 5, 6) for p in range(n)] * 3
 def test_coupled_and_at_temperature_zero_its_text_is_that_of_block_size_one(shift, size, sampling):
     info, requests = table_info(shift=shift), prompts(LENGTHS)
     one = texts(ours(requests, info, ONE, sampling, rows=16, length=8))
-    fewer = ours(requests, info, always(size, causal_draft=True), sampling, rows=16, length=8)
-    assert texts(fewer) == one
+    always = decoder_settings("s2d2", block_size=size, causal_cache=True, causal_draft=True)
+    assert texts(ours(requests, info, always, sampling, rows=16, length=8)) == one
     assert texts(ours(requests, info, decoder_settings("block_diffusion", block_size=size), sampling, length=8)) != one
 
 

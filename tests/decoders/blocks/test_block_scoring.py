@@ -1,7 +1,6 @@
 """Scores under block diffusion: exact at block size 1, else the bound over masks in each block, by hand and by enumeration."""
 
 import itertools
-from dataclasses import replace
 from math import comb
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from draftmill.decoders.base import Request
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.blocks.block_tables import table, table_info
+from tests.decoders.masked.test_masked_scoring import check_estimates, of_many_keys
 from tests.decoders.support import decoder_settings, score, scorer_for
 
 VOCAB, LENGTH = 3, 6
@@ -29,12 +29,6 @@ def law(model, held, row):
     return logits.log_softmax(0)
 
 
-def seen(tokens, row, size, *, causal_cache):
-    """What a clean row sees."""
-    end = row + 1 if causal_cache else min((row // size + 1) * size, len(tokens))
-    return dict(enumerate(tokens[:end]))
-
-
 def block_sum(model, tokens, block, masked, size, shift):
     """The sum of a block's masked tokens' log-probabilities, given its other tokens and the blocks before it."""
     end = min((block + 1) * size, len(tokens))
@@ -49,8 +43,8 @@ def bound(model, tokens, first, size, *, shift=0, causal_cache=False):
         places = list(range(max(first, block * size), min((block + 1) * size, len(tokens))))
         if shift and places[0] == block * size and places[0] > 0:
             row = places.pop(0) - 1
-            held = seen(tokens, row, size, causal_cache=causal_cache)
-            total += float(law(model, held, row)[tokens[row + 1]])
+            end = row + 1 if causal_cache else (row // size + 1) * size  # of what a clean row sees
+            total += float(law(model, dict(enumerate(tokens[:end])), row)[tokens[row + 1]])
         for count in range(1, len(places) + 1):
             for masked in itertools.combinations(places, count):
                 weight = 1 / count / comb(len(places), count)
@@ -96,15 +90,9 @@ def test_block_size_1_is_exact_token_by_token(shift, first):
 
 @pytest.mark.slow
 def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error():
-    # As in test_masked_scoring.py: 4.5 standard errors of the mean, and 25 % of the variance, for 600 keys.
-    base, count = text(LENGTH, 1), 600
-    requests = [replace(base, index=index, key=sample_key(9, str(index))) for index in range(count)]
-    outcomes = score(table(), table_info(), settings(6), requests, rows=64, samples=6)
-    found = np.asarray([outcomes[index].logprob for index in range(count)])
-    errors = np.asarray([outcomes[index].logprob_stderr for index in range(count)])
-    exact = bound(table(), base.canvas.tolist(), 1, 6)
-    assert abs(found.mean() - exact) < 4.5 * found.std() / np.sqrt(count)
-    assert (errors**2).mean() == pytest.approx(found.var(), rel=0.25)
+    base = text(LENGTH, 1)
+    outcomes = score(table(), table_info(), settings(6), of_many_keys(base, seed=9), rows=64, samples=6)
+    check_estimates(outcomes, bound(table(), base.canvas.tolist(), 1, 6))
 
 
 def test_draws_share_the_clean_text_that_is_longer_than_their_copies():

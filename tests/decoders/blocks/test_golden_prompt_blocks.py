@@ -34,9 +34,6 @@ def completed(folder: Path, info: ModelInfo, settings: Any, prompt: list[int], c
     return decode(load(folder), info, settings, GREEDY, [Request(0, 0, canvas)], rows=1)[0]
 
 
-# ---- D2F -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("family", "kind"), [("llada", "logits"), ("dream", "dream")])
 def test_logits_under_the_mask_of_d2f_are_those_of_its_code(golden, family, kind):
     backbone, arrays = load(golden / family), load_file(golden / "d2f" / "arrays.safetensors")
@@ -97,9 +94,6 @@ def test_prompts_share_and_are_cut_only_where_they_are_causal(golden, family, ca
         request.index: decode(load(folder), info, settings, GREEDY, [request])[request.index] for request in requests
     }
     assert texts(decode(load(folder), info, settings, GREEDY, requests, rows=2, prompt_rows=4)) == texts(alone)
-
-
-# ---- Nemotron-Labs-Diffusion -----------------------------------------------------------------------------------------------
 
 
 def test_logits_of_nemotron_are_those_of_ministral_3_in_both_modes(golden):

@@ -18,17 +18,13 @@ from safetensors.torch import load_file
 from draftmill.decoders.blocks.settings import Estimator, ScoreRouter
 from draftmill.decoders.blocks.verifier import expected_tokens, measure_of
 from draftmill.decoders.draws.sampling import measure
-from tests.decoders.blocks.golden_blocks import cases_of, kinds_of, orders, our_kinds, replayed, same, text_of
+from tests.decoders.blocks.golden_blocks import cases_of, check, kinds_of, our_kinds, replayed, same, text_of
 
 UNPUBLISHED = {"allow_resample", "ssd_ratio_threshold", "always_check_high_confidence", "legacy_ssd_span_strategy"}
 
 
-def judged(case):
-    return [step for step in case["steps"] if step.get("do_verify", step.get("verified"))]
-
-
 def check_verdicts(outcome, saw, case):
-    steps = judged(case)
+    steps = [step for step in case["steps"] if step.get("do_verify", step.get("verified"))]
     assert [step.proposed for step in outcome.trace if step.proposed] == [step["draft_tokens"] for step in steps]
     # With tempering the record counts by ratios that were not tempered.
     if "ssd_ratio_tempering_factor" not in case["settings"]:
@@ -49,20 +45,11 @@ def sdar_cases(folder):
 def test_s2d2_on_sdar_is_the_public_code(golden):
     folder = golden / "s2d2"
     cases, _ = sdar_cases(folder)
-    assert len(cases) > 100
+    assert len(cases) > 100 and len({case["settings"]["do_verify_policy"] for case in cases[::7]}) == 4, "every router"
     for case in cases[::7]:
         outcome, saw = replayed(folder, case)
-        assert same(outcome, case), case["name"]
-        ours, theirs = orders(outcome, case)
-        assert ours == theirs
-        stored, *others = kinds_of(case)
-        assert our_kinds(outcome) == (stored - 1, *others)
+        check(outcome, case, last_store=1)
         check_verdicts(outcome, saw, case)
-
-
-def test_every_router_takes_part(golden):
-    cases, _ = sdar_cases(golden / "s2d2")
-    assert len({case["settings"]["do_verify_policy"] for case in cases[::7]}) == 4
 
 
 def test_always_verifying_over_a_causal_cache_is_block_size_one_and_nothing_else_is(golden):
@@ -115,25 +102,19 @@ def test_s2d2_on_fast_dllm_v2_is_the_public_code(golden):
     for case in cases[::4]:
         outcome, saw = replayed(folder, case)
         assert text_of(outcome, case) == case["output"], case["name"]
-        ours, theirs = orders(outcome, case)
-        assert ours == theirs
-        assert our_kinds(outcome) == kinds_of(case)
+        check(outcome, case)
         check_verdicts(outcome, saw, case)
 
 
-def public_front(rules, masks, size):
-    """Counts the causal front from the sub-block's beginning and lays it at the block's, as the public code."""
-    return (masks[0] if masks else size) % rules.sub_block
-
-
 def test_the_causal_front_of_a_draft_ends_at_the_blocks_first_mask(golden, monkeypatch):
-    """Differs on purpose: the public code counts it from the sub-block's beginning."""
+    """Differs on purpose: the public code counts it from the sub-block's beginning, and lays it at the block's."""
     folder = golden / "fast_dllm_v2"
     cases = [case for case in fast_cases(folder)[1] if case["settings"]["block_size"] == 16]
     cases = [case for case in cases if case["verifier_randomness"] == "onehot"][::2]
     assert len(cases) > 2
     own = sum(same(replayed(folder, case)[0], case) for case in cases)
-    monkeypatch.setattr("draftmill.decoders.blocks.block_diffusion.front_of", public_front)
+    front_of = "draftmill.decoders.blocks.block_diffusion.front_of"
+    monkeypatch.setattr(front_of, lambda rules, masks, size: (masks[0] if masks else size) % rules.sub_block)
     public = sum(same(replayed(folder, case)[0], case) for case in cases)
     assert own < public <= len(cases)
 

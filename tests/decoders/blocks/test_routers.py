@@ -69,9 +69,6 @@ def decisions(route, **columns):
     return [route().decide(signals(**one)) for one in each]
 
 
-# ---- what a draft says -----------------------------------------------------------------------------------------------
-
-
 def test_the_span_is_the_first_run_of_masks():
     masks = [[1, 2, 4], [0, 1, 2, 3, 4], [4], [], [0, 2, 3, 4]]
     assert [first_run(places) for places in masks] == [[1, 2], [0, 1, 2, 3, 4], [4], [], [0]]
@@ -135,9 +132,6 @@ def test_a_draft_is_read_place_by_place():
     assert [one.expected for one in found] == pytest.approx([1.0, 2 * alpha + alpha**2, 0.0])
     for over, means in (("span", [0.0, 2 * 0.875 / 3, 0.0]), ("masks", [0.875 / 2, 2 * 0.875 / 3, 0.0])):
         assert [one.entropy for one in read_all({"kind": "bandit", "entropy_of": over})] == pytest.approx(means)
-
-
-# ---- decisions -------------------------------------------------------------------------------------------------------
 
 
 def test_a_span_is_verified_from_its_minimum_on():
@@ -235,9 +229,6 @@ def test_drafts_without_masks_teach_a_bandit_nothing():
         assert play(one, decoded) == play(other, decoded)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "settings",
@@ -258,9 +249,6 @@ def test_a_resumed_sample_is_routed_as_before_whatever_it_is_decoded_with(golden
         assert 0 < kinds["verify"] < kinds["draft"], "the router goes both ways"
         assert kinds == first[index].nfe_kinds
         assert outcome.tokens.tolist() == first[index].tokens.tolist()
-
-
-# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_checked():

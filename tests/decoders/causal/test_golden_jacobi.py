@@ -42,16 +42,15 @@ class Golden:
         """Decode cases together; with `drafts` from the initial drafts that the public code drew."""
         stops = Stops(ids=() if eos is None else (eos,))
         decoder = engine(self.backbone, self.info, settings, GREEDY, rows=len(cases), stops=stops)
-        requests = [_request(index, case) for index, case in enumerate(cases)]
+        requests = []
+        for index, case in enumerate(cases):
+            new = case["settings"]["max_new_tokens"] if "settings" in case else 64
+            canvas = np.array(case["prompt"] + [-1] * new, dtype=np.int32)
+            requests.append(Request(index, sample_key(0, case["name"]), canvas))
         with pytest.MonkeyPatch.context() as patch:
             if drafts:
                 patch.setattr(jacobi, "fill_with_prompt", partial(_use_public_drafts, cases))
             return run_all(decoder, requests)
-
-
-def _request(index, case):
-    new = case["settings"]["max_new_tokens"] if "settings" in case else 64
-    return Request(index, sample_key(0, case["name"]), np.array(case["prompt"] + [-1] * new, dtype=np.int32))
 
 
 def _use_public_drafts(cases, sample):

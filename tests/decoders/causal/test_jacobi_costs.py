@@ -133,9 +133,6 @@ def test_a_candidate_from_the_pool_wins_where_the_drafts_are_wrong():
     assert recycled.proposed == 11 + 10 + 9 + 8 + 7 + 6 + 1
 
 
-# ---- stops inside an accepted run ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stop", range(9))
 @pytest.mark.parametrize("window", ["fixed", "running"])
 def test_a_stop_at_every_place_of_an_accepted_run_takes_back_what_comes_after_it(window, stop):

@@ -57,11 +57,6 @@ def requests_of(count, *, seed=0, longest=40, shared=0):
     return requests
 
 
-def speculate(name, requests, *, k=3, sampling=Sampling(), rows=5, **more):  # noqa: B008
-    model, head = pair(name)
-    return decode(model, INFO, spec(k), sampling, requests, rows=rows, drafter=head, heads=head.heads, **more)
-
-
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_the_autoregressive_one_for_any_slots_and_lengths(name, temperature):
@@ -69,7 +64,8 @@ def test_the_text_is_the_autoregressive_one_for_any_slots_and_lengths(name, temp
     expected = texts(decode(target(), INFO, AR, sampling, requests))
     proposed = accepted = 0
     for k, rows in ((1, 1), (3, 4), (8, 16), ("auto", 3)):
-        found = speculate(name, requests, k=k, sampling=sampling, rows=rows)
+        model, head = pair(name)
+        found = decode(model, INFO, spec(k), sampling, requests, rows=rows, drafter=head, heads=head.heads)
         assert texts(found) == expected
         proposed += sum(one.proposed for one in found.values())
         accepted += sum(one.accepted for one in found.values())

@@ -12,6 +12,7 @@ from tests.decoders import enumeration
 from tests.decoders.masked.diffusion_tables import TARGET_INFO, VOCAB, drafter, mask_info, specdiff, target
 from tests.decoders.support import decoder_settings, toy_heads
 
+pytestmark = pytest.mark.slow
 AR = decoder_settings("autoregressive")
 
 
@@ -37,14 +38,12 @@ def request_of(index, prompt=2, holes=3):
 @pytest.mark.parametrize("window", ["short", "full"])
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.one_in(99, soak=3)
-@pytest.mark.slow
 def test_the_decoder_in_the_engine_has_the_autoregressive_law(gamma, steps, window, with_head):
     heads = toy_heads(VOCAB + 1) if with_head else None
     found = on_the_engine(specdiff(gamma, steps, window=window), heads=heads)
     assert enumeration.total_variation(found, on_the_engine(AR)) < 1e-12
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("warp", [{"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 2}], ids=str)
 def test_the_warps_and_suppressed_ids_leave_the_law_alone(warp, with_head):
@@ -54,7 +53,6 @@ def test_the_warps_and_suppressed_ids_leave_the_law_alone(warp, with_head):
     assert enumeration.total_variation(found, on_the_engine(AR, suppressed=(1,), **warp)) < 1e-12
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("with_head", [False, True])
 def test_a_sample_that_refills_a_slot_beside_others_has_that_law_too(with_head):
     heads = toy_heads(VOCAB + 1) if with_head else None
@@ -63,7 +61,6 @@ def test_a_sample_that_refills_a_slot_beside_others_has_that_law_too(with_head):
     assert enumeration.total_variation(found, on_the_engine(AR, temperature=0.7)) < 1e-12
 
 
-@pytest.mark.slow
 def test_the_native_order_has_another_law_in_the_engine():
     found = on_the_engine(specdiff(2, 2, order="native"))
     assert enumeration.total_variation(found, on_the_engine(AR)) > 1e-4

@@ -1,7 +1,8 @@
 """Speculative decoding of causal models: the sequential text whatever drafts, and every count by hand or by the reference."""
 
 from copy import copy
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,9 @@ from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
-from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import (
-    decode,
-    decoder_settings,
-    random_lengths,
-    texts,
-    token_info,
-    toy_prompts,
-)
+from tests.decoders.support import decode, decoder_settings, random_lengths, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -80,7 +74,11 @@ def requests_of(*canvases):
     return [Request(i, sample_key(0, str(i)), canvas) for i, canvas in enumerate(canvases)]
 
 
-# ---- the text ----------------------------------------------------------------------------------------------------
+def as_sequential(found, expected):
+    assert texts(found) == texts(expected)
+    for index, outcome in found.items():
+        assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
+        assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
 
 
 @pytest.mark.one_in(19, soak=2)
@@ -92,10 +90,7 @@ def test_coupled_text_is_the_autoregressive_text(drafter, warp):
     for number, (k, rows) in enumerate([(0, 3), (1, 1), (2, 16), (3, 3), (5, 1), (8, 3), (8, 16), ("auto", 3)]):
         shuffled = [requests[i] for i in np.random.default_rng(number).permutation(len(requests))]
         found = speculate(shuffled, k=k, drafter=ALL[drafter], sampling=sampling, rows=rows)
-        assert texts(found) == texts(expected)
-        for index, outcome in found.items():
-            assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
-            assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
+        as_sequential(found, expected)
 
 
 @pytest.mark.one_in(2)
@@ -111,31 +106,39 @@ def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(drafter,
 def by_reference(request, k, drafter, sampling, stop=lambda generated: False):
     length = len(request.canvas)
     model = PlainCausal(table(), length=length, sampling=sampling)
-    rule = (
-        CoupledRule(request.key, sampling)
-        if sampling.acceptance == "coupled"
-        else RejectionRule(NoiseChooser(request.key))
-    )
-    tokens = request.canvas[request.canvas >= 0].tolist()
+    rule, tokens = rule_of(request.key, sampling), request.canvas[request.canvas >= 0].tolist()
+    draft, more = by_model(PlainCausal(blend(), length=length, sampling=sampling)), {}
     if drafter == "ngram":
-        draft = by_lookup(VOCAB, max_n=NGRAM.max_n, min_n=NGRAM.min_n)
-        return causal_reference.speculative(
-            model, tokens, rule, k=k, draft=draft, stop=stop, calls=lambda drafts: 1
-        ), len(tokens)
-    draft = by_model(PlainCausal(blend(), length=length, sampling=sampling))
-    return causal_reference.speculative(model, tokens, rule, k=k, draft=draft, stop=stop), len(tokens)
+        draft, more = by_lookup(VOCAB, max_n=NGRAM.max_n, min_n=NGRAM.min_n), {"calls": lambda drafts: 1}
+    return causal_reference.speculative(model, tokens, rule, k=k, draft=draft, stop=stop, **more)
 
 
-def histogram(committed):
-    return np.bincount(committed).tolist()
-
-
-def same_as_reference(outcome, trail, num_prompt):
-    assert outcome.tokens.tolist() == trail.tokens[num_prompt:]
+def same_as_reference(outcome, trail, request):
+    assert outcome.tokens.tolist() == trail.tokens[int((request.canvas >= 0).sum()) :]
     assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups)
     assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
     assert outcome.iterations == len(trail.committed)
-    assert outcome.accept_hist == histogram(trail.committed)
+    assert outcome.accept_hist == np.bincount(trail.committed).tolist()
+
+
+def check_runs(outcomes, requests, plain):
+    """Tokens and counts are those of the reference's run, `plain(request)`; some drafts are accepted and some refused."""
+    for request in requests:
+        same_as_reference(outcomes[request.index], plain(request), request)
+    assert sum(o.accepted for o in outcomes.values()) >= 4
+    assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 4
+
+
+def cut_places(outcomes, requests, plain):
+    """How many tokens the last steps of the samples committed that the stop id 2 ends, as in the reference's runs."""
+    places = set()
+    for request in requests:
+        outcome, trail = outcomes[request.index], plain(request, stop=lambda generated: generated[-1] == 2)
+        same_as_reference(outcome, trail, request)
+        assert outcome.finish == ("eos" if outcome.tokens[-1] == 2 else "length")
+        if outcome.finish == "eos":
+            places.add(trail.committed[-1])
+    return places
 
 
 @pytest.mark.one_in(7)
@@ -146,10 +149,7 @@ def test_the_batched_decoder_gives_the_reference_tokens_and_counts(drafter, acce
     sampling = Sampling(acceptance=acceptance, temperature=0.9)
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=3)
     outcomes = speculate(requests, k=k, drafter=DRAFTERS[drafter], sampling=sampling, rows=7)
-    for request in requests:
-        same_as_reference(outcomes[request.index], *by_reference(request, k, drafter, sampling))
-    assert sum(o.accepted for o in outcomes.values()) >= 4
-    assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 4
+    check_runs(outcomes, requests, partial(by_reference, k=k, drafter=drafter, sampling=sampling))
 
 
 @pytest.mark.one_in(5)
@@ -159,14 +159,7 @@ def test_a_stop_id_cuts_an_accepted_run_where_it_stands(drafter, acceptance):
     sampling = Sampling(acceptance=acceptance)
     requests = toy_prompts(80, vocab_size=VOCAB, longest=LENGTH, seed=4)
     outcomes = speculate(requests, k=4, drafter=DRAFTERS[drafter], sampling=sampling, stops=Stops(ids=(2,)))
-    places = set()
-    for request in requests:
-        outcome = outcomes[request.index]
-        trail, num_prompt = by_reference(request, 4, drafter, sampling, stop=lambda generated: generated[-1] == 2)
-        same_as_reference(outcome, trail, num_prompt)
-        assert outcome.finish == ("eos" if outcome.tokens[-1] == 2 else "length")
-        if outcome.finish == "eos":
-            places.add(trail.committed[-1])
+    places = cut_places(outcomes, requests, partial(by_reference, k=4, drafter=drafter, sampling=sampling))
     assert places >= ({1, 2, 3} if drafter == "model" else {1, 2})
 
 
@@ -192,19 +185,8 @@ def test_a_stop_string_may_end_at_every_place_of_an_accepted_run(place):
     # Five drafts and a bonus: the drafts after the stop were never there.
     assert (cut.proposed, cut.accepted) == (min(place, 5), min(place, 5))
     assert cut.accept_hist == [0] * place + [1]
-    assert cut.logprob == pytest.approx(logprob_of(request[0], cut.tokens.tolist()), abs=1e-12)
-
-
-def logprob_of(request, tokens):
     model = PlainCausal(table(), length=LENGTH, sampling=Sampling())
-    text, total = request.canvas[request.canvas >= 0].tolist(), 0.0
-    for token in tokens:
-        total += float(model.law(text)[token])
-        text.append(token)
-    return total
-
-
-# ---- counts by hand ----------------------------------------------------------------------------------------------
+    assert cut.logprob == pytest.approx(model.logprob([1], cut.tokens.tolist()), abs=1e-12)
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -294,9 +276,6 @@ def test_prompt_lookup_copies_a_period_for_as_long_as_it_holds():
     assert (outcome.nfe, outcome.nfe_draft, outcome.proposed, outcome.accepted) == (1, 1, 2, 2)
 
 
-# ---- slots -------------------------------------------------------------------------------------------------------
-
-
 def test_slots_with_fewer_drafts_have_fewer_rows():
     class Watched(TokenTable):
         def forward(self, rows):
@@ -309,9 +288,6 @@ def test_slots_with_fewer_drafts_have_fewer_rows():
     speculate(requests, k=2, target=Watched(vocab_size=VOCAB, num_positions=LENGTH, seed=1))
     # The prompt of three, and none, one or two drafts.
     assert widths[0] == [3, 4, 5]
-
-
-# ---- vocabularies and lengths ------------------------------------------------------------------------------------
 
 
 def test_what_the_target_never_says_is_never_drafted():
@@ -344,8 +320,7 @@ def test_a_drafter_with_a_shorter_context_stops_drafting_there():
             return super().forward(rows)
 
     requests = requests_of(prompt(0, holes=6), prompt(0, 1, 2, 1, 2, holes=2))
-    short = token_info(VOCAB)
-    short = type(short)(**{**{n: getattr(short, n) for n in short.__dataclass_fields__}, "max_length": 4})
+    short = replace(token_info(VOCAB), max_length=4)
     drafter = Short(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
     found = decode(table(), INFO, spec(3, MODEL), Sampling(), requests, drafter=drafter, drafter_info=short)
     assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))

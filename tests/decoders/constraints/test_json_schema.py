@@ -18,23 +18,8 @@ from draftmill.decoders.constraints.regex import machine_of
 
 CHECKER = Draft202012Validator.FORMAT_CHECKER
 WORDS = [
-    "true",
-    "false",
-    "null",
-    '"a',
-    '":',
-    '", "',
-    "é",
-    "\U0001f600",
-    "12",
-    "00",
-    "-1",
-    "\\n",
-    '\\"',
-    "[]",
-    "{}",
-    "}}",
-]
+    "true", "false", "null", '"a', '":', '", "', "é", "\U0001f600", "12", "00", "-1", "\\n", '\\"', "[]", "{}", "}}",
+]  # fmt: skip
 TOKENS = [*(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS), b"ab", b"kind", b'{"', None]
 KEYS = ["a", "b", "kind", 'q"x', "é\\"]
 
@@ -106,17 +91,9 @@ class Schemas:
 
     def string(self, depth: int) -> Any:
         patterns = [
-            "cat|dog",
-            "^.{3,12}$",
-            "^ab",
-            "^a$|^b$",
-            "[0-9]",
-            "^[^a]*$",
-            '\\\\|"',
-            "^(?=.*x)[a-x]+$",
-            "b{2}$",
+            "cat|dog", "^.{3,12}$", "^ab", "^a$|^b$", "[0-9]", "^[^a]*$", '\\\\|"', "^(?=.*x)[a-x]+$", "b{2}$",
             "^\\w+\\s",
-        ]
+        ]  # fmt: skip
         if self.rng.random() < 0.3:
             return {"type": "string", "format": self.rng.choice(list(FORMATS))}
         sizes = self.some(minLength=lambda: self.rng.randint(0, 3), maxLength=lambda: self.rng.randint(6, 40))
@@ -375,23 +352,9 @@ def test_expressions_that_take_long_are_refused_early(monkeypatch, expression, r
 
 
 PATTERNS = [
-    "cat|dog",
-    "^a$|^b$",
-    "^ab",
-    "^.{2,3}$",
-    "b+c?",
-    "(a|b)*c$",
-    "^(?!ab)[a-c]*$",
-    "^(?=.*b)[abc]{2,}$",
-    "[^a]b",
-    "a{2}|",
-    "^$",
-    "(?i)A",
-    "(a$)\n|b",
-    "(b$|a)\n?$",
-    "^(^a|$)",
-    "[^\\W1]$",
-]
+    "cat|dog", "^a$|^b$", "^ab", "^.{2,3}$", "b+c?", "(a|b)*c$", "^(?!ab)[a-c]*$", "^(?=.*b)[abc]{2,}$", "[^a]b",
+    "a{2}|", "^$", "(?i)A", "(a$)\n|b", "(b$|a)\n?$", "^(^a|$)", "[^\\W1]$",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -183,9 +183,6 @@ def test_a_batch_is_the_same_after_its_way_through_one_buffer():
     assert sent.rows.shape.num_lines == b.rows.shape.num_lines and sent.signature == b.signature
 
 
-# ---- wrong asks ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ask", "message"),
     [

@@ -21,7 +21,7 @@ from draftmill.decoders.engine.scheduler import schedule_chunks
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_scorer
 from tests.decoders.engine.test_prefix_cache import CASES, choices, infills, made, model, said
-from tests.decoders.support import decoder_settings, engine, run_all
+from tests.decoders.support import decoder_settings, engine, run_all, texts
 
 AR = decoder_settings("autoregressive")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
@@ -93,9 +93,6 @@ def test_scores_of_given_texts_are_the_same_bits(budget):
         return said(outcomes), scorer.stats.useful_rows + scorer.stats.prompt_rows_shared
 
     assert scored(budget) == scored(None)
-
-
-# ---- what a budget is for ----------------------------------------------------------------------------------------
 
 
 def watched(decoder: Any, model: int = 0) -> list[list[tuple[int, int, int]]]:
@@ -251,9 +248,6 @@ def begun_before(seen: list[list[tuple[int, int, int]]], forward: list[tuple[int
     return {index for one in seen[:place] for index, _, _ in one} - later
 
 
-# ---- a sample whose prompt has half run --------------------------------------------------------------------------
-
-
 def alone(request: Request, name: str = "autoregressive") -> list[Any]:
     return said(run_all(made(name, 1, None), [request]))[request.index]
 
@@ -328,9 +322,6 @@ def test_a_chunk_of_a_prompt_that_is_not_finite_is_found_and_harms_no_other():
     decoder.clear()
 
 
-# ---- common beginnings -------------------------------------------------------------------------------------------
-
-
 def test_a_sample_takes_over_columns_as_soon_as_they_are_there():
     rng = np.random.default_rng(1)
     head, tail, end = rng.integers(10, 200, 32), rng.integers(10, 200, 64), np.full(6, HOLE)
@@ -351,9 +342,6 @@ def test_a_sample_takes_over_columns_as_soon_as_they_are_there():
     found = said(rest_of(decoder))
     assert found == {0: alone(first), 1: alone(second)}
     assert (decoder.stats.prompt_rows_shared, decoder.stats.prompt_rows) == (32, 2 * 96)
-
-
-# ---- what is counted ---------------------------------------------------------------------------------------------
 
 
 def test_the_chunks_of_a_prompt_are_one_evaluation_and_all_of_them_are_charged():
@@ -395,9 +383,7 @@ def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatc
     some = prompts(9, 60, 70, 40, 33, new=20)
     found = run_all(decoder, some)
     plain = made("autoregressive", 4, None, temperature=1.0)
-    assert {index: one.tokens.tolist() for index, one in found.items()} == {
-        index: one.tokens.tolist() for index, one in run_all(plain, some).items()
-    }
+    assert texts(found) == texts(run_all(plain, some))
     ends = {request.index: len(request.canvas) - 20 for request in some}
     has_prompts = [any(decided == ends[index] for index, _, decided in forward) for forward in seen]
     assert told == has_prompts
@@ -408,9 +394,6 @@ def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts(monkeypatc
     ]
     assert sum(beside) > 5
     assert not any(one and two for one, two in pairwise(beside))
-
-
-# ---- the budget ----------------------------------------------------------------------------------------------------
 
 
 class Waiting:
@@ -441,9 +424,8 @@ def test_any_line_is_served_in_order_within_the_budget(multiple, scores):
         dealt = schedule_chunks(line, algorithm, budget)
         assert dealt == line[: len(dealt)] and dealt
         rows = [one.chunk or one.length - one.cached for one in dealt]
-        assert sum(rows) <= budget or (
-            len(dealt) == 1 and rows[0] <= max(unit, one_that_cannot_be_cut(dealt[0], algorithm))
-        )
+        uncut = 0 if dealt[0].chunk else rows[0]  # it runs whole since no more of it can run ahead
+        assert sum(rows) <= budget or (len(dealt) == 1 and rows[0] <= max(unit, uncut))
         for one in dealt:
             assert one.chunk == 0 or (multiple != WHOLE and one.cached + one.chunk < one.prompt)
             assert (one.cached + one.chunk) % unit == 0 or not one.chunk
@@ -452,11 +434,6 @@ def test_any_line_is_served_in_order_within_the_budget(multiple, scores):
             left, other = budget - sum(rows), line[len(dealt)]
             assert other.length - other.cached > left
             assert multiple == WHOLE or left < unit or other.cached + unit > other.prompt - 1
-
-
-def one_that_cannot_be_cut(one: Any, algorithm: Any) -> int:
-    """The rows of one that runs whole since no more of it can run ahead."""
-    return 0 if one.chunk else one.length - one.cached
 
 
 def test_memory_bounds_the_rows_of_prompts_too():

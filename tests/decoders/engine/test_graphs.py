@@ -1,6 +1,6 @@
 """Captured forwards give what forwards give that run operation by operation: texts, counters, log-probabilities."""
 
-from __future__ import annotations
+from __future__ import annotations  # `Sent` reads which of its fields are arrays from their annotations as text
 
 import contextlib
 import itertools
@@ -25,24 +25,10 @@ from tests.runs.jobs_of_tests import soak
 
 CPU = torch.device("cpu")
 CAPTURED = {
-    "autoregressive": 1,
-    "speculative": 1,
-    "speculative, model": 2,
-    "speculative, suffix": 1,
-    "jacobi": 1,
-    "multiblock_jacobi": 1,
-    "specdiff": 1,
-    "any_subset": 1,
-    "parallel": 1,
-    "assd": 1,
-    "assd, n-gram": 1,
-    "assd, fused": 1,
-    "stepwise, cached": 1,
-    "ssd, cached": 1,
-    "block_diffusion": 1,
-    "s2d2": 1,
-    "s2d2, fused": 1,
-}
+    "autoregressive": 1, "speculative": 1, "speculative, model": 2, "speculative, suffix": 1, "jacobi": 1,
+    "multiblock_jacobi": 1, "specdiff": 1, "any_subset": 1, "parallel": 1, "assd": 1, "assd, n-gram": 1,
+    "assd, fused": 1, "stepwise, cached": 1, "ssd, cached": 1, "block_diffusion": 1, "s2d2": 1, "s2d2, fused": 1,
+}  # fmt: skip
 """The decoders whose forwards are captured, and those of how many models."""
 # Of these each shape comes rarely.
 MANY = {"parallel": 24, "assd": 16, "assd, fused": 24}
@@ -95,7 +81,6 @@ def growing(name: str, times: int = 1) -> list[Request]:
 
 @cache
 def eager(name: str, times: int = 1) -> dict[int, Outcome]:
-    """What is said without graphs."""
     with pytest.MonkeyPatch.context() as patch:
         use_references(patch)
         engine = engine_of(name)
@@ -175,27 +160,13 @@ CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
     ids=str,
 )
 def test_captured_forwards_judge_by_ratio_as_others_do(name, more, monkeypatch):
-    more, some = more | {"acceptance": "rejection"}, many(name, 24 if name.startswith("assd") else 9)
-    with monkeypatch.context() as plain:
-        use_references(plain)
-        expected = run_all(engine_of(name, **more), some)
-    use_graphs(monkeypatch, watches=True)
-    engine = engine_of(name, **more)
-    same(run_all(engine, some), expected)
-    assert all(replayed(engine))
+    check(name, many(name, 24 if name.startswith("assd") else 9), monkeypatch, acceptance="rejection", **more)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("more", [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}])
 def test_captured_draws_follow_the_sampling_settings(more, monkeypatch):
-    name = "autoregressive"
-    with monkeypatch.context() as plain:
-        use_references(plain)
-        expected = run_all(engine_of(name, **more), many(name))
-    use_graphs(monkeypatch)
-    engine = engine_of(name, **more)
-    same(run_all(engine, many(name)), expected)
-    assert all(replayed(engine))
+    check("autoregressive", many("autoregressive"), monkeypatch, **more)
 
 
 @pytest.mark.slow
@@ -204,12 +175,16 @@ def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch):
     name = "stepwise, cached"
     model, settings = CASES[name]
     monkeypatch.setitem(CASES, name, (model, settings | {"block_length": 5}))
+    check(name, many(name, 14), monkeypatch)
+
+
+def check(name: str, requests: list[Request], monkeypatch: pytest.MonkeyPatch, **sampling: Any) -> None:
     with monkeypatch.context() as plain:
         use_references(plain)
-        expected = run_all(engine_of(name), many(name, 14))
-    use_graphs(monkeypatch)
-    engine = engine_of(name)
-    same(run_all(engine, many(name, 14)), expected)
+        expected = run_all(engine_of(name, **sampling), requests)
+    use_graphs(monkeypatch, watches=True)
+    engine = engine_of(name, **sampling)
+    same(run_all(engine, requests), expected)
     assert all(replayed(engine))
 
 
@@ -246,9 +221,6 @@ def test_one_sample_with_nan_fails_at_once_in_a_captured_forward_too(name, monke
     assert (found.index, found.error_kind) == (bad.request.index, "nan_logits")
     (other,) = [outcome for _ in range(20) for outcome in engine.step()]
     same({0: other}, {0: expected[0]})
-
-
-# ---- the graphs themselves -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from draftmill.decoders.engine.setup import Setup
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, engine, run_all, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -56,9 +56,6 @@ def finish(decoder: Any) -> None:
 
 def prompt(index: int, length: int) -> Request:
     return Request(index, index, np.array([1] + [HOLE] * (length - 1), dtype=np.int32))
-
-
-# ---- the plan --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gib", [1, 8, 80])
@@ -111,9 +108,6 @@ def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
     assert [part.stop for part in narrow.parts(300, by_kernel=True)] == [250, 500], "without copies"
 
 
-# ---- admission and allocation ----------------------------------------------------------------------------------------
-
-
 def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
     table = Cached()
     decoder = engine(table, INFO, AR, rows=1000)
@@ -132,9 +126,7 @@ def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(setting
     expected = decode(TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3), INFO, AR, Sampling(), requests)
     decoder = engine(table, INFO, settings, rows=9, max_tokens=max_tokens)
     outcomes = run_all(decoder, requests)
-    assert {index: one.tokens.tolist() for index, one in outcomes.items()} == {
-        index: one.tokens.tolist() for index, one in expected.items()
-    }
+    assert texts(outcomes) == texts(expected)
     alone = decoder.columns(LENGTH)
     assert table.shapes and max(slots * columns for slots, columns in table.shapes) <= max(max_tokens, alone)
 
@@ -172,14 +164,14 @@ def test_a_canvas_that_would_cost_the_highest_slot_waits_for_its_sample():
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
 def test_texts_are_the_same_in_whatever_memory_there_is(settings):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
-    expected = {i: one.tokens.tolist() for i, one in decode(Cached(), INFO, AR, Sampling(), requests).items()}
+    expected = texts(decode(Cached(), INFO, AR, Sampling(), requests))
     for num_bytes in (6_000, 20_000, 100_000):
         table = Cached()
         decoder = engine(table, INFO, settings, rows=50)
         decoder.fit(num_bytes)
         assert decoder.plan.slots is not None
         outcomes = run_all(decoder, requests)
-        assert {i: one.tokens.tolist() for i, one in outcomes.items()} == expected
+        assert texts(outcomes) == expected
         largest = max(slots * columns for slots, columns in table.shapes)
         assert largest * table.cell_bytes <= decoder.plan.slots < num_bytes
         assert decoder.room(LENGTH) == decoder.most_rows(LENGTH) <= 50
@@ -238,9 +230,6 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch):
     done = [outcome for _ in range(12) for outcome in decoder.step()]
     assert widths[:3] == [2, 2, 5] and len(done) == 5, "the last prompt goes along with the others' next rows"
     assert {outcome.nfe for outcome in done} == {4}
-
-
-# ---- growth that fails half way --------------------------------------------------------------------------------------
 
 
 def filled() -> SlotCache:
@@ -325,9 +314,6 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
     assert len(run_all(decoder, [prompt(0, 5)])[0].tokens) == 4
 
 
-# ---- logits in parts -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -360,23 +346,16 @@ def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch):
     monkeypatch.setattr(memory, "_CPU_LOGITS", 4 * VOCAB * 8)
     run_all(
         engine(table, INFO, jacobi(5), rows=20),
-        toys(),
+        toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=17),
     )
     assert max(held) == 4
-
-
-def toys() -> list[Request]:
-    return toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=17)
-
-
-# ---- noise -----------------------------------------------------------------------------------------------------------
 
 
 def test_noise_never_takes_more_than_its_bytes():
     table = Cached()
     decoder = engine(table, INFO, jacobi(4), rows=50)
     decoder.fit(20_000)
-    run_all(decoder, toys())
+    run_all(decoder, toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=17))
     decoder.admit([prompt(index, 3) for index in range(decoder.room(3))])
     noise = decoder.sampler._noise
     assert len(noise._held_SC) < len(decoder.samples), "some slots keep none"

@@ -61,9 +61,6 @@ ALL = [(kind, name) for kind, decoders in DECODERS.items() for name in decoders]
 LOSSLESS = [case for case in ALL if case[1] != "baseline"]
 
 
-# ---- the law of transformers ---------------------------------------------------------------------------------------------
-
-
 def processed(logits_V: Any, tokens: list[int], prompt: int, penalties: Penalties) -> Any:
     """The logits after transformers' processors, in its order, of a text of which `prompt` tokens were given."""
     ids_1L, scores_1V = torch.tensor([tokens]), logits_V.unsqueeze(0).clone()
@@ -156,9 +153,6 @@ def test_no_end_comes_before_its_time_as_in_transformers():
     assert min(map(len, law)) == 3 and max(map(len, law)) == 4
 
 
-# ---- in any order ----------------------------------------------------------------------------------------------------------
-
-
 def banned(token: int, position: int, token_at: dict[int, int], penalties: Penalties) -> bool:
     """Whether a token at a position makes a run that is banned, or that occurs twice."""
     filled = token_at | {position: token}
@@ -211,9 +205,6 @@ def test_a_row_that_knows_tokens_on_both_sides_draws_from_the_logits_written_dow
     assert different > 20
 
 
-# ---- lossless decoders -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "decoder"),
@@ -263,14 +254,8 @@ def test_log_probabilities_are_those_of_the_model_itself():
     outcome = decode_with(
         setup("causal", Sampling()), DECODERS["causal"]["baseline"], [own(plain_request(canvas), penalties)]
     )[0]
-    model, tokens, total = PlainCausal(copy(tables("causal")), length=LENGTH + 1, sampling=Sampling()), [0], 0.0
-    for token in outcome.tokens.tolist():
-        total += float(model.law(tokens)[token])
-        tokens.append(token)
-    assert outcome.logprob == pytest.approx(total, abs=1e-9)
-
-
-# ---- what is told of the model ---------------------------------------------------------------------------------------------
+    model = PlainCausal(copy(tables("causal")), length=LENGTH + 1, sampling=Sampling())
+    assert outcome.logprob == pytest.approx(model.logprob([0], outcome.tokens.tolist()), abs=1e-9)
 
 
 @pytest.mark.one_in(2)

@@ -51,17 +51,9 @@ CASES: dict[str, tuple[str, DecoderChoice]] = {
     "s2d2, fused": ("block-tiny", decoder_settings("s2d2", router={"kind": "min_span"}, **CAUSAL_BLOCKS)),
 }
 COUNTS = (
-    "finish",
-    "nfe",
-    "nfe_draft",
-    "iterations",
-    "proposed",
-    "accepted",
-    "accept_hist",
-    "nfe_kinds",
-    "logprob",
+    "finish", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "accept_hist", "nfe_kinds", "logprob",
     "trace",
-)
+)  # fmt: skip
 
 
 @cache
@@ -168,9 +160,6 @@ def test_every_family_of_causal_models_has_the_same_bits(family, tmp_path):
     assert sharing.stats.prompt_rows_shared > 0.5 * sharing.stats.prompt_rows
 
 
-# ---- scores ------------------------------------------------------------------------------------------------------
-
-
 def choices(contexts: int, *, ends: int = 4) -> list[Request]:
     """Five examples before each question, and several ends of each question to score, as evaluations of choices have them."""
     rng, made = np.random.default_rng(4), list[Request]()
@@ -214,9 +203,6 @@ def test_scores_of_an_any_subset_model_share_what_is_given(rows):
     plain, sharing = (switched(build_scorer(setup, settings, Estimate()), shares=shares) for shares in (False, True))
     assert said(run_all(sharing, some)) == said(run_all(plain, some))
     assert sharing.stats.prompt_rows_shared == 2 * 4 * 24
-
-
-# ---- where the columns come from ---------------------------------------------------------------------------------
 
 
 def rows_of(decoder: Any, requests: list[Request]) -> int:
@@ -323,9 +309,6 @@ def test_a_cleared_decoder_has_forgotten_all_columns():
     decoder.step()
     decoder.clear()
     assert rows_of(decoder, [completion(head, one)]) == 48
-
-
-# ---- the table of prompts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("multiple", [1, 4, WHOLE])

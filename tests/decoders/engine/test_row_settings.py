@@ -68,12 +68,6 @@ def drafter():
     return made
 
 
-def at_once(sampling, own):
-    """The sampling of a job that has a request's own settings for all of its rows."""
-    changed = {name: value for name in ("temperature", "top_p") if (value := getattr(own, name)) is not None}
-    return sampling.model_copy(update=changed)
-
-
 def check(make, requests, sampling, *, rows=5):
     """Each row of a mixed batch is the row of a job with its settings; all of them are met, and they matter."""
     rng = np.random.default_rng(3)
@@ -84,7 +78,8 @@ def check(make, requests, sampling, *, rows=5):
     for own in OWN:
         mine = [request for request in requests if mixed[request.index].settings == own]
         assert mine
-        for index, outcome in run_all(make(at_once(sampling, own), rows), mine).items():
+        own_values = {name: getattr(own, name) for name in ("temperature", "top_p") if getattr(own, name) is not None}
+        for index, outcome in run_all(make(sampling.model_copy(update=own_values), rows), mine).items():
             assert found[index].tokens.tolist() == outcome.tokens.tolist()
             assert found[index].logprob == outcome.logprob
             assert found[index].finish == outcome.finish
@@ -193,9 +188,6 @@ def test_so_it_is_where_chance_says_when_a_mask_is_revealed(predictor):
         return tables.decoder(tables.settings_of(4, predictor), sampling, rows=rows)
 
     check(make, toy_requests(120, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=2), Sampling())
-
-
-# ---- stop strings and log-probabilities --------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(7)

@@ -164,7 +164,6 @@ def decoded(name, kernels, *, warp, count=4, acceptance="coupled", own=False, le
 
 
 def scored(name, kernels):
-    """The scores of whole texts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: kernels.sample)
         setup, settings = setup_for(name, kernels, Sampling())

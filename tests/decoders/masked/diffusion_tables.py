@@ -21,7 +21,6 @@ def mask_info(*, max_length=None, shift=0, mask_id=MASK, vocab_size=VOCAB + 1):
 
 
 def specdiff(gamma, steps=2, **more: Any):
-    """The decoder's settings."""
     return decoder_settings("specdiff", gamma=gamma, steps=steps, drafter=PLACE, **more)
 
 

@@ -45,14 +45,7 @@ def built(backbone, folder, settings, *, suppressed=(), rows=3):
     return engine(backbone, info, settings, GREEDY, rows=rows, trace=True)
 
 
-def reveal_calls(outcome, canvas):
-    """The forward after which each hole was revealed, counted from 1, in the order of positions."""
-    call_of = {position: step.nfe for step in outcome.trace for position in step.positions}
-    return [call_of[position] for position in np.flatnonzero(canvas < 0)]
-
-
 def decoded(decoder, case, mask_id):
-    """The outcome of a case."""
     return run_all(decoder, [Request(0, 1, canvas_of(case, mask_id))])[0]
 
 
@@ -66,4 +59,5 @@ def check(decoder, case, mask_id):
 def check_reveals(outcome, case, canvas):
     holes = np.flatnonzero(canvas < 0)
     assert outcome.tokens.tolist() == [case["output"][hole] for hole in holes]
-    assert reveal_calls(outcome, canvas)[-len(case["reveal_call"]) :] == case["reveal_call"]
+    call_of = {position: step.nfe for step in outcome.trace for position in step.positions}
+    assert [call_of[hole] for hole in holes][-len(case["reveal_call"]) :] == case["reveal_call"]

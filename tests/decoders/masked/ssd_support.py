@@ -10,7 +10,6 @@ def decode(backbone, info, settings, sampling, requests, *, rows, **more):
 
 
 def reveals(outcome):
-    """Positions in the order in which they were revealed, each with its token."""
     return [pair for step in outcome.trace or () for pair in zip(step.positions, step.committed, strict=True)]
 
 

@@ -18,7 +18,7 @@ from draftmill.decoders.draws.schedule import LAST_TIME, NOISE_EPS
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked import ancestral as ancestral_module
-from tests.decoders.enumeration import decoded, engine_of
+from tests.decoders.enumeration import decoded, engine_of, total_variation
 from tests.decoders.references.causal import PlainMasked
 from tests.decoders.references.choosers import enumerate_law
 from tests.decoders.references.masked import ancestral
@@ -43,10 +43,6 @@ def table(length=LENGTH, seed=1):
     return copy(_made(length, seed))
 
 
-def plain(length, sampling=Sampling()):  # noqa: B008
-    return PlainMasked(table(length), mask_id=MASK, sampling=sampling)
-
-
 def decoder(settings, sampling=Sampling(), *, info=INFO, rows=4, backbone=None, **more):  # noqa: B008
     backbone = backbone or table()
     return engine(backbone, info, settings, sampling, rows=rows, **more)
@@ -58,9 +54,6 @@ def settings_of(steps, predictor="ddpm"):
 
 def requests_of(count, *, seed=0, **more):
     return [r for r in toy_requests(count, vocab_size=VOCAB, longest=LENGTH, seed=seed, **more) if (r.canvas < 0).any()]
-
-
-# ---- the law of whole runs -----------------------------------------------------------------------------------------
 
 
 def by_hand(model, canvas, steps, predictor):
@@ -97,10 +90,6 @@ def by_hand(model, canvas, steps, predictor):
                 after[key] = after.get(key, 0.0) + mass * math.prod(chance for _, chance in choice)
         law = after
     return law
-
-
-def total_variation(one, other):
-    return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2
 
 
 def by_steps(monkeypatch, key, holes, length, steps):
@@ -174,13 +163,10 @@ def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
         engine = engine_of(setup, settings_of(steps, predictor), {number: chooser})
         return tuple(decoded(engine, requests)[number].tokens.tolist())
 
-    expected = by_hand(plain(3, sampling), canvas, steps, predictor)
+    expected = by_hand(PlainMasked(table(3), mask_id=MASK, sampling=sampling), canvas, steps, predictor)
     law = enumerate_law(run)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     assert total_variation(law, {(text[0], text[2]): mass for text, mass in expected.items()}) < 1e-12
-
-
-# ---- the batched decoder -------------------------------------------------------------------------------------------
 
 
 def by_reference(request, settings, sampling):
@@ -198,7 +184,7 @@ def by_reference(request, settings, sampling):
         gumbel = None if sampling.temperature == 0.0 else noise.gumbel_rows(key, torch.tensor([position]), VOCAB + 1)
         return int(coupled_draw(law_V.unsqueeze(0), gumbel))
 
-    model = plain(LENGTH, sampling)
+    model = PlainMasked(table(LENGTH), mask_id=MASK, sampling=sampling)
     return ancestral(
         model, request.canvas.tolist(), steps=settings.steps, predictor=settings.predictor, strike=strike, tell=tell
     )

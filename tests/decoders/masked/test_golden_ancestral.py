@@ -45,9 +45,6 @@ def step_of(logits_RV, kind, time, later):
     return probabilities
 
 
-# ---- MDLM ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["no_time_cond", "time_cond"])
 def test_reverse_steps_of_mdlm_are_the_public_ones(golden, mode):
     cases, arrays = cases_of(golden / "mdlm")
@@ -98,9 +95,6 @@ def test_public_runs_of_mdlm_are_those_of_our_steps_and_their_numbers(golden, tm
         last = torch.where(canvas == MASK, law_of(logits).argmax(-1), canvas)
         assert torch.equal(last, arrays[run["final_x"]["array"]][row])
     assert changed > 12 * run["batch"]
-
-
-# ---- SEDD ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["analytic", "euler", "denoiser"])

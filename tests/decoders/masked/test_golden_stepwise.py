@@ -51,12 +51,8 @@ def test_threshold_is_the_public_fast_dllm(golden, kind):
     assert len(cases) >= 4
     for case in cases:
         options = case["settings"]
-        settings = decoder_settings(
-            "threshold",
-            block_length=options["block_length"],
-            tau=options["threshold"],
-            cache=CACHES[kind],
-        )
+        common = {"block_length": options["block_length"], "cache": CACHES[kind]}
+        settings = decoder_settings("threshold", tau=options["threshold"], **common)
         check(built(backbone, folder, settings), case, 90)
 
 
@@ -101,14 +97,8 @@ def test_stepwise_is_the_public_dream_by_its_schedule(golden):
     cases = [case for case in cases_of(folder, "diffusion_generate") if case["settings"]["alg"] in CONFIDENCES]
     assert len(cases) >= 14
     for case in cases:
-        options = case["settings"]
-        settings = decoder_settings(
-            "stepwise",
-            block_length=None,
-            schedule="dream",
-            steps=options["steps"],
-            confidence=CONFIDENCES[options["alg"]],
-        )
+        steps, confidence = case["settings"]["steps"], CONFIDENCES[case["settings"]["alg"]]
+        settings = decoder_settings("stepwise", block_length=None, schedule="dream", steps=steps, confidence=confidence)
         check(built(backbone, folder, settings), case, 91)
 
 
@@ -129,10 +119,6 @@ def test_the_times_of_dreams_schedule_are_those_of_torch_to_the_bit():
         assert torch.equal(torch.from_numpy(dream_times(steps)), torch.linspace(1.0, 1e-3, steps + 1))
 
 
-def public_text(case, mask_id):
-    return [case["output"][hole] for hole in np.flatnonzero(canvas_of(case, mask_id) < 0)]
-
-
 def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
     """Differs on purpose: the public code leaves the mask its share of every probability, so a close choice of a position can
     come out otherwise; most do not."""
@@ -143,7 +129,8 @@ def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
         options = case["settings"]
         settings = decoder_settings("stepwise", block_length=options["block_length"], steps=options["steps"])
         decoder = built(backbone, folder, settings, suppressed=(90,))
-        same += decoded(decoder, case, 90).tokens.tolist() == public_text(case, 90)
+        holes = np.flatnonzero(canvas_of(case, 90) < 0)
+        same += decoded(decoder, case, 90).tokens.tolist() == [case["output"][hole] for hole in holes]
     assert len(cases) / 2 < same <= len(cases)
 
 

@@ -70,9 +70,6 @@ def drafting(**more: Any) -> SelfSpeculativeSettings:
     return decoder_settings("ssd", **more)
 
 
-# ---- stepwise --------------------------------------------------------------------------------------------------------
-
-
 def table_law(vocab_size: int, canvas: list[int], sampling: Sampling = SAMPLED) -> torch.Tensor:
     """The distributions of all positions that see this canvas, [P, V], under these settings."""
     held = [vocab_size if token < 0 else token for token in canvas]
@@ -146,8 +143,6 @@ def test_the_law_of_stepwise_is_that_of_its_order_where_this_depends_on_no_draw(
         expected = chain_law(vocab_size, canvas, lambda held: surest(held, vocab_size=vocab_size, kind=kind))
     assert total_variation(law, expected) < 1e-12
 
-
-# ---- the public samplers ---------------------------------------------------------------------------------------------
 
 Reveal = Callable[[list[float]], int]
 """How many masks are revealed, given how sure the loop is of them, the highest first."""
@@ -306,8 +301,6 @@ def test_a_nucleus_that_is_not_cut_is_found(monkeypatch):
     with pytest.raises(AssertionError, match="noise of the chosen branch gives another token"):
         law_alone(step(), [-1, 1, 0, -1], vocab_size=3, sampling=Sampling(top_p=0.4))
 
-
-# ---- ssd -------------------------------------------------------------------------------------------------------------
 
 CUT_SSD: list[tuple[dict[str, Any], dict[str, Any], Sampling]] = [
     ({"block_length": None}, {"draft_length": 2}, CUTS["top-p"]),

@@ -28,18 +28,14 @@ def law(table, canvas, place, *, shift=0):
     return logits.log_softmax(0)
 
 
-def masked_sum(table, tokens, masked, *, shift=0):
-    """The sum of the masked tokens' log-probabilities given the others."""
-    canvas = [MASK if place in masked else token for place, token in enumerate(tokens)]
-    return sum(float(law(table, canvas, place, shift=shift)[tokens[place]]) for place in masked)
-
-
 def bound(table, tokens, scored, *, shift=0):
     """The mean over all masks: their number l is uniform, and the weight of a mask of l tokens is L / l."""
     total, length = 0.0, len(scored)
     for count in range(1, length + 1):
         for masked in itertools.combinations(scored, count):
-            total += masked_sum(table, tokens, masked, shift=shift) / count / comb(length, count)
+            canvas = [MASK if place in masked else token for place, token in enumerate(tokens)]
+            given_others = sum(float(law(table, canvas, place, shift=shift)[tokens[place]]) for place in masked)
+            total += given_others / count / comb(length, count)
     return total
 
 
@@ -72,6 +68,19 @@ def test_a_single_token_is_scored_exactly_by_one_canvas():
     assert outcome.is_greedy == (int(expected.argmax()) == tokens[3])
 
 
+def of_many_keys(request, *, seed):
+    return [replace(request, index=index, key=sample_key(seed, str(index))) for index in range(600)]
+
+
+def check_estimates(outcomes, exact):
+    # The mean lies within 4.5 standard errors but with probability 7e-6. The mean square of the standard errors is the
+    # variance: their ratio is compared within 25 %, beyond five deviations of a variance of 600 values.
+    found = np.asarray([outcome.logprob for outcome in outcomes.values()])
+    errors = np.asarray([outcome.logprob_stderr for outcome in outcomes.values()])
+    assert abs(found.mean() - exact) < 4.5 * found.std() / np.sqrt(len(found))
+    assert len(found) == 600 and (errors**2).mean() == pytest.approx(found.var(), rel=0.25)
+
+
 CASES = [(LLADA, mask_info(), "llada"), (MDLM, ANCESTRAL, "mdlm"), (LLADA, mask_info(), "mdlm")]
 
 
@@ -79,17 +88,11 @@ CASES = [(LLADA, mask_info(), "llada"), (MDLM, ANCESTRAL, "mdlm"), (LLADA, mask_
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("settings", "info", "kind"), CASES)
 def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error(settings, info, kind):
-    # 600 keys of one text. The mean lies within 4.5 standard errors but with probability 7e-6. The mean square of the standard
-    # errors is the variance: their ratio is compared within 25 %, beyond five deviations of a variance of 600 values.
-    scored, count = [0, 1, 3, 4, 5, 6], 600
+    scored = [0, 1, 3, 4, 5, 6]
     base = text(LENGTH, scored)
-    requests = [replace(base, index=index, key=sample_key(7, str(index))) for index in range(count)]
+    requests = of_many_keys(base, seed=7)
     outcomes = score(drafter(), info, settings, requests, rows=64, kind=kind, samples=6)
-    found = np.asarray([outcomes[index].logprob for index in range(count)])
-    errors = np.asarray([outcomes[index].logprob_stderr for index in range(count)])
-    exact = bound(drafter(), base.canvas.tolist(), scored)
-    assert abs(found.mean() - exact) < 4.5 * found.std() / np.sqrt(count)
-    assert (errors**2).mean() == pytest.approx(found.var(), rel=0.25)
+    check_estimates(outcomes, bound(drafter(), base.canvas.tolist(), scored))
     assert all(outcome.nfe == 6 and outcome.token_logprobs is None for outcome in outcomes.values())
 
 

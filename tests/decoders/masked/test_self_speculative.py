@@ -9,7 +9,7 @@ from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import Pair, decoder_settings, engine, run_all
+from tests.decoders.support import Pair, decoder_settings, engine, run_all, toy_requests
 
 VOCAB, POSITIONS = 4, 7
 SAMPLINGS = {
@@ -25,17 +25,6 @@ def table(seed=0, spread=1.5):
 
 def table_info(shift=0):
     return ModelInfo("table", VOCAB, VOCAB - 1, None, "masked", 0, (VOCAB - 1,), shift)
-
-
-def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
-    """Holes anywhere, canvases of any length."""
-    rng = np.random.default_rng(seed)
-    requests = []
-    for index in range(count):
-        canvas = rng.integers(0, vocab_size - 1, rng.integers(1, longest + 1)).astype(np.int32)
-        canvas[rng.random(len(canvas)) < share] = -1
-        requests.append(Request(index, sample_key(seed, str(index)), canvas))
-    return requests
 
 
 def scripted(seed=0):
@@ -97,7 +86,7 @@ def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
             table_info(),
             settings,
             SAMPLINGS["greedy"],
-            canvases(60, vocab_size=VOCAB, longest=POSITIONS, seed=8, share=1.0),
+            toy_requests(60, vocab_size=VOCAB - 1, longest=POSITIONS, seed=8, share=1.0),
             rows=16,
         )
         totals[tree] = sum(outcome.nfe for outcome in outcomes.values())
@@ -108,7 +97,7 @@ def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
 def test_sequence_forwards_are_counted(rows):
     settings = decoder_settings("ssd", draft_length=3)
     decoder = engine(table(), table_info(), settings, SAMPLINGS["greedy"], rows=rows)
-    outcomes = run_all(decoder, canvases(20, vocab_size=VOCAB, longest=POSITIONS))
+    outcomes = run_all(decoder, toy_requests(20, vocab_size=VOCAB - 1, longest=POSITIONS, share=0.8))
     assert decoder.stats.verified == sum(outcome.nfe + outcome.proposed for outcome in outcomes.values())
     assert decoder.stats.committed == sum(len(outcome.tokens) for outcome in outcomes.values())
     assert decoder.stats.steps < sum(outcome.nfe for outcome in outcomes.values()) or rows == 1
@@ -119,9 +108,6 @@ def test_room_counts_the_columns_of_all_nodes():
     decoder = engine(table(), table_info(), settings, SAMPLINGS["greedy"], rows=9, max_tokens=6 * 7 * 2)
     assert decoder.columns(7) == 6 * 7
     assert decoder.room(7) == 2
-
-
-# ---- ends ----------------------------------------------------------------------------------------------------------------
 
 
 def completions(count, *, seed):
@@ -164,9 +150,6 @@ def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling)
             ended,
         )
     assert len(seen) >= 2
-
-
-# ---- failures ------------------------------------------------------------------------------------------------------------
 
 
 def test_ssd_has_no_rule_of_rejection():

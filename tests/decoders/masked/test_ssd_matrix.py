@@ -4,17 +4,12 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.base import ModelInfo, Request
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.masked.ssd_support import decode, same
+from tests.decoders.masked.test_self_speculative import SAMPLINGS
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decoder_settings, pairwise
 
-SAMPLINGS = {
-    "greedy": Sampling(temperature=0.0),
-    "sampled": Sampling(temperature=0.8),
-    "nucleus": Sampling(top_p=0.7),
-}
 CACHES = [
     *(("none", None), ("dual_strict", None), ("dual_strict", 1), ("dual_strict", 2), ("dual_strict", 5)),
     *(("dual_strict", 8), ("prefix", None), ("prefix", 3)),

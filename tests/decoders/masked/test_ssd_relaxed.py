@@ -11,7 +11,7 @@ from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decoder_settings
+from tests.decoders.support import decoder_settings, toy_requests
 
 GREEDY, MASK, LENGTH = Sampling(temperature=0.0), 3, 7
 LIVES: list[tuple[int | None, int | None]] = [(2, None), (3, None), (2, 3), (3, 2), (1, 4), (None, 2)]
@@ -26,12 +26,7 @@ def ssd(cache="dual_relaxed", **more: Any):
 
 
 def requests_of(count, seed):
-    rng, requests = np.random.default_rng(seed), []
-    for index in range(count):
-        canvas = rng.integers(0, MASK, int(rng.integers(2, LENGTH + 1))).astype(np.int32)
-        canvas[rng.random(len(canvas)) < 0.8] = -1
-        requests.append(Request(index, index, canvas))
-    return requests
+    return toy_requests(count, vocab_size=MASK, longest=LENGTH, shortest=2, share=0.8, seed=seed)
 
 
 class Reference:

@@ -19,31 +19,22 @@ def total_noise(time: Tensor) -> Tensor:
     return -torch.log1p(-(1 - NOISE_EPS) * time)
 
 
-def noise_rate(time: Tensor) -> Tensor:
-    """The derivative of sigma by time."""
-    return (1 - NOISE_EPS) / (1 - (1 - NOISE_EPS) * time)
-
-
 def chance_by_time(time: Tensor, later: Tensor) -> Tensor:
     """How likely a mask of `time` is revealed until `later` (nearer to 0), whatever the model says: (m_t - m_s) / m_t (MDLM)."""
     return 1.0 - later / time
 
 
 def chance_by_scores(log_scores_RV: Tensor, mask_id: int, euler: bool, time_R: Tensor, later_R: Tensor) -> Tensor:
-    """How likely each mask is revealed from `time_R` to `later_R` by SEDD's scores, [R]: see `chance_by_total`."""
-    others = torch.full((1,), mask_id, dtype=torch.int64, device=log_scores_RV.device)
-    total_R = log_scores_RV.index_fill(-1, others, -torch.inf).logsumexp(-1).exp()
-    return chance_by_total(total_R, euler, time_R, later_R)
-
-
-def chance_by_total(total_R: Tensor, euler: bool, time_R: Tensor, later_R: Tensor) -> Tensor:
-    """How likely each mask is revealed from `time_R` to `later_R`: as much as its scores sum to, [R], at most 1.
+    """How likely each mask is revealed from `time_R` to `later_R` by SEDD: as much as its scores sum to, [R], at most 1.
 
     The analytic predictor scales the scores by e^(sigma - sigma') - 1, Euler's by the time between them and the noise's rate.
     Scores that are too large would leave the mask a negative probability; then it is revealed.
     """
+    others = torch.full((1,), mask_id, dtype=torch.int64, device=log_scores_RV.device)
+    total_R = log_scores_RV.index_fill(-1, others, -torch.inf).logsumexp(-1).exp()
     if euler:
-        scale_R = (time_R - later_R) * noise_rate(time_R)
+        rate_R = (1 - NOISE_EPS) / (1 - (1 - NOISE_EPS) * time_R)
+        scale_R = (time_R - later_R) * rate_R
     else:
         scale_R = torch.expm1(total_noise(time_R) - total_noise(later_R))
     return (scale_R * total_R).clamp(max=1.0)

@@ -166,7 +166,6 @@ def _denoise(block: _Block, length: int) -> None:
 
 
 def _step(block: _Block, masks: list[int], step: int) -> None:
-    """Draft the block once and reveal tokens; `masks` are the masks in question."""
     model, trail = block.model, block.trail
     trail.nfe["draft"] += 1
     trail.drafts, block.drawn = trail.drafts + 1, block.drawn + 1

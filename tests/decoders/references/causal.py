@@ -41,9 +41,13 @@ class PlainCausal:
         logits_1V = self.backbone.logits(self.backbone.forward(rows)[-1:])
         return log_law(logits_1V.index_fill(-1, self._suppressed, -torch.inf), self.sampling)[0]
 
+    def logprob(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+        """Return the log-probability of `tokens` after the prompt."""
+        text = [*prompt, *tokens]
+        return sum(float(self.law(text[:place])[text[place]]) for place in range(len(prompt), len(text)))
+
 
 def autoregressive(model: PlainCausal, prompt: Sequence[int], rule: Rule) -> Trail:
-    """One token a forward."""
     trail = Trail(list(prompt))
     while (n := len(trail.tokens)) < model.length:
         trail.tokens.append(rule.direct(model.law(trail.tokens), n, n))

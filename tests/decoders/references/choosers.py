@@ -159,3 +159,10 @@ class CoupledRule:
         """Compare with the target's own token."""
         own = self.direct(p_V, position, when, number)
         return own == token, own
+
+
+def rule_of(key: int, sampling: Sampling) -> Rule:
+    """The rule of these settings with the sample's own noise."""
+    if sampling.acceptance == "rejection" and sampling.temperature:
+        return RejectionRule(NoiseChooser(key))
+    return CoupledRule(key, sampling)

@@ -22,7 +22,6 @@ class Toy(Model):
     has_sums, spreads, cell_bytes, column_multiple = False, False, 0, 1
 
     def resize(self, num_slots: int, num_columns: int) -> None:
-        """Make room."""
         self.allocate(num_slots, num_columns)
 
     def stays(self, num_slots: int, num_columns: int) -> bool:
@@ -90,13 +89,11 @@ class TableBackbone(Table):
         self.tokens_SW, self.order_SW = tokens, order
 
     def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Give the positions of a slot's columns."""
         if len(order_L) > self.num_positions:
             raise ValueError(f"canvas length {len(order_L)} exceeds the table's {self.num_positions} positions")
         self.order_SW[slot, : len(order_L)] = order_L
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
-        """Copy the first columns of a slot."""
         self.tokens_SW[target, :num_columns] = self.tokens_SW[source, :num_columns]
 
     def forward(self, rows: StreamRows) -> Tensor:

@@ -1,7 +1,5 @@
 """Run directories with rows that a test makes up, without a model: a plan, unit files, a manifest, metrics, a sweep of them."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,7 @@ from draftmill.storage.runs.records import SCHEMA_VERSION, read_results, table_f
 from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
+from tests.jobs.specs import completion
 
 START = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
 FILE = InputFile(uri="/in/rows.jsonl", name="rows.jsonl", size=10, etag=None, mtime_s=1.0, format="jsonl", sha256="aa")
@@ -65,7 +64,6 @@ def row(number: int, **values: Any) -> Row:
 
 
 def failed(number: int, kind: str = "too_long", **values: Any) -> Row:
-    """One failed row."""
     kept = {name: row(number)[name] for name in ("id", "unit", "pass", "attempt", "decoder", "model", "sample")}
     reason = {"status": "failed", "error_kind": kind, "error_stage": "plan", "error": f"row {number} is {kind}"}
     return kept | reason | {"new_tokens": 0} | values
@@ -79,17 +77,7 @@ def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, **changes: An
 
 def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: Any) -> None:
     """The same in any store."""
-    spec = check_spec(
-        {
-            "name": store.url.rpartition("/")[2],
-            "task": {"kind": "complete"},
-            "input": {"path": "rows.jsonl"},
-            "model": {"path": "builtin:ar-tiny"},
-            "decoder": {"kind": "autoregressive"},
-            "output": {"path": "run"},
-        }
-        | changes
-    )
+    spec = check_spec(completion(name=store.url.rpartition("/")[2]) | changes)
     results = spec.results_key() | {"schema_version": SCHEMA_VERSION}
     results["input"] |= {"files": "aa"}
     results["model"] |= {"tokenizer": "t", "checkpoint": "w" * 64, "family": "llama"}
@@ -118,8 +106,8 @@ def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: 
     }
     store.create("_plan.json", json.dumps(plan).encode())
     done = [
-        commit_unit(store, unit=unit, table=_table(part, unit), fingerprint=fingerprint, code_version="0.1.0")
-        for unit, part in enumerate(parts)
+        commit_unit(store, unit=unit, table=table_from_rows(part), fingerprint=fingerprint, code_version="0.1.0")
+        for unit, part in enumerate([one | {"unit": unit} for one in part] for unit, part in enumerate(parts))
     ]
     write_manifest(store, done, fingerprint=fingerprint, units=units, rows=len(rows))
 
@@ -132,7 +120,9 @@ def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2, kin
     record_set(store, found)
     start = 0
     for unit in range(units):
-        rows = _rows(store, unit)
+        rows = next(read_results(store, objects=[unit_name(unit)]))
+        samples = pc.fill_null(rows["sample"], 0)
+        rows = rows.set_column(rows.schema.get_field_index("sample"), KEYS.field("sample"), samples)
         columns = [pa.array(list(values[name])[start : start + rows.num_rows], pa.float64()) for name in values]
         fields = [*KEYS, *(pa.field(name, pa.float64()) for name in values)]
         table = pa.Table.from_arrays([*(rows[name] for name in KEYS.names), *columns], schema=pa.schema(fields))
@@ -146,13 +136,3 @@ def write_sweep(place: Path, cases: Mapping[str, Sequence[Row]], **changes: Mapp
         write_run(place / "cases" / name, rows, **changes.get(name, {}))
     (place / "sweep.json").write_text(json.dumps({"cases": [{"name": name, "changes": {}} for name in cases]}))
     return place
-
-
-def _table(rows: Sequence[Row], unit: int) -> pa.Table:
-    return table_from_rows([one | {"unit": unit} for one in rows])
-
-
-def _rows(store: Store, unit: int) -> pa.Table:
-    table = next(read_results(store, objects=[unit_name(unit)]))
-    place = table.schema.get_field_index("sample")
-    return table.set_column(place, KEYS.field("sample"), pc.fill_null(table["sample"], 0))

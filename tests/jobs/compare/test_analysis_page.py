@@ -1,7 +1,5 @@
 """The queries of docs/analysis.md, run as they are on two small runs: each answers its question as a plain loop does."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -22,8 +20,8 @@ from tests.jobs.compare.made_runs import write_metrics
 from tests.runs.jobs_of_tests import VOCABULARY, write_spec
 
 PAGE = (ROOT / "docs" / "analysis.md").read_text()
-SQL = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
-OPENING, *PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ACCEPTANCE, SLOWEST = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
+OPENING, BY_LABEL = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(folder: Path, run: str) -> list[dict[str, Any]]:
-    """The rows of a run with their metrics."""
     import pyarrow.parquet as pq
 
     tables = [pq.read_table(path) for path in sorted((folder / "runs" / run / "data").glob("*.parquet"))]
@@ -68,26 +65,15 @@ def good(folder: Path, run: str) -> list[dict[str, Any]]:
     return [row for row in rows(folder, run) if row["status"] == "ok"]
 
 
-def sql(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def sql(folder: Path, query: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.chdir(folder)
-    relation: Any = duckdb.sql(SQL[number])
+    relation: Any = duckdb.sql(query)
     found: list[dict[str, Any]] = relation.to_arrow_table().to_pylist()
     return found
 
 
-def python(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.chdir(folder)
-    names: dict[str, Any] = {}
-    exec(compile(PYTHON[number], f"query {number}", "exec"), names)
-    return names
-
-
-def test_the_page_has_three_queries() -> None:
-    assert (len(SQL), len(PYTHON)) == (2, 1)
-
-
 @pytest.mark.slow
-def test_the_first_lines_open_a_run_in_four_ways(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_lines_open_a_run_in_four_ways(folder, tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.chdir(folder)
@@ -100,9 +86,9 @@ def test_the_first_lines_open_a_run_in_four_ways(folder: Path, tmp_path: Path, m
     assert sorted(row[0] for row in names["by_duckdb"].fetchall()) == ids
 
 
-def test_acceptance_by_decoder_and_length(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_by_decoder_and_length(folder, monkeypatch):
     every = good(folder, "a") + good(folder, "b")
-    found = sql(folder, 0, monkeypatch)
+    found = sql(folder, ACCEPTANCE, monkeypatch)
     groups = {(row["decoder"], row["new_tokens"] // 10 * 10) for row in every}
     assert [(row["decoder"], row["from_tokens"]) for row in found] == sorted(groups)
     for row in found:
@@ -117,18 +103,21 @@ def test_acceptance_by_decoder_and_length(folder: Path, monkeypatch: pytest.Monk
         assert row["nfe_per_token"] == pytest.approx(sums["nfe"] / sums["new_tokens"])
 
 
-def test_slowest_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowest_samples(folder, monkeypatch):
     every = good(folder, "a")
     expected = sorted(every, key=lambda row: -row["total_s"])[:10]
-    found = sql(folder, 1, monkeypatch)
+    found = sql(folder, SLOWEST, monkeypatch)
     assert [row["total_s"] for row in found] == [row["total_s"] for row in expected]
     total = sum(row["device_s"] for row in every)
     shares = {row["id"]: row["device_s"] / total for row in every}
     assert all(row["share_of_device"] == pytest.approx(shares[row["id"]]) for row in found)
 
 
-def test_a_metric_by_a_kept_label(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = python(folder, 0, monkeypatch)["by_level"]
+def test_a_metric_by_a_kept_label(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(BY_LABEL, names)
+    found = names["by_level"]
     assert list(found.index) == ["level 0", "level 1", "level 2"]
     for level, row in found.iterrows():
         values = [one["rougeL"] for one in good(folder, "a") if one["keep"]["level"] == level]

@@ -1,7 +1,5 @@
 """`draftmill compare`: figures against plain loops and scipy, real runs, sweeps, refusals, and equal bytes."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
@@ -15,7 +13,7 @@ from scipy import stats
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.fingerprint import digest
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.compare.made_runs import failed, fill_store, row, write_metrics, write_run, write_sweep
@@ -23,7 +21,6 @@ from tests.runs.jobs_of_tests import write_rows, write_spec
 
 
 def compared(capsys: pytest.CaptureFixture[str], *places: Path) -> dict[str, Any]:
-    """What `compare --json` says."""
     assert main(["compare", *map(str, places), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -41,7 +38,7 @@ def numbers(count: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def test_ratios_are_those_of_sums_over_the_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_are_those_of_sums_over_the_pairs(tmp_path, capsys):
     first, second = numbers(60, 1), numbers(50, 2)
     second[4] = failed(4)
     first[7] = failed(7)
@@ -68,7 +65,7 @@ def test_ratios_are_those_of_sums_over_the_pairs(tmp_path: Path, capsys: pytest.
     assert one["ratios"]["nfe"]["run"] == after["nfe"]
 
 
-def test_the_interval_of_a_ratio_is_the_delta_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_interval_of_a_ratio_is_the_delta_methods(tmp_path, capsys):
     first, second = numbers(60, 3), numbers(60, 4)
     found = compared(capsys, write_run(tmp_path / "a", first), write_run(tmp_path / "b", second))
     ratio = found["comparisons"][0]["ratios"]["nfe_per_token"]["ratio"]
@@ -80,7 +77,7 @@ def test_the_interval_of_a_ratio_is_the_delta_methods(tmp_path: Path, capsys: py
     assert (ratio["low"], ratio["high"]) == pytest.approx((ratio_of - half, ratio_of + half), abs=0.05 * half)
 
 
-def test_metrics_of_zeros_and_ones_get_mcnemars_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_of_zeros_and_ones_get_mcnemars_test(tmp_path, capsys):
     """12 rows only right before, 30 only after, 20 both, 38 neither: p is 0.0079159 (statsmodels)."""
     before = [1] * 12 + [0] * 30 + [1] * 20 + [0] * 38
     now = [0] * 12 + [1] * 30 + [1] * 20 + [0] * 38
@@ -97,9 +94,7 @@ def test_metrics_of_zeros_and_ones_get_mcnemars_test(tmp_path: Path, capsys: pyt
     assert found["difference"]["low"] > 0 and found["verdict"] == "higher"
 
 
-def test_other_metrics_get_a_permutation_test_and_missing_values_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_metrics_get_a_permutation_test_and_missing_values_are_left_out(tmp_path, capsys):
     rng = np.random.default_rng(0)
     before, noise = rng.random(80), rng.normal(0, 0.1, 80)
     rows = [row(number) for number in range(80)]
@@ -126,7 +121,7 @@ def test_other_metrics_get_a_permutation_test_and_missing_values_are_left_out(
     assert metrics["same"]["verdict"] == "equal" and metrics["same"]["p"] == 1.0
 
 
-def test_several_samples_of_a_row_are_one_observation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_samples_of_a_row_are_one_observation(tmp_path, capsys):
     """Four samples a row that always agree: the test sees 12 rows, not 48 pairs, and McNemar's test does not apply."""
     better = {2, 5, 7, 11}
     rows = [row(number, sample=sample) for number in range(12) for sample in range(4)]
@@ -157,7 +152,7 @@ def paired_runs(folder: Path, *, rows: int, samples: int) -> tuple[Path, Path]:
     return places
 
 
-def test_what_pairs_are_worth_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_pairs_are_worth_is_printed(tmp_path, capsys):
     a, b = paired_runs(tmp_path, rows=50, samples=3)
     (one,) = compared(capsys, a, b)["comparisons"]
     assert one["noise"] == {"pairs": 150, "lost": None}
@@ -176,7 +171,7 @@ def test_what_pairs_are_worth_is_printed(tmp_path: Path, capsys: pytest.CaptureF
         assert "noise: common to 150 of 150 pairs" in printed and "width" not in printed
 
 
-def test_two_runs_plan_the_size_of_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_plan_the_size_of_the_next(tmp_path, capsys):
     a, b = paired_runs(tmp_path, rows=50, samples=3)
     assert main(["compare", str(a), str(b), "--json", "--plan", "0.1"]) == 0
     metrics = json.loads(capsys.readouterr().out)["comparisons"][0]["metrics"]
@@ -192,7 +187,7 @@ def test_two_runs_plan_the_size_of_the_next(tmp_path: Path, capsys: pytest.Captu
     )
 
 
-def test_a_pilot_that_can_not_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pilot_that_can_not_plan_is_refused(tmp_path, capsys):
     a, b = paired_runs(tmp_path, rows=19, samples=2)
     bare = [write_run(tmp_path / name, [row(number) for number in range(30)]) for name in ("c", "d")]
     for places, width, message in [
@@ -210,7 +205,7 @@ def test_a_pilot_that_can_not_plan_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert message in capsys.readouterr().err
 
 
-def test_scored_texts_are_compared_by_their_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scored_texts_are_compared_by_their_scores(tmp_path, capsys):
     task: dict[str, Any] = {"task": {"kind": "score"}}
 
     def scored(shift: float) -> list[dict[str, Any]]:
@@ -227,7 +222,7 @@ def test_scored_texts_are_compared_by_their_scores(tmp_path: Path, capsys: pytes
     assert one["metrics"]["is_greedy"]["verdict"] == "equal"
 
 
-def test_texts_are_compared_where_tokenizers_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_compared_where_tokenizers_differ(tmp_path, capsys):
     rows = [row(number) for number in range(4)]
     a = write_run(tmp_path / "a", rows)
     b = write_run(tmp_path / "b", [entry | {"tokens": [9]} for entry in rows])
@@ -238,7 +233,7 @@ def test_texts_are_compared_where_tokenizers_differ(tmp_path: Path, capsys: pyte
     assert compared(capsys, a, b)["comparisons"][0]["equal"] == {"count": 4, "share": 1.0, "by": "text"}
 
 
-def test_a_sweep_stands_for_its_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_stands_for_its_cases(tmp_path, capsys):
     cases = {name: numbers(20, seed) for seed, name in enumerate(("plain", "fast", "faster"))}
     sweep = write_sweep(tmp_path / "sweep", cases, fast={"decoder": {"kind": "speculative"}})
     found = compared(capsys, sweep)
@@ -251,9 +246,7 @@ def test_a_sweep_stands_for_its_cases(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.s3
-def test_runs_on_s3_are_compared_with_local_ones(
-    tmp_path: Path, s3_url: str, s3_options: S3Options, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_on_s3_are_compared_with_local_ones(tmp_path, s3_url, s3_options, capsys):
     rows = {name: numbers(30, seed) for seed, name in enumerate("ab")}
     fill_store(open_store(Place(s3_url, s3_options)), rows["b"])
     local = compared(capsys, write_run(tmp_path / "a", rows["a"]), write_run(tmp_path / "b", rows["b"]))
@@ -264,25 +257,20 @@ def test_runs_on_s3_are_compared_with_local_ones(
     assert remote["comparisons"][0] | {"run": "b"} == local["comparisons"][0]
 
 
-def test_a_run_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_equals_itself_in_one_line(tmp_path, capsys):
     a = write_run(tmp_path / "a", numbers(30, 1))
-    write_metrics(a, {"m": list(range(30))})
+    write_metrics(a, {"m": [1.0] * 30})
     found = compared(capsys, a, a)
     assert [run["name"] for run in found["runs"]] == [str(a), f"{a} (2)"]
     (one,) = found["comparisons"]
     assert one["equal"]["share"] == 1.0
     assert {figure["verdict"] for figure in [*one["ratios"].values(), *one["metrics"].values()]} == {"equal"}
-
-
-def test_what_is_equal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write_run(tmp_path / "a", numbers(30, 1))
-    write_metrics(a, {"m": [1.0] * 30})
     assert main(["compare", str(a), str(a)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  equal in both: ")]
     assert line.startswith("  equal in both: NFE (") and line.endswith(", m (1.000)")
 
 
-def test_a_chosen_baseline_is_that_of_all_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chosen_baseline_is_that_of_all_others(tmp_path, capsys):
     cases = {name: numbers(20, seed) for seed, name in enumerate(("plain", "fast", "faster"))}
     sweep = write_sweep(tmp_path / "sweep", cases)
     assert main(["compare", str(sweep), "--json", "--baseline", "fast"]) == 0
@@ -292,7 +280,7 @@ def test_a_chosen_baseline_is_that_of_all_others(tmp_path: Path, capsys: pytest.
     assert "--baseline: 'slow' is none of the finished runs; allowed: plain, fast, faster" in capsys.readouterr().err
 
 
-def test_what_can_not_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_compared_is_refused(tmp_path, capsys):
     rows = [row(number) for number in range(4)]
     a = write_run(tmp_path / "a", rows)
     longer = write_run(tmp_path / "longer", rows, task={"kind": "complete", "max_new_tokens": 7})
@@ -314,9 +302,7 @@ def test_what_can_not_be_compared_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["--markdown"]])
-def test_the_output_is_the_same_bytes_every_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: list[str]
-) -> None:
+def test_the_output_is_the_same_bytes_every_time(tmp_path, capsys, form):
     a, b = write_run(tmp_path / "a", numbers(40, 1)), write_run(tmp_path / "b|", numbers(40, 2))
     write_metrics(a, {"m": list(range(40))})
     write_metrics(b, {"m": list(range(1, 41))})
@@ -327,7 +313,7 @@ def test_the_output_is_the_same_bytes_every_time(
     assert outputs[0] == outputs[1]
 
 
-def test_text_and_markdown_show_the_figures_of_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_markdown_show_the_figures_of_the_json(tmp_path, capsys):
     a, b = write_run(tmp_path / "a", numbers(40, 1)), write_run(tmp_path / "b", numbers(40, 2))
     rng = random.Random(0)
     write_metrics(a, {"m": [rng.random() for _ in range(40)]})
@@ -345,9 +331,7 @@ def test_text_and_markdown_show_the_figures_of_the_json(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["--markdown"]])
-def test_runs_without_a_single_good_sample_are_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: list[str]
-) -> None:
+def test_runs_without_a_single_good_sample_are_no_error(tmp_path, capsys, form):
     rows = [failed(number) for number in range(4)]
     a, b = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", [row(number) for number in range(4)])
     empty = write_run(tmp_path / "empty", [row(n, new_tokens=0, tokens=[], nfe=0, iterations=0) for n in range(4)])
@@ -357,7 +341,7 @@ def test_runs_without_a_single_good_sample_are_no_error(
         assert "nan" not in said.lower().replace("nanmean", "") and "Infinity" not in said
 
 
-def test_real_runs_of_two_decoders_have_equal_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_runs_of_two_decoders_have_equal_texts(tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", 24)
     specs: dict[str, dict[str, Any]] = {
         "sequential": {"decoder": {"kind": "any_subset"}},
@@ -376,7 +360,7 @@ def test_real_runs_of_two_decoders_have_equal_texts(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_comparing_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
+def test_comparing_imports_neither_torch_nor_ray(tmp_path):
     a, b = (write_run(tmp_path / name, numbers(30, 1)) for name in "ab")
     code = (
         "import sys; from draftmill.jobs.cli import main; code = main(sys.argv[1:]); "

@@ -1,7 +1,5 @@
 """Pairs of samples: by (id, sample), with a count of all without a partner; their noise, and what they are worth, by hand."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection
 from dataclasses import replace
@@ -41,7 +39,7 @@ def expected(first: list, second: list, failed: set, other_failed: set) -> list:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pairs_are_those_of_a_plain_loop(seed: int) -> None:
+def test_pairs_are_those_of_a_plain_loop(seed):
     rng = random.Random(seed)
     every = [(f"row {number}", sample) for number in range(12) for sample in range(rng.randint(1, 3))]
     first, second = rng.sample(every, rng.randint(0, len(every))), rng.sample(every, rng.randint(0, len(every)))
@@ -92,7 +90,7 @@ NOISE: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("case", NOISE)
-def test_settings_decide_whether_runs_share_their_noise(case: str) -> None:
+def test_settings_decide_whether_runs_share_their_noise(case):
     base, changes, lost = NOISE[case]
     columns = rows([("a", 0), ("b", 0), ("c", 0)])
     first, second = (
@@ -103,7 +101,7 @@ def test_settings_decide_whether_runs_share_their_noise(case: str) -> None:
     assert found == (SharedNoise(3) if lost is None else SharedNoise(0, lost))
 
 
-def test_pairs_share_their_noise_by_equal_keys_and_lengths() -> None:
+def test_pairs_share_their_noise_by_equal_keys_and_lengths():
     first = rows([(name, 0) for name in "abcdef"])
     second = replace(
         first,
@@ -116,7 +114,7 @@ def test_pairs_share_their_noise_by_equal_keys_and_lengths() -> None:
     )
 
 
-def test_the_worth_of_four_pairs_is_that_of_the_formula() -> None:
+def test_the_worth_of_four_pairs_is_that_of_the_formula():
     """Variances (of 3 degrees of freedom): 1/3 before, 1/4 now, 1/4 of the difference; so 7/3."""
     before, now = np.array([0.0, 1.0, 0.0, 1.0]), np.array([0.0, 1.0, 1.0, 1.0])
     found = pairing_of(before, now, np.arange(4), Interval(0.25, 0.0, 0.75))
@@ -130,7 +128,7 @@ def test_the_worth_of_four_pairs_is_that_of_the_formula() -> None:
     assert found.correlation_within is found.worth_of_noise is found.between is None, "a row has one sample"
 
 
-def test_the_variances_of_three_rows_with_two_pairs_are_those_of_the_formula() -> None:
+def test_the_variances_of_three_rows_with_two_pairs_are_those_of_the_formula():
     """Differences 0 2, 1 1, 3 5: mean squares 4/3 in rows, 6 between rows. Deviations of both runs in rows: the product is 2."""
     before = np.array([1.0, 1.0, 0.0, 2.0, 1.0, 1.0])
     now = np.array([1.0, 3.0, 1.0, 3.0, 4.0, 6.0])
@@ -143,12 +141,12 @@ def test_the_variances_of_three_rows_with_two_pairs_are_those_of_the_formula() -
 
 
 @pytest.mark.parametrize("interval", [Interval(0.5, 0.5, 0.5), Interval(0.5)])
-def test_differences_that_do_not_vary_have_no_worth(interval: Interval) -> None:
+def test_differences_that_do_not_vary_have_no_worth(interval):
     found = pairing_of(np.array([0.1, 0.3]), np.array([0.6, 0.8]), np.arange(2), interval)
     assert found == Pairing(rows=2, samples=1)
 
 
-def test_one_value_a_row_says_nothing_of_the_noise() -> None:
+def test_one_value_a_row_says_nothing_of_the_noise():
     before, now = np.repeat([0.1, 0.7, 0.3], 3), np.repeat([0.2, 0.3, 0.9], 3)
     found = pairing_of(before, now, np.repeat(np.arange(3), 3), Interval(0.1, 0.0, 0.2))
     assert found.worth is not None and found.worth_of_noise is found.between is found.correlation_within is None
@@ -175,7 +173,7 @@ WIDTH = 2 * 1.959963984540054 * 0.1
         (Pairing(100, 1), Sizes(WIDTH, lacking="the differences do not vary")),
     ],
 )
-def test_sizes_are_those_of_the_formula(pilot: Pairing, expected: Sizes) -> None:
+def test_sizes_are_those_of_the_formula(pilot, expected):
     found = sizes_for(WIDTH, pilot)
     assert found == replace(expected, narrowest=found.narrowest)
     assert found.narrowest == (None if expected.narrowest is None else pytest.approx(expected.narrowest, abs=0.002))

@@ -4,8 +4,6 @@ Row g of a run has a difficulty u, its samples have noise e: latent values u + e
 Coupled runs have one u and noises with the correlation 0.8; the others have nothing in common.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -106,14 +104,14 @@ def few_flips(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("few_flips")
-def test_paired_intervals_hold_the_truth_as_often_as_they_say(run: FinishedRun, case: tuple[str, bool]) -> None:
+def test_paired_intervals_hold_the_truth_as_often_as_they_say(run, case):
     """10,000 comparisons: the share has a standard error of 0.22 %, so one of exactly 95 % is outside once in 200,000 times."""
     assert hits(run, case, 10_000) / 10_000 == pytest.approx(0.95, abs=0.01)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("few_flips")
-def test_paired_intervals_hold_the_truth(run: FinishedRun, case: tuple[str, bool]) -> None:
+def test_paired_intervals_hold_the_truth(run, case):
     """Of 150 comparisons fewer than 131 or all hold it with a probability of 7e-4 at 95 %."""
     assert 131 <= hits(run, case, 150) < 150
 
@@ -122,7 +120,7 @@ def test_paired_intervals_hold_the_truth(run: FinishedRun, case: tuple[str, bool
     ("fault", "metric"), [("pairs shuffled", "zeros and ones"), ("clusters ignored", "shares, 4 a row")]
 )
 @pytest.mark.usefixtures("few_flips")
-def test_a_fault_in_the_pairs_shows_in_the_coverage(run: FinishedRun, fault: str, metric: str) -> None:
+def test_a_fault_in_the_pairs_shows_in_the_coverage(run, fault, metric):
     """The same bounds as above find both: shuffled pairs give wide intervals, samples that pass for rows narrow ones."""
     assert not 131 <= hits(run, (metric, fault == "pairs shuffled"), 150, fault=fault) < 150
 
@@ -130,9 +128,7 @@ def test_a_fault_in_the_pairs_shows_in_the_coverage(run: FinishedRun, fault: str
 @pytest.mark.parametrize(
     ("samples", "coupled", "worth", "alone"), [(1, True, 4, None), (4, True, 10, 2), (4, False, 1, 1)]
 )
-def test_pairs_are_worth_the_ratio_of_the_variances(
-    samples: int, coupled: bool, worth: float, alone: float | None
-) -> None:
+def test_pairs_are_worth_the_ratio_of_the_variances(samples, coupled, worth, alone):
     """Latent values with noises of the correlation r: the worth is (2 + 2 / n) / (2 (1 - r) / n), of noise alone 1 / (1 - r).
 
     The ratio from 20,000 rows has a standard error below 2 %.
@@ -155,7 +151,7 @@ def test_pairs_are_worth_the_ratio_of_the_variances(
 
 @pytest.mark.parametrize("metric", ["zeros and ones, 4 a row", "shares, 4 a row", "log-probabilities", "pass@2 of 4"])
 @pytest.mark.usefixtures("few_flips")
-def test_planned_sizes_give_the_planned_width(run: FinishedRun, metric: str) -> None:
+def test_planned_sizes_give_the_planned_width(run, metric):
     """A pilot of 4,000 rows knows the variance within 4 %, so the width within 2 %; widths of 15 runs are averaged."""
     (samples, value, _), rng = METRICS[metric], np.random.default_rng(5)
 
@@ -175,7 +171,7 @@ def test_planned_sizes_give_the_planned_width(run: FinishedRun, metric: str) -> 
         assert np.mean([width_of(made(rows, of_each)) for _ in range(15)]) == pytest.approx(width, rel=0.06)
 
 
-def test_planned_samples_give_the_planned_width_with_the_same_rows() -> None:
+def test_planned_samples_give_the_planned_width_with_the_same_rows():
     """Variances of a difference: none between rows, 0.4 in a row. 100 rows need 0.4 / (100 * wanted variance) samples each."""
     before, now = latent(np.random.default_rng(6), 4000, 2, coupled=True)
     pilot = pairing_of(before.ravel(), now.ravel(), np.repeat(np.arange(4000), 2), Interval(SHIFT, 0.0, 0.5))

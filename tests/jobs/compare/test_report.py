@@ -1,7 +1,5 @@
 """`draftmill report`: figures of made-up runs, one self-contained file, and equal bytes."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import random
@@ -54,9 +52,8 @@ def drafted(count: int, seed: int, **values: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def written(place: Path, out: Path) -> str:
-    """The report on `place`."""
-    assert main(["report", str(place), "--out", str(out)]) == 0
+def written(place: Path, out: Path, *options: str) -> str:
+    assert main(["report", str(place), "--out", str(out), *options]) == 0
     return out.read_text()
 
 
@@ -135,12 +132,12 @@ def check_self_contained(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_is_one_file_without_scripts_and_addresses(sweep_page: str) -> None:
+def test_a_report_is_one_file_without_scripts_and_addresses(sweep_page):
     check_self_contained(sweep_page)
 
 
 @pytest.mark.slow
-def test_a_report_is_the_same_bytes_every_time(sweep: Path, sweep_page: str, tmp_path: Path) -> None:
+def test_a_report_is_the_same_bytes_every_time(sweep, sweep_page, tmp_path):
     code = "import sys; from draftmill.jobs.cli import main; sys.exit(main(sys.argv[1:]))"
     out = tmp_path / "again.html"
     command = [sys.executable, "-c", code, "report", str(sweep), "--out", str(out)]
@@ -150,7 +147,7 @@ def test_a_report_is_the_same_bytes_every_time(sweep: Path, sweep_page: str, tmp
 
 
 @pytest.mark.slow
-def test_a_report_says_what_was_run_and_what_came_of_it(sweep_page: str) -> None:
+def test_a_report_says_what_was_run_and_what_came_of_it(sweep_page):
     words = Page(sweep_page).text
     for said in (
         "Sweep: sweep",
@@ -168,7 +165,7 @@ def test_a_report_says_what_was_run_and_what_came_of_it(sweep_page: str) -> None
         assert said in words, said
 
 
-def test_a_report_can_be_read_aloud(sweep_page: str) -> None:
+def test_a_report_can_be_read_aloud(sweep_page):
     page = Page(sweep_page)
     drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
     assert len(drawings) == 8 and all(one["role"] == "img" and one["aria-label"] for one in drawings)
@@ -184,7 +181,7 @@ def test_a_report_can_be_read_aloud(sweep_page: str) -> None:
     assert "@media print" in sweep_page
 
 
-def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
+def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path):
     rows = [*drafted(30, 3), failed(30), failed(31, "bad_json"), failed(32)]
     case = read_statistics(open_run(Place(str(write_run(tmp_path / "run", rows, units=3)))))
     good = rows[:30]
@@ -200,13 +197,13 @@ def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "low"), [("exact_match", 0.7225), ("length", 1.0), ("file", 1.0)])
-def test_only_proportions_have_intervals_of_proportions(kind: str, low: float, tmp_path: Path) -> None:
+def test_only_proportions_have_intervals_of_proportions(kind, low, tmp_path):
     place = write_run(tmp_path / "run", [row(number) for number in range(10)])
     write_metrics(place, {"words": [1.0] * 10}, kind=kind)
     assert read_statistics(open_run(Place(str(place)))).metrics["words"].low == pytest.approx(low, abs=1e-4)
 
 
-def test_histograms_of_lists_add_up_position_by_position() -> None:
+def test_histograms_of_lists_add_up_position_by_position():
     column = pa.chunked_array([[[0, 2], None, []], [[1, 0, 5], [7]]], type=pa.list_(pa.int32()))
     assert add_histograms(np.array([1, 1], np.int64), column).tolist() == [9, 3, 5]
     assert add_histograms(np.zeros(0, np.int64), pa.chunked_array([[None]], type=pa.list_(pa.int32()))).tolist() == []
@@ -214,7 +211,7 @@ def test_histograms_of_lists_add_up_position_by_position() -> None:
     assert len(at_least(np.zeros(0, np.int64))) == 0
 
 
-def test_tokens_over_time_are_those_of_the_time_and_do_not_wait_for_the_end_of_their_sample() -> None:
+def test_tokens_over_time_are_those_of_the_time_and_do_not_wait_for_the_end_of_their_sample():
     start, end = np.array([0.0, 0.0, 2.0]), np.array([10.0, 10.0, 10.0])
     (middles, rates), _ = courses_of(start + 1e9, end + 1e9, np.array([100, 100, 80], np.int32))
     ends = middles + np.diff(middles)[0] / 2
@@ -251,9 +248,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_cases_of_a_grid_have_short_names_and_are_compared_with_what_differs_in_one_key(
-    grid: Path, tmp_path: Path
-) -> None:
+def test_the_cases_of_a_grid_have_short_names_and_are_compared_with_what_differs_in_one_key(grid, tmp_path):
     text = written(grid, tmp_path / "grid.html")
     words = Page(text).text
     for pair in (
@@ -270,24 +265,19 @@ def test_the_cases_of_a_grid_have_short_names_and_are_compared_with_what_differs
     assert words.count("max_new_tokens: 128") <= 2, (
         "the task is in the facts that all cases share, and in one whole spec"
     )
-    against = written_with(grid, tmp_path / "two.html", "--baseline", "decoder-jacobi_temperature-0")
+    against = written(grid, tmp_path / "two.html", "--baseline", "decoder-jacobi_temperature-0")
     assert "autoregressive 0.8 against jacobi 0:" in Page(against).text
     assert main(["report", str(grid), "--out", str(tmp_path / "no.html"), "--baseline", "x"]) == 2
 
 
-def written_with(place: Path, out: Path, *options: str) -> str:
-    assert main(["report", str(place), "--out", str(out), *options]) == 0
-    return out.read_text()
-
-
-def test_ticks_are_round_and_hold_all_values() -> None:
+def test_ticks_are_round_and_hold_all_values():
     for low, high in ((0.0, 0.0), (0.0, 1.0), (0.3, 0.31), (-2.0, 7.0), (0.0, 12345.0), (5.0, 5.0), (0.0, 3e-7)):
         found = ticks(low, high)
         assert 2 <= len(found) <= 7 and found[0] <= low + 1e-9 and found[-1] >= high * (1 - 1e-9), (low, high)
         assert len({f"{value:,.6g}" for value in found}) == len(found), "each has a text of its own"
 
 
-def test_what_is_drawn_is_inside_of_its_plot(grid: Path) -> None:
+def test_what_is_drawn_is_inside_of_its_plot(grid):
     cases = [read_statistics(run) for run in find_runs([Place(str(grid))])[0]]
     plots = list(quality_plots(cases)) + list(quality_plots([replace(case, metrics={}) for case in cases]))
     assert len(plots) == 3
@@ -299,7 +289,7 @@ def test_what_is_drawn_is_inside_of_its_plot(grid: Path) -> None:
         assert all(low >= middle >= high for middle, low, high in bounded)
 
 
-def test_pauses_are_cut_out_of_the_time() -> None:
+def test_pauses_are_cut_out_of_the_time():
     start = np.array([0.0, 1.0, 5000.0, 5001.0]) + 1e9
     (middles, rates), _ = courses_of(start, start + 4, np.array([10, 20, 30, 40], np.int32))
     width = np.diff(middles)[0]
@@ -307,7 +297,7 @@ def test_pauses_are_cut_out_of_the_time() -> None:
     assert [len(curve[0]) for curve in courses_of(np.zeros(0), np.zeros(0), np.zeros(0, np.int32))] == [0, 0]
 
 
-def test_forwards_by_length_are_means_of_the_samples_of_a_bin() -> None:
+def test_forwards_by_length_are_means_of_the_samples_of_a_bin():
     rng = np.random.default_rng(0)
     tokens, nfe = rng.integers(0, 240, 500).astype(np.int32), rng.integers(1, 99, 500).astype(np.int32)
     lengths, means = by_length(tokens, nfe)
@@ -317,14 +307,14 @@ def test_forwards_by_length_are_means_of_the_samples_of_a_bin() -> None:
     assert [len(found) for found in by_length(tokens[:0], nfe[:0])] == [0, 0]
 
 
-def test_a_frontier_has_the_cases_that_no_other_beats() -> None:
+def test_a_frontier_has_the_cases_that_no_other_beats():
     points = [(3.0, 0.9), (1.0, 0.5), (2.0, 0.4), (2.5, 0.7), (3.0, 0.95), (4.0, 0.95)]
     expected = [p for p in points if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
     assert frontier(points, "higher") == sorted(expected)
     assert frontier([(x, -y) for x, y in points], "lower") == [(x, -y) for x, y in sorted(expected)]
 
 
-def test_a_metric_says_which_values_are_better() -> None:
+def test_a_metric_says_which_values_are_better():
     assert [better_of(kind, "mine") for kind in ("rouge", "exact_match", "distinct", "length")] == [
         "higher",
         "higher",
@@ -335,7 +325,7 @@ def test_a_metric_says_which_values_are_better() -> None:
     assert [better_of("file", name) for name in ("accuracy", "bits_per_byte", "colour")] == ["higher", "lower", None]
 
 
-def test_what_can_not_be_reported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_reported_is_refused(tmp_path, capsys):
     run = write_run(tmp_path / "run", [row(0)])
     (tmp_path / "mine.html").write_text("mine")
     for place, out, message in (
@@ -364,7 +354,7 @@ def test_what_can_not_be_reported_is_refused(tmp_path: Path, capsys: pytest.Capt
     ids=["all failed", "one row", "no tokens", "no times"],
 )
 @pytest.mark.slow
-def test_small_and_empty_runs_have_a_report(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_small_and_empty_runs_have_a_report(rows, tmp_path):
     run = write_run(tmp_path / "run", rows, units=1)
     text = written(run, tmp_path / "a.html")
     check_self_contained(text)
@@ -374,7 +364,7 @@ def test_small_and_empty_runs_have_a_report(rows: list[dict[str, Any]], tmp_path
 
 
 @pytest.mark.slow
-def test_cases_of_different_tasks_are_compared_only_with_their_like(tmp_path: Path) -> None:
+def test_cases_of_different_tasks_are_compared_only_with_their_like(tmp_path):
     rows = [row(number) for number in range(4)]
     task = {"task": {"kind": "complete", "max_new_tokens": 7}}
     place = write_sweep(tmp_path / "sweep", {"a": rows, "b": rows, "c": rows, "d": rows}, c=task, d=task)
@@ -383,7 +373,7 @@ def test_cases_of_different_tasks_are_compared_only_with_their_like(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_report_on_a_real_run(tmp_path: Path) -> None:
+def test_a_report_on_a_real_run(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 24)
     assert main(["run", str(write_spec(tmp_path, rows=rows)), "--local", "--quiet"]) == 0
     text = written(tmp_path / "run", tmp_path / "a.html")
@@ -394,9 +384,6 @@ def test_a_report_on_a_real_run(tmp_path: Path) -> None:
     assert "NFE against length" in words and "1 on CPU, float32, torch" in words and "No sample failed." in words
     assert "exact true: results are bit-identical in any batch" in words
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
-
-
-# ---- what runs cost
 
 
 def spend(place: Path) -> None:
@@ -411,7 +398,7 @@ def spend(place: Path) -> None:
     log_in(store).write_out(totals)
 
 
-def test_a_run_s_report_says_what_it_cost(tmp_path: Path) -> None:
+def test_a_run_s_report_says_what_it_cost(tmp_path):
     run = write_run(tmp_path / "run", [row(number, new_tokens=50) for number in range(100)])
     spend(run)
     text = Page(written(run, tmp_path / "one.html")).text
@@ -420,7 +407,7 @@ def test_a_run_s_report_says_what_it_cost(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_s_report_has_a_table_of_device_times(sweep: Path, sweep_page: str, tmp_path: Path) -> None:
+def test_a_sweep_s_report_has_a_table_of_device_times(sweep, sweep_page, tmp_path):
     assert "Device time" not in Page(sweep_page).text
     rows = [row(number, new_tokens=50) for number in range(100)]
     place = write_sweep(tmp_path / "sweep", {"one": rows, "other": rows})

@@ -1,7 +1,5 @@
 """Which runs may be compared: those of the same inputs, task and canvases, whatever decoded them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -81,21 +79,21 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_runs_of_the_same_samples_are_compared(case: str) -> None:
+def test_runs_of_the_same_samples_are_compared(case):
     base, changes = SAME[case]
     check_same_work("a", plan(base), "b", plan(base, **changes))
     check_same_work("b", plan(base, **changes), "a", plan(base))
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_runs_of_other_samples_are_refused_by_the_key_that_differs(key: str) -> None:
+def test_runs_of_other_samples_are_refused_by_the_key_that_differs(key):
     base, changes = OTHER[key]
     with pytest.raises(UserError, match="b did not decode the same as a") as caught:
         check_same_work("a", plan(base), "b", plan(base, **changes))
     assert caught.value.field == key and key in caught.value.message
 
 
-def test_a_message_gives_both_values() -> None:
+def test_a_message_gives_both_values():
     with pytest.raises(UserError, match=r"task.max_new_tokens is 128 in a, 5 in b; task.stop is"):
         check_same_work(
             "a", plan(COMPLETE), "b", plan(COMPLETE, task={"kind": "complete", "max_new_tokens": 5, "stop": "x"})

@@ -1,7 +1,5 @@
 """`draftmill show`: pieces join to the result's text, marks and colours name what the model wrote, and a page holds it all."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -55,7 +53,6 @@ def shown(run: Path, *ids: str) -> tuple[list[ShownRow], str | None]:
 
 
 def printed(run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What the command prints."""
     assert main(["show", str(run), *options]) == 0
     return capsys.readouterr().out
 
@@ -65,7 +62,7 @@ def plain(text: str) -> str:
     return "".join(text.replace("\ufffd", "").split())
 
 
-def test_the_pieces_of_an_infill_join_to_its_text_and_its_holes_are_marked(infilled: Path) -> None:
+def test_the_pieces_of_an_infill_join_to_its_text_and_its_holes_are_marked(infilled):
     rows, problem = shown(infilled)
     assert problem is None and len(rows) == 3
     for row in rows:
@@ -74,7 +71,7 @@ def test_the_pieces_of_an_infill_join_to_its_text_and_its_holes_are_marked(infil
         assert plain(made) == plain("".join(fill["text"] for fill in row.row["fills"]))
 
 
-def test_the_trace_tells_the_forward_of_each_piece(infilled: Path) -> None:
+def test_the_trace_tells_the_forward_of_each_piece(infilled):
     rows, _ = shown(infilled)
     for row in rows:
         forwards = [piece.forward for piece in row.pieces if piece.made and piece.forward is not None]
@@ -83,9 +80,7 @@ def test_the_trace_tells_the_forward_of_each_piece(infilled: Path) -> None:
         assert all((piece.forward is not None) == piece.made for piece in row.pieces)
 
 
-def test_a_completion_follows_its_prompt_and_a_failed_row_has_its_reason(
-    completed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_completion_follows_its_prompt_and_a_failed_row_has_its_reason(completed, capsys):
     rows, _ = shown(completed, "good")
     assert [row.name for row in rows] == ["good", "good (1)"]
     assert [piece.made for piece in rows[0].pieces] == [False, True]
@@ -97,13 +92,11 @@ def test_a_completion_follows_its_prompt_and_a_failed_row_has_its_reason(
     assert f"{head}\n{ROWS[0]['prompt']}⌈{rows[0].row['text']}⌋\n" in out
 
 
-def test_control_characters_are_spelled_out(completed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_spelled_out(completed, capsys):
     assert "\x1b" not in printed(completed, capsys) and r"\x1b[31m<b>é" in printed(completed, capsys)
 
 
-def test_colours_stand_for_marks_on_a_terminal_unless_no_color_is_set(
-    infilled: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colours_stand_for_marks_on_a_terminal_unless_no_color_is_set(infilled, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = printed(infilled, capsys, "--limit", "1")
     assert "\x1b[1;32m" in out and "⌈" not in out and "a colour is a forward" in out
@@ -112,16 +105,14 @@ def test_colours_stand_for_marks_on_a_terminal_unless_no_color_is_set(
     assert "⌈2:" in out and "\x1b[1;32m" not in out
 
 
-def test_a_long_prompt_is_printed_without_its_middle_unless_its_row_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_prompt_is_printed_without_its_middle_unless_its_row_is_asked_for(tmp_path, capsys):
     prompt = "# " + "import " * 200
     run = Path(draftmill.run(job_of(tmp_path, [{"id": "a", "prompt": prompt, "level": 0}]), local=True).path)
     assert f"{prompt[:600]}[... 202 characters ...]{prompt[-600:]}" in printed(run, capsys)
     assert prompt in printed(run, capsys, "--id", "a")
 
 
-def test_options_choose_rows(completed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_choose_rows(completed, capsys):
     assert printed(completed, capsys, "--failed").count("too_long") == 2
     assert "1 of 6 samples" in printed(completed, capsys, "--limit", "1")
     assert "  finish  " in " ".join(printed(completed, capsys, "--id", "odd").split("\n")).replace("          ", " ")
@@ -131,7 +122,7 @@ def test_options_choose_rows(completed: Path, capsys: pytest.CaptureFixture[str]
     assert "--id: no failed sample has the id 'good'" in capsys.readouterr().err
 
 
-def test_without_the_inputs_texts_are_shown_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_inputs_texts_are_shown_and_it_is_said(tmp_path, capsys):
     run = infill_of(tmp_path)
     (tmp_path / "rows.jsonl").unlink()
     rows, problem = shown(run)
@@ -141,14 +132,14 @@ def test_without_the_inputs_texts_are_shown_and_it_is_said(tmp_path: Path, capsy
     assert capsys.readouterr().err.startswith("draftmill: without prompts and marks: ")
 
 
-def test_an_unfinished_run_shows_its_finished_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run_shows_its_finished_units(tmp_path, capsys):
     run = infill_of(tmp_path)
     for name in ("_SUCCESS", "_manifest.json", "data/unit-00000001.parquet"):
         (run / name).unlink()
     assert "2 of 3 samples" in printed(run, capsys)
 
 
-def test_a_causal_model_that_fills_holes_one_after_another_is_shown_with_its_holes(tmp_path: Path) -> None:
+def test_a_causal_model_that_fills_holes_one_after_another_is_shown_with_its_holes(tmp_path):
     rows = [{"id": "a", "text": "x = 1\ny = <mask>\nz = <mask>\n"}]
     task = {"kind": "infill", "mask": {"kind": "marker"}, "max_new_tokens": 5}
     spec = job_of(tmp_path, rows, task=task, model={"path": "builtin:fim-tiny", "device": "cpu"})
@@ -158,7 +149,7 @@ def test_a_causal_model_that_fills_holes_one_after_another_is_shown_with_its_hol
     assert "".join(piece.text for piece in row.pieces) == row.row["text"]
 
 
-def test_token_ids_are_shown_without_a_tokenizer(tmp_path: Path) -> None:
+def test_token_ids_are_shown_without_a_tokenizer(tmp_path):
     rows = [{"id": "a", "tokens": [40, 41, 42]}]
     spec = job_of(tmp_path, rows, model=MODEL | {"tokenizer": "none"})
     spec["input"] = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}}
@@ -196,9 +187,7 @@ class Page(HTMLParser):
                 self.marks[-1] = (self.marks[-1][0], self.marks[-1][1] + data)
 
 
-def test_a_page_has_every_row_with_its_marks_and_no_addresses(
-    infilled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_has_every_row_with_its_marks_and_no_addresses(infilled, tmp_path, capsys):
     rows, _ = shown(infilled)
     out = printed(infilled, capsys, "--html", str(tmp_path / "page.html"))
     page = Page((tmp_path / "page.html").read_text())
@@ -208,18 +197,14 @@ def test_a_page_has_every_row_with_its_marks_and_no_addresses(
     assert all(row.row["text"] in article for row, article in zip(rows, page.articles, strict=True))
 
 
-def test_a_page_escapes_texts_and_shows_kept_columns(
-    completed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_escapes_texts_and_shows_kept_columns(completed, tmp_path, capsys):
     printed(completed, capsys, "--html", str(tmp_path / "page.html"))
     text = (tmp_path / "page.html").read_text()
     assert "&lt;b&gt;" in text and "<b>" not in text and "level: &lt;easy&gt;" in text and "\x1b" not in text
     assert len(Page(text).articles) == 6
 
 
-def test_a_page_replaces_a_page_of_ours_and_no_other_file(
-    infilled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_replaces_a_page_of_ours_and_no_other_file(infilled, tmp_path, capsys):
     page = str(tmp_path / "page.html")
     printed(infilled, capsys, "--html", page)
     printed(infilled, capsys, "--html", page, "--limit", "1")

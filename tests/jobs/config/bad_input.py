@@ -1,7 +1,5 @@
 """Generated nonsense: specs as YAML text, rows as lines of JSON, tables of odd types, files that are torn or wrongly encoded."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import gzip
@@ -79,17 +77,10 @@ def damaged(draw: st.DrawFn, data: bytes, damage: str) -> bytes:
 # ---- rows
 
 GOOD: dict[str, Any] = {
-    "text": "x = <mask:2>\nb. c. d",
-    "prompt": "p",
-    "completion": "c",
-    "messages": [{"role": "user", "content": "x"}],
-    "tokens": [7, None, 9, 10],
-    "prefix": "aa",
-    "suffix": "bb",
-    "sentences": ["A.", "B.", "C."],
-    "spans": [[0, 2]],
-    "seed": 5,
-}
+    "text": "x = <mask:2>\nb. c. d", "prompt": "p", "completion": "c",
+    "messages": [{"role": "user", "content": "x"}], "tokens": [7, None, 9, 10], "prefix": "aa", "suffix": "bb",
+    "sentences": ["A.", "B.", "C."], "spans": [[0, 2]], "seed": 5,
+}  # fmt: skip
 """Something for every task to read."""
 
 NAMES = (*GOOD, "id", "custom_id", "body", "role", "content", "", "ключ")

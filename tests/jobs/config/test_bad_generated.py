@@ -1,7 +1,5 @@
 """Thousands of generated specs, rows and files: always a clear error or a failed row, never a traceback or a lost neighbour."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -39,6 +37,7 @@ from tests.jobs.config.bad_input import GOOD, bad_lines, spec_texts, table_files
 from tests.runs.jobs_here import run, without_ray
 from tests.runs.jobs_of_tests import GOLDEN
 
+pytestmark = pytest.mark.slow
 SPECS, RUNS, ROW_FILES, ROWS_EACH, FILES = 500, 50, 125, 8, 250
 
 
@@ -59,19 +58,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-# ---- specs
-
-
 def clear(message: str) -> bool:
     """Whether a message is fit for a user: a line or a few, no novel, no escape sequences, no traceback."""
     plain = all(character.isprintable() or character in "\n\t" for character in message)
     return bool(message.strip()) and len(message) < 2000 and plain and "Traceback" not in message
 
 
-@pytest.mark.slow
 @times(SPECS)
 @given(text=spec_texts(str(GOLDEN)))
-def test_a_generated_spec_is_taken_or_refused_in_words(folder: Path, text: bytes) -> None:
+def test_a_generated_spec_is_taken_or_refused_in_words(folder, text):
     (folder / "spec.yaml").write_bytes(text)
     try:
         assert isinstance(load_spec(folder / "spec.yaml"), JobSpec)
@@ -79,10 +74,9 @@ def test_a_generated_spec_is_taken_or_refused_in_words(folder: Path, text: bytes
         assert clear(str(error)), str(error)
 
 
-@pytest.mark.slow
 @times(RUNS)
 @given(text=spec_texts(str(GOLDEN)))
-def test_a_generated_job_is_planned_or_exits_with_2(folder: Path, text: bytes) -> None:
+def test_a_generated_job_is_planned_or_exits_with_2(folder, text):
     """All of `draftmill run` but the decoding, which is cut off: exit code 4."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     (folder / "spec.yaml").write_bytes(text)
@@ -93,8 +87,6 @@ def test_a_generated_job_is_planned_or_exits_with_2(folder: Path, text: bytes) -
     assert code in {2, 4} and clear(said.getvalue()), (code, said.getvalue())
     assert code == 4 or not (folder / "run").exists(), "a job that is refused leaves nothing"
 
-
-# ---- rows and files
 
 TASKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "random": ({"kind": "infill", "mask": {"kind": "random", "rate": 0.5}}, {}),
@@ -112,23 +104,17 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
-def chatting() -> Tokenizer:
-    """The byte-level tokenizer with a template that, as real ones do, stumbles over what it did not expect."""
-    tokenizer = Tokenizer(byte_level()._core)
-    tokenizer.chat = ChatTemplate("{% for one in messages %}{{ '<' + one.role + '>' + one.content }}{% endfor %}", {})
-    return tokenizer
-
-
 def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
     task, columns = TASKS[name]
     decoder = {"kind": "assd" if task["kind"] == "infill" else "autoregressive"}
     parts = {"task": task, "decoder": decoder, "model": {"path": "m"}, "output": {"path": "out"}}
     spec = check_spec({**parts, "input": {"path": str(path), "columns": columns}})
-    return spec, maker_for(spec.recipe(), chatting(), model_info())
+    # The template stumbles over what it did not expect, as real ones do.
+    chat = ChatTemplate("{% for one in messages %}{{ '<' + one.role + '>' + one.content }}{% endfor %}", {})
+    return spec, maker_for(spec.recipe(), Tokenizer(byte_level()._core, chat=chat), model_info())
 
 
 def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[str, Any]]:
-    """The plan's entries, in the order of the input."""
     recipe = spec.recipe()
     tables = check_survey(survey(recipe, maker, files), spec, recipe, files)
     return [row for table in tables for row in table.to_pylist()]
@@ -145,10 +131,8 @@ def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[s
             made = try_row(partial(canvas, spec, maker, row.values or {}), "tokenize", "tokenize_error")
             found = made if isinstance(made, RowError) else None
         same = (found.kind if found else None) == entry["error_kind"]
-        assert same or entry["error_kind"] in {"bad_row", "missing_column"}, (
-            entry,
-            found,
-        )  # ids are the planner's alone
+        # ids are the planner's alone
+        assert same or entry["error_kind"] in {"bad_row", "missing_column"}, (entry, found)
 
 
 def canvas(spec: JobSpec, maker: Maker, values: dict[str, Any]) -> object:
@@ -157,8 +141,7 @@ def canvas(spec: JobSpec, maker: Maker, values: dict[str, Any]) -> object:
 
 @times(ROW_FILES)
 @given(task=st.sampled_from(sorted(TASKS)), bad=st.lists(bad_lines(), min_size=ROWS_EACH, max_size=ROWS_EACH))
-@pytest.mark.slow
-def test_a_generated_row_fails_alone_or_is_fine(folder: Path, task: str, bad: list[bytes]) -> None:
+def test_a_generated_row_fails_alone_or_is_fine(folder, task, bad):
     good = {**GOOD, "tokens": [7, None, 9]}
     lines = [line for n, one in enumerate(bad) for line in (json.dumps({**good, "id": f"good-{n}"}).encode(), one)]
     (folder / "bad.jsonl").write_bytes(b"\n".join(lines))
@@ -178,8 +161,7 @@ def test_a_generated_row_fails_alone_or_is_fine(folder: Path, task: str, bad: li
 
 @times(FILES)
 @given(task=st.sampled_from(sorted(TASKS)), file=table_files())
-@pytest.mark.slow
-def test_a_generated_table_is_rows_or_a_clear_error(folder: Path, task: str, file: tuple[str, bytes] | None) -> None:
+def test_a_generated_table_is_rows_or_a_clear_error(folder, task, file):
     assume(file is not None)
     assert file is not None
     check_file(folder, task, *file)
@@ -187,8 +169,7 @@ def test_a_generated_table_is_rows_or_a_clear_error(folder: Path, task: str, fil
 
 @times(FILES)
 @given(task=st.sampled_from(sorted(TASKS)), file=text_files())
-@pytest.mark.slow
-def test_a_generated_text_file_is_rows_or_a_clear_error(folder: Path, task: str, file: tuple[str, bytes]) -> None:
+def test_a_generated_text_file_is_rows_or_a_clear_error(folder, task, file):
     check_file(folder, task, *file)
 
 
@@ -211,8 +192,7 @@ LONG = "for value in values:\n" * 500_000
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
-@pytest.mark.slow
-def test_a_row_of_ten_megabytes_loses_no_neighbour(folder: Path, name: str) -> None:
+def test_a_row_of_ten_megabytes_loses_no_neighbour(folder, name):
     rows = [{"id": "before", "text": "<mask>"}, {"id": "long", "text": LONG}, {"id": "after", "text": "<mask>"}]
     if name == "a.parquet":
         pq.write_table(pa.Table.from_pylist(rows), folder / name)
@@ -227,13 +207,7 @@ def test_a_row_of_ten_megabytes_loses_no_neighbour(folder: Path, name: str) -> N
     assert kinds == {"before": None, "long": "marker_absent", "after": None}
 
 
-# ---- a whole job
-
-
-@pytest.mark.slow
-def test_a_job_over_hundreds_of_bad_rows_brings_every_row_back_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_over_hundreds_of_bad_rows_brings_every_row_back_once(tmp_path, capsys):
     rng = random.Random(6)
     bad = examples(bad_lines(), 300)
     good = [json.dumps({"id": f"good-{n}", "text": f"x = <mask:2> + {n}\n"}).encode() for n in range(20)]

@@ -1,7 +1,5 @@
 """Everything a user can get wrong, in one list: a clear message with exit code 2, or a failed row with its class."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import yaml
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store
+from tests.jobs.specs import infilling
 from tests.runs.local_pool import without_ray
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -25,26 +24,16 @@ GOOD_ROWS = [{"id": f"good-{number}", "text": f"x = {number}\n"} for number in r
 def job(folder: Path) -> dict[str, Any]:
     """A spec that runs: four rows, a tiny model, one worker."""
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in GOOD_ROWS))
-    return {
-        "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-        "input": {"path": str(folder / "rows.jsonl")},
-        "model": {"path": "builtin:asarm-tiny"},
-        "decoder": {"kind": "assd"},
-        "workers": {"count": 1},
-        "output": {"path": str(folder / "run")},
-    }
+    return infilling(folder, workers={"count": 1})
 
 
 def run(spec: dict[str, Any], folder: Path, command: str = "run") -> int:
-    """The exit code of the command line on a spec."""
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(spec))
     return main([command, str(file), *(["--quiet"] if command == "run" else [])])
 
 
 def setting(dotted: str, value: Any) -> Change:
-    """A change of one key."""
-
     def change(spec: dict[str, Any], folder: Path) -> None:
         *sections, name = dotted.split(".")
         for section in sections:
@@ -55,8 +44,6 @@ def setting(dotted: str, value: Any) -> Change:
 
 
 def rows(*lines: str) -> Change:
-    """Other content of the input file."""
-
     def change(spec: dict[str, Any], folder: Path) -> None:
         (folder / "rows.jsonl").write_text("\n".join(lines))
 
@@ -96,9 +83,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_an_unusable_job_exits_with_2_and_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, message: str
-) -> None:
+def test_an_unusable_job_exits_with_2_and_says_why(tmp_path, capsys, change, message):
     spec = job(tmp_path)
     change(spec, tmp_path)
     with without_ray():
@@ -146,9 +131,7 @@ def outcome(
 @pytest.mark.parametrize(
     ("number", "kind", "stage"), [(n, *row[1:]) for n, row in enumerate(BAD_ROWS.values(), 1)], ids=BAD_ROWS
 )
-def test_a_bad_row_fails_alone_with_its_class(
-    outcome: tuple[int, list[dict[str, Any]], Path], number: int, kind: str, stage: str
-) -> None:
+def test_a_bad_row_fails_alone_with_its_class(outcome, number, kind, stage):
     line = list(BAD_ROWS.values())[number - 1][0]
     try:
         name = json.loads(line)["id"]
@@ -161,7 +144,7 @@ def test_a_bad_row_fails_alone_with_its_class(
 
 
 @pytest.mark.ray
-def test_the_good_rows_beside_bad_ones_come_back(outcome: tuple[int, list[dict[str, Any]], Path]) -> None:
+def test_the_good_rows_beside_bad_ones_come_back(outcome):
     code, results, _ = outcome
     assert code == 3, "more rows failed than errors.max_rate allows"
     assert len(results) == len(BAD_ROWS) + 2
@@ -170,9 +153,7 @@ def test_the_good_rows_beside_bad_ones_come_back(outcome: tuple[int, list[dict[s
     assert good["good-1"]["new_tokens"] == 2
 
 
-def test_results_without_a_plan_are_nothing_to_go_on_from_or_to_write_beside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_without_a_plan_are_nothing_to_go_on_from_or_to_write_beside(tmp_path, capsys):
     spec = job(tmp_path)
     with without_ray():
         assert run(spec, tmp_path) == 0
@@ -186,9 +167,7 @@ def test_results_without_a_plan_are_nothing_to_go_on_from_or_to_write_beside(
 
 
 @pytest.mark.ray
-def test_a_changed_spec_on_an_old_directory_is_refused_by_its_keys(
-    outcome: tuple[int, list[dict[str, Any]], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_spec_on_an_old_directory_is_refused_by_its_keys(outcome, capsys):
     folder = outcome[2]
     spec = yaml.safe_load((folder / "job.yaml").read_text())
     spec["decoder"]["k"] = 3
@@ -198,7 +177,7 @@ def test_a_changed_spec_on_an_old_directory_is_refused_by_its_keys(
     assert "output.path: " in said and "decoder.k was 5, is 3" in said
 
 
-def test_validate_finds_what_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_finds_what_run_would(tmp_path, capsys):
     spec = job(tmp_path)
     setting("input.columns", {"text": "body"})(spec, tmp_path)
     assert run(spec, tmp_path, "validate") == 2

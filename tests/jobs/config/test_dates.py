@@ -1,10 +1,7 @@
 """Dates in output paths: filled in and read back without loss, and refused where two dates would meet or leave the base path."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,18 +24,13 @@ from draftmill.jobs.config.spec import at_date, check_spec, with_logical_date
 from draftmill.jobs.config.sweep_spec import load_sweep
 from draftmill.jobs.eval.spec import read_eval_spec
 from draftmill.storage.errors import UserError
+from tests.jobs.specs import completion
 
 NOW = datetime(2026, 11, 22, 3, 4, 5, tzinfo=UTC)
 
 
 def spec_of(path: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "task": {"kind": "complete"},
-        "input": {"path": "in.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": path},
-    } | changes
+    return completion(output={"path": path}) | changes
 
 
 @pytest.mark.parametrize(
@@ -50,7 +42,7 @@ def spec_of(path: str, **changes: Any) -> dict[str, Any]:
         ("r/{date:%Y-%m-%dT%H}", "r", "r/2026-11-22T03", "hour", 1),
     ],
 )
-def test_a_date_is_filled_in_and_read_back(path: str, base: str, place: str, period: str, depth: int) -> None:
+def test_a_date_is_filled_in_and_read_back(path, base, place, period, depth):
     assert date_problem(path) is None
     assert (base_of(path), with_date(path, NOW), period_of(path), depth_of(path)) == (base, place, period, depth)
     found = date_in(path, place)
@@ -63,7 +55,7 @@ def test_a_date_is_filled_in_and_read_back(path: str, base: str, place: str, per
     )
 
 
-def test_every_day_of_years_has_a_folder_of_its_own_that_gives_the_day_back() -> None:
+def test_every_day_of_years_has_a_folder_of_its_own_that_gives_the_day_back():
     days = [datetime(2023, 12, 1, tzinfo=UTC) + timedelta(days=number) for number in range(1200)]
     path = "r/{date:%Y-%m-%d}"
     places = [with_date(path, day) for day in days]
@@ -95,20 +87,20 @@ def test_every_day_of_years_has_a_folder_of_its_own_that_gives_the_day_back() ->
         ("/{date:%Y-%m-%d}", "no base path"),
     ],
 )
-def test_a_date_that_is_not_safe_or_not_unique_is_refused_with_the_key(path: str, said: str) -> None:
+def test_a_date_that_is_not_safe_or_not_unique_is_refused_with_the_key(path, said):
     with pytest.raises(UserError, match=r"^output.path: ") as refused:
         check_spec(spec_of(path))
     assert said in str(refused.value)
 
 
-def test_the_inputs_of_a_recurring_job_are_not_its_own_results() -> None:
+def test_the_inputs_of_a_recurring_job_are_not_its_own_results():
     for inputs in ("runs", "runs/**/*.parquet", "runs/*/data/*.parquet"):
         with pytest.raises(UserError, match=r"output.path: .* is inside the inputs"):
             check_spec(spec_of("runs/{date:%Y-%m-%d}", input={"path": inputs}))
     check_spec(spec_of("runs/{date:%Y-%m-%d}", input={"path": "landing/*.jsonl"}))
 
 
-def test_a_spec_is_dated_once_by_its_logical_date_or_the_clock() -> None:
+def test_a_spec_is_dated_once_by_its_logical_date_or_the_clock():
     spec = check_spec(spec_of("runs/{date:%Y-%m-%d}"))
     assert at_date(spec, NOW).output.path == "runs/2026-11-22"
     assert at_date(spec, NOW).output.logical_date == "2026-11-22T03:04:05Z"
@@ -126,7 +118,7 @@ def test_a_spec_is_dated_once_by_its_logical_date_or_the_clock() -> None:
     assert check_spec(again).output == at_date(spec, NOW).output, "a plan's spec is read back"
 
 
-def test_inputs_have_the_date_of_their_run() -> None:
+def test_inputs_have_the_date_of_their_run():
     paths = ["landing/{date:%Y/%m/%d}/*.{jsonl,csv}", "{date,time}/rows.csv"]
     dated = at_date(check_spec(spec_of("runs/{date:%Y-%m-%d}", input={"path": paths})), NOW).input
     assert dated.path == ("landing/2026/11/22/*.{jsonl,csv}", "{date,time}/rows.csv")
@@ -155,14 +147,12 @@ def test_inputs_have_the_date_of_their_run() -> None:
         ("in/{date:%Y-%m-%d}", {"path": "in/{date:%Y-%m-%d}"}, "output.path: .* is inside the inputs"),
     ],
 )
-def test_a_date_in_an_input_that_its_run_does_not_give_is_refused(
-    path: str, given: dict[str, Any], message: str
-) -> None:
+def test_a_date_in_an_input_that_its_run_does_not_give_is_refused(path, given, message):
     with pytest.raises(UserError, match=f"^{message}"):
         check_spec(spec_of(path, input=given))
 
 
-def test_sweeps_and_evaluations_take_no_dates(tmp_path: Path) -> None:
+def test_sweeps_and_evaluations_take_no_dates(tmp_path):
     base = spec_of("runs/{date:%Y-%m-%d}", input={"path": "in.jsonl", "since": "last_success"})
     sweep = {"base": base, "grid": {"seed": [1, 2]}, "output": {"path": "sweeps/one"}}
     file = tmp_path / "sweep.yaml"
@@ -185,5 +175,5 @@ def test_sweeps_and_evaluations_take_no_dates(tmp_path: Path) -> None:
         ("2026-11-22 03:00:00.7+01:00", "2026-11-22T02:00:00Z"),
     ],
 )
-def test_dates_are_read_as_schedulers_write_them(text: str, utc: str) -> None:
+def test_dates_are_read_as_schedulers_write_them(text, utc):
     assert format_date(read_date(text)) == utc

@@ -1,9 +1,6 @@
 """A task that its rows' columns, its decoder or its model do not fit is refused before any work, by the key to change."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -18,14 +15,9 @@ from draftmill.jobs.plan.checks import check_chat, check_task
 from draftmill.jobs.plan.fingerprint import digest, results_key
 from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.jobs.specs import completion
 
-COMPLETE: dict[str, Any] = {
-    "task": {"kind": "complete"},
-    "input": {"path": "a.jsonl"},
-    "model": {"path": "m"},
-    "decoder": {"kind": "autoregressive"},
-    "output": {"path": "runs/a"},
-}
+COMPLETE = completion()
 SCORE = COMPLETE | {"task": {"kind": "score"}}
 INFILL = COMPLETE | {"task": {"kind": "infill", "mask": {"kind": "marker"}, "max_new_tokens": 9}}
 SPANS = COMPLETE | {
@@ -52,7 +44,7 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    ("base", "override", "message"),
+    ("base", "overrides", "message"),
     [
         (COMPLETE, "task.stop=[\ufffd]", "task.stop: U+FFFD"),
         (COMPLETE, "decoder.kind=assd", "decoder.kind: 'assd' does not run the task 'complete'; allowed: autoregressive, spec"),
@@ -82,29 +74,35 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
         (SCORE, "input.columns={completion: a, text: b}", "input.columns: text and completion each give a row's content"),
         (SCORE, "input.columns={completion: a, tokens: b}", "input.columns: completion and tokens each give a row's content"),
         (COMPLETE, "model.tokenizer=none", "model.tokenizer: 'none' needs rows that give their tokens"),
+        (INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}", "task.fim.order: 'mps' is not allowed; allowed: psm"),
+        # What fits alone may not fit together.
+        (COMPLETE, ["input.columns.tokens=ids", "task.chat=true"], "task.chat: a chat is made of text, but the rows give tokens"),
+        (COMPLETE, ["input.columns.tokens=ids", "model.tokenizer=none", "task.stop=[a]"], "task.stop: stop strings are"),
+        (COMPLETE, ["input.columns={prompt: a, messages: b}", "task.chat=true"], "input.columns: prompt and messages each"),
+        # Prompts and templates.
+        (COMPLETE, "prompt.template='{{ q'", "prompt.template: line 1"),
+        (COMPLETE, ["prompt.template='{{ q }}'", "input.columns={prompt: p}"], "input.columns.prompt: prompt.template gives"),
+        (INFILL, ["prompt.template='{{ q }}'", "input.columns={text: p}"], "input.columns.text: prompt.template gives the text"),
+        (COMPLETE, "prompt.system=x", "prompt.system: only a chat has a use for it; set task.chat: true"),
+        (INFILL, "chat.template_kwargs={a: 1}", "chat.template_kwargs: only a chat has a use for it"),
+        (COMPLETE, ["task.chat=true", "chat.template_kwargs={tools: []}"], "chat.template_kwargs: 'tools' is not allowed"),
+        (COMPLETE, "input.columns={system: s}", "input.columns.system: only a chat has a use for it"),
+        (COMPLETE, "prompt.examples={rows: [{q: a, a: b}]}", "prompt.examples: prompt.template must have a loop over `examples`"),
+        (COMPLETE, ["prompt.template='{{ examples }}'", "task.chat=true", "prompt.examples={rows: [{a: b}], answer: a}"], "too"),
+        (COMPLETE, "prompt.examples={k: 2}", "prompt.examples: give either path, with k, or rows"),
+        (COMPLETE, "prompt.examples={path: a}", "prompt.examples.k: missing"),
+        (COMPLETE, "prompt.examples={rows: [{a: 1}], k: 1}", "prompt.examples: k and seed choose rows of a file"),
+        (COMPLETE, "task.system=x", "task.system: unknown key; did you mean prompt.system?"),
+        (COMPLETE, "task.chat_template_kwargs={}", "did you mean chat.template_kwargs?"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_task_is_refused_by_name(base: dict[str, Any], override: str, message: str) -> None:
+def test_what_does_not_fit_the_task_is_refused_by_name(base, overrides, message):
     with pytest.raises(UserError) as caught:
-        spec_of(base, override)
+        spec_of(base, *([overrides] if isinstance(overrides, str) else overrides))
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["input.columns.tokens=ids", "task.chat=true"], "task.chat: a chat is made of text, but the rows give tokens"),
-        (["input.columns.tokens=ids", "model.tokenizer=none", "task.stop=[a]"], "task.stop: stop strings are searched in"),
-        (["input.columns={prompt: a, messages: b}", "task.chat=true"], "input.columns: prompt and messages each give"),
-    ],
-)  # fmt: skip
-def test_what_fits_alone_may_not_fit_together(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        spec_of(COMPLETE, *overrides)
-    assert message in str(caught.value)
-
-
-def test_what_fits_is_taken() -> None:
+def test_what_fits_is_taken():
     task = spec_of(COMPLETE, "task.stop='\\n\\n'", "task.max_new_tokens=5", "input.columns.tokens=ids").task
     assert isinstance(task, Complete) and task.stop == ("\\n\\n",) and task.max_new_tokens == 5
     task = spec_of(SCORE, "task.chat=true", "input.columns={messages: m, completion: c}").task
@@ -113,12 +111,12 @@ def test_what_fits_is_taken() -> None:
     assert check_spec(spec.model_dump(mode="json")) == spec
 
 
-def test_every_decoder_does_some_task() -> None:
+def test_every_decoder_does_some_task():
     assert all(one.tasks for one in DECODERS.values())
     assert list(DECODERS) == [get_args(one.model_fields["kind"].annotation)[0] for one in DECODERS.values()]
 
 
-def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do() -> None:
+def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do():
     with pytest.raises(
         UserError, match=r"task\.kind: .*'xlnet' do not support 'complete'; tasks they support: infill, score; .* llama"
     ) as caught:
@@ -127,13 +125,13 @@ def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do(
     check_task(spec_of(COMPLETE).task, CAUSAL)
 
 
-def test_a_chat_needs_a_template() -> None:
+def test_a_chat_needs_a_template():
     with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
         check_chat(spec_of(COMPLETE, "task.chat=true").task, byte_level())
     check_chat(spec_of(COMPLETE).task, byte_level())
 
 
-def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place() -> None:
+def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place():
     def of(spec: JobSpec, **known: Any) -> str:
         return digest(results_key(spec, CAUSAL, model="w", tokenizer="t", **known))
 
@@ -143,7 +141,7 @@ def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place()
     assert of(small, ends=(2,)) != of(small, ends=(2, 3)), "a changed generation config changes where completions end"
 
 
-def test_workers_are_given_the_drafters_absolute_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_given_the_drafters_absolute_place(tmp_path, monkeypatch):
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)
     drafter: Any = getattr(with_absolute(spec_of(COMPLETE, SMALL).decoder), "drafter", None)
@@ -152,7 +150,7 @@ def test_workers_are_given_the_drafters_absolute_place(tmp_path: Path, monkeypat
     assert drafter.path == "org/name", "no folder here: an id of the hub"
 
 
-def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone() -> None:
+def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone():
     by_canvas = spec_of(INFILL, "task={kind: infill, mask: {kind: marker}}", "decoder={kind: assd}")
     assert by_canvas.results_key()["task"] == {"kind": "infill", "mask": {"kind": "marker"}}
     assert spec_of(INFILL).results_key()["task"]["max_new_tokens"] == 9
@@ -165,85 +163,57 @@ def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone() -> 
     assert check_spec(spec_of(NAMED).model_dump(mode="json")) == spec_of(NAMED)
 
 
-def test_a_mapping_with_a_wrong_key_is_not_said_to_be_no_word() -> None:
-    with pytest.raises(UserError) as caught:
-        spec_of(INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}")
-    assert str(caught.value) == "task.fim.order: 'mps' is not allowed; allowed: psm or spm"
-
-
-SHOTS = "prompt.examples={rows: [{q: a, a: b}]}"
-
-
-@pytest.mark.parametrize(
-    ("base", "overrides", "message"),
-    [
-(COMPLETE, ["prompt.template='{{ q'"], "prompt.template: line 1"),
-        (COMPLETE, ["prompt.template='{{ q }}'", "input.columns={prompt: p}"], "input.columns.prompt: prompt.template gives"),
-        (INFILL, ["prompt.template='{{ q }}'", "input.columns={text: p}"], "input.columns.text: prompt.template gives the text"),
-        (COMPLETE, ["prompt.system=x"], "prompt.system: only a chat has a use for it; set task.chat: true"),
-        (INFILL, ["chat.template_kwargs={a: 1}"], "chat.template_kwargs: only a chat has a use for it"),
-        (COMPLETE, ["task.chat=true", "chat.template_kwargs={tools: []}"], "chat.template_kwargs: 'tools' is not allowed"),
-        (COMPLETE, ["input.columns={system: s}"], "input.columns.system: only a chat has a use for it"),
-        (COMPLETE, [SHOTS], "prompt.examples: prompt.template must have a loop over `examples`"),
-        (COMPLETE, ["prompt.template='{{ examples }}'", "task.chat=true", "prompt.examples={rows: [{a: b}], answer: a}"], "too"),
-        (COMPLETE, ["prompt.examples={k: 2}"], "prompt.examples: give either path, with k, or rows"),
-        (COMPLETE, ["prompt.examples={path: a}"], "prompt.examples.k: missing"),
-        (COMPLETE, ["prompt.examples={rows: [{a: 1}], k: 1}"], "prompt.examples: k and seed choose rows of a file"),
-        (COMPLETE, ["task.system=x"], "task.system: unknown key; did you mean prompt.system?"),
-        (COMPLETE, ["task.chat_template_kwargs={}"], "did you mean chat.template_kwargs?"),
-    ],
-)  # fmt: skip
-def test_a_prompt_that_does_not_fit_the_task_is_refused(
-    base: dict[str, Any], overrides: list[str], message: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        spec_of(base, *overrides)
-    assert message in str(caught.value)
-
-
-def test_exact_models_are_in_the_fingerprint_only_where_they_are_demanded() -> None:
+def test_exact_models_are_in_the_fingerprint_only_where_they_are_demanded():
     plain, exact = (spec_of(COMPLETE, *more).results_key() for more in ((), ("model.exact=true",)))
     assert plain["model"] == {} and exact["model"] == {"exact": True}
     assert spec_of(COMPLETE, "model.exact=true").model_place().exact and not spec_of(COMPLETE).model_place().exact
 
 
-def test_small_weights_are_in_the_fingerprint_only_where_they_are_asked_for() -> None:
+def test_small_weights_are_in_the_fingerprint_only_where_they_are_asked_for():
     keys = [spec_of(COMPLETE, f"model.weights={kind}").results_key()["model"] for kind in ("auto", "int8", "int4")]
     assert keys == [{}, {"weights": "int8"}, {"weights": "int4"}]
     assert spec_of(COMPLETE, "model.weights=fp8").model_place().weights == "fp8"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.dtype=float64"], "model.dtype is float64; allowed: auto"),
-        (["workers.gpus_per_model=2"], "workers.gpus_per_model is above 1; allowed: auto"),
-        (["model.exact=true", "model.device=cuda:1"], "model.exact has other products on a GPU; allowed: auto"),
-    ],
-    ids=str,
-)
-def test_small_weights_are_refused_where_no_product_takes_them(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=f"model.weights: int8, but {message}"):
-        spec_of(COMPLETE, "model.weights=int8", *overrides)
-    spec_of(COMPLETE, *overrides)
+SMALL_WEIGHTS, EXACT = ("weights=int8", "weights: int8"), ("exact=true", "exact: true")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("asked", "overrides", "message"),
     [
-        (["model.device=cpu", "model.dtype=bfloat16"], "model.dtype is bfloat16; allowed on a CPU: auto, float32"),
-        (["model.device=cuda", "model.dtype=float64"], "model.dtype is float64; allowed on a GPU: auto, bfloat16"),
-        (["workers.gpus_per_model=2"], "workers.gpus_per_model is above 1: the sums of several GPUs are not fixed"),
+        (SMALL_WEIGHTS, ["model.dtype=float64"], "model.dtype is float64; allowed: auto"),
+        (SMALL_WEIGHTS, ["workers.gpus_per_model=2"], "workers.gpus_per_model is above 1; allowed: auto"),
+        (
+            SMALL_WEIGHTS,
+            ["model.exact=true", "model.device=cuda:1"],
+            "model.exact has other products on a GPU; allowed: auto",
+        ),
+        (
+            EXACT,
+            ["model.device=cpu", "model.dtype=bfloat16"],
+            "model.dtype is bfloat16; allowed on a CPU: auto, float32",
+        ),
+        (
+            EXACT,
+            ["model.device=cuda", "model.dtype=float64"],
+            "model.dtype is float64; allowed on a GPU: auto, bfloat16",
+        ),
+        (
+            EXACT,
+            ["workers.gpus_per_model=2"],
+            "workers.gpus_per_model is above 1: the sums of several GPUs are not fixed",
+        ),
     ],
     ids=str,
 )
-def test_models_that_cannot_be_exact_are_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=f"model.exact: true, but {message}"):
-        spec_of(COMPLETE, "model.exact=true", *overrides)
+def test_small_weights_and_exact_models_are_refused_where_no_product_is_so(asked, overrides, message):
+    override, told = asked
+    with pytest.raises(UserError, match=f"model.{told}, but {message}"):
+        spec_of(COMPLETE, f"model.{override}", *overrides)
     spec_of(COMPLETE, *overrides)
 
 
-def test_prompt_and_chat_are_in_the_fingerprint_only_where_they_are_set() -> None:
+def test_prompt_and_chat_are_in_the_fingerprint_only_where_they_are_set():
     plain = spec_of(COMPLETE).results_key()
     assert not {"prompt", "chat"} & plain.keys() and plain["input"] == {}
     chat = spec_of(COMPLETE, "task.chat=true", "prompt.system=x", "chat.template_kwargs={a: false}")
@@ -253,7 +223,7 @@ def test_prompt_and_chat_are_in_the_fingerprint_only_where_they_are_set() -> Non
     assert other["input"]["columns"]["system"] == "s"
 
 
-def test_a_head_drafts_for_a_model_in_one_process() -> None:
+def test_a_head_drafts_for_a_model_in_one_process():
     head = "decoder={kind: speculative, drafter: {kind: head, path: 'builtin:ar-tiny-eagle3'}}"
     assert spec_of(COMPLETE, head).decoder.drafter.kind == "head"  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"gpus_per_model: 2, but decoder.drafter.kind 'head' reads .*; allowed: 1"):

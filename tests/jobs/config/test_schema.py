@@ -1,7 +1,5 @@
 """`draftmill schema`: valid JSON Schemas, to which every example and page conforms, and wrong keys and values do not."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -15,16 +13,11 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import json_schema, load_spec
 from draftmill.jobs.config.sweep_spec import sweep_schema
 from tests.conftest import ROOT
+from tests.jobs.specs import completion
 
 PUBLISHED = sorted((ROOT / "examples" / "published").glob("*.yaml"))
 FILES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "papers").glob("*.yaml"), *PUBLISHED])
-JOB = {
-    "task": {"kind": "complete"},
-    "input": {"path": "rows.jsonl"},
-    "model": {"path": "builtin:ar-tiny"},
-    "decoder": {"kind": "autoregressive"},
-    "output": {"path": "run"},
-}
+JOB = completion()
 SWEEP = {"base": JOB, "cases": {"a": None, "b": {"decoder.k": 4}}, "output": {"path": "out"}}
 
 
@@ -43,7 +36,7 @@ def spec_blocks(page: Path) -> list[Any]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("words", [[], ["job"], ["sweep"]], ids=str)
-def test_the_command_prints_a_valid_schema(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_valid_schema(words, capsys):
     assert main(["schema", *words]) == 0
     schema = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -52,18 +45,18 @@ def test_the_command_prints_a_valid_schema(words: list[str], capsys: pytest.Capt
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_example_conforms(file: Path) -> None:
+def test_every_example_conforms(file):
     assert problems(yaml.safe_load(file.read_text())) == []
 
 
-def test_published_settings_are_whole_jobs() -> None:
+def test_published_settings_are_whole_jobs():
     assert len({load_spec(path).name for path in PUBLISHED}) == len(PUBLISHED) == 8
 
 
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", ROOT / "docs" / "first-job.md", ROOT / "docs" / "sweeps.md"], ids=str
 )
-def test_every_spec_of_a_page_conforms(page: Path) -> None:
+def test_every_spec_of_a_page_conforms(page):
     blocks = spec_blocks(page)
     assert blocks and [problem for block in blocks for problem in problems(block)] == []
 
@@ -80,7 +73,7 @@ def test_every_spec_of_a_page_conforms(page: Path) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_key_or_value_does_not_conform(changes: dict[str, Any], place: str) -> None:
+def test_a_wrong_key_or_value_does_not_conform(changes, place):
     [problem] = problems(JOB | changes)
     [of_sweep] = problems(SWEEP | {"base": JOB | changes})
     assert problem.startswith(f"{place}:") and of_sweep.startswith("base:")
@@ -98,7 +91,7 @@ def test_a_wrong_key_or_value_does_not_conform(changes: dict[str, Any], place: s
     ],
     ids=str,
 )
-def test_short_forms_conform(changes: dict[str, Any]) -> None:
+def test_short_forms_conform(changes):
     assert problems(JOB | changes) == [] and problems(SWEEP | {"base": JOB | changes}) == []
 
 
@@ -115,7 +108,7 @@ def test_short_forms_conform(changes: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_a_sweep_has_a_base_and_either_cases_or_a_grid(changes: dict[str, Any], conforms: bool) -> None:
+def test_a_sweep_has_a_base_and_either_cases_or_a_grid(changes, conforms):
     assert (problems(SWEEP | changes) == []) is conforms
     grid = {key: value for key, value in SWEEP.items() if key != "cases"} | {"grid": {"seed": [1, 2]}}
     assert problems(grid) == []

@@ -1,7 +1,5 @@
 """The sweep file: cases and grids become jobs with safe, unique names; a wrong file is refused by the key that is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ def load(folder: Path, *overrides: str, **keys: Any) -> Sweep:
     return load_sweep(path, overrides)
 
 
-def test_a_case_is_the_base_with_other_values_and_a_folder_of_its_own(tmp_path: Path):
+def test_a_case_is_the_base_with_other_values_and_a_folder_of_its_own(tmp_path):
     cases = {
         "same": None,
         "short": {"decoder.k": 2, "sampling": {"temperature": 0.5}},
@@ -54,14 +52,14 @@ def test_a_case_is_the_base_with_other_values_and_a_folder_of_its_own(tmp_path: 
     }
 
 
-def test_the_base_may_be_a_file_beside_the_sweep_file(tmp_path: Path):
+def test_the_base_may_be_a_file_beside_the_sweep_file(tmp_path):
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(BASE | {"output": {"path": "elsewhere", "unit_rows": 7}}))
     for base in ("job.yaml", str(tmp_path / "job.yaml")):
         (case,) = load(tmp_path, base=base).cases
         assert case.spec is not None and (case.spec.output.path, case.spec.output.unit_rows) == ("out/cases/a", 7)
 
 
-def test_a_grid_has_a_case_for_every_combination_named_by_its_values(tmp_path: Path):
+def test_a_grid_has_a_case_for_every_combination_named_by_its_values(tmp_path):
     grid = {"decoder.k": [2, 4], "sampling.temperature": [0, 0.75], "model.path": ["builtin:one", "models/two"]}
     sweep = load(tmp_path, cases=None, grid=grid)
     assert [case.name for case in sweep.cases][:3] == [
@@ -86,7 +84,7 @@ def test_a_grid_has_a_case_for_every_combination_named_by_its_values(tmp_path: P
         ({"name": ["é" * 300, "z" * 300]}, None),
     ],
 )
-def test_names_of_a_grid_are_safe_and_unique(tmp_path: Path, grid: dict[str, Any], names: list[str] | None):
+def test_names_of_a_grid_are_safe_and_unique(tmp_path, grid, names):
     found = [case.name for case in load(tmp_path, cases=None, grid=grid).cases]
     assert names is None or found == names
     assert all(name.isascii() and "/" not in name and len(name) <= LONGEST_NAME for name in found)
@@ -111,16 +109,16 @@ def test_names_of_a_grid_are_safe_and_unique(tmp_path: Path, grid: dict[str, Any
         ({"decoder.k": [2]}, ["k-2"]),
     ],
 )
-def test_short_names_of_a_grid_say_what_tells_its_cases_apart(grid: dict[str, Any], names: list[str]) -> None:
+def test_short_names_of_a_grid_say_what_tells_its_cases_apart(grid, names):
     assert list(short_names(_grid(grid)).values()) == names
 
 
-def test_names_that_the_user_gave_stay() -> None:
+def test_names_that_the_user_gave_stay():
     cases = {"slow": {"decoder.k": 2}, "fast": {"decoder.k": 4}}
     assert short_names(cases) == {"slow": "slow", "fast": "fast"} and short_names({}) == {}
 
 
-def test_a_wrong_case_is_an_error_of_its_own(tmp_path: Path):
+def test_a_wrong_case_is_an_error_of_its_own(tmp_path):
     cases = {"good": {}, "zero": {"decoder.k": 0}, "typo": {"decoder.kk": 1}, "kind": {"decoder.kind": "any_subset"}}
     found = {case.name: case.error for case in load(tmp_path, cases=cases).cases}
     assert found["good"] is None
@@ -160,20 +158,20 @@ def test_a_wrong_case_is_an_error_of_its_own(tmp_path: Path):
         ({"cases": None, "grid": {"seed": list(range(40)), "decoder.k": list(range(30))}}, "grid: 1,200 cases are too many"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_refused_by_its_key(tmp_path: Path, keys: dict[str, Any], message: str):
+def test_a_wrong_file_is_refused_by_its_key(tmp_path, keys, message):
     with pytest.raises(UserError) as error:
         load(tmp_path, **keys)
     assert message in str(error.value)
 
 
-def test_a_case_that_is_named_twice_is_refused(tmp_path: Path):
+def test_a_case_that_is_named_twice_is_refused(tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("base: {}\ncases:\n  a: {}\n  a: {seed: 1}\noutput: {path: out}\n")
     with pytest.raises(UserError, match="the key 'a' occurs twice"):
         load_sweep(path)
 
 
-def test_an_override_sets_the_base_or_the_place_and_not_what_the_cases_vary(tmp_path: Path):
+def test_an_override_sets_the_base_or_the_place_and_not_what_the_cases_vary(tmp_path):
     cases = {"a": {"decoder.k": 2}, "b": {}}
     sweep = load(tmp_path, "seed=7", "output.path=there", "base.input.limit=3", "name=x", cases=cases)
     for case in sweep.cases:

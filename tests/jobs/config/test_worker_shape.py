@@ -1,25 +1,16 @@
 """`workers` as one mapping or as a list of kinds: what is refused, by its own path, and that it changes no fingerprint."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.storage.errors import UserError
+from tests.jobs.specs import completion
 
 
 def spec(workers: Any) -> JobSpec:
-    data: dict[str, Any] = {
-        "task": {"kind": "complete"},
-        "input": {"path": "rows.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "speculative"},
-        "output": {"path": "runs/one"},
-        "workers": workers,
-    }
-    return check_spec(data)
+    return check_spec(completion(workers=workers))
 
 
 def test_a_mapping_is_one_kind_and_a_list_several():

@@ -5,8 +5,6 @@ Workers answer at once, half of the units are there before, and of the run direc
     python -m tests.jobs.drive.many_units UNITS
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys
@@ -45,6 +43,7 @@ from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_nam
 from draftmill.storage.runs.unit_table import FOLDER, PLAN, ROW_SCHEMA
 from draftmill.storage.stores.interface import Body, Stat
 from draftmill.storage.stores.local import LocalStore
+from tests.jobs.specs import infilling
 
 WINDOW, WORKERS = 50_000, 8
 
@@ -127,7 +126,6 @@ class ManyWorkers(LocalBackend):
 
 
 def rows(first: int, count: int) -> pa.Table:
-    """Rows of the unit table, one a unit."""
     numbers = np.arange(first, first + count)
     length = pa.array((1 + numbers * 7919 % 500).astype(np.int32))
     nothing = pa.nulls(count, pa.string())
@@ -148,16 +146,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
     """Plan, resume, decode and close; returns the peak memory after each step, in MB."""
     store = Folder(folder)
     store.units = units
-    spec = check_spec(
-        {
-            "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-            "input": {"path": "in.jsonl"},
-            "model": {"path": "m"},
-            "decoder": {"kind": "assd"},
-            "output": {"path": str(folder)},
-            "workers": {"count": WORKERS},
-        }
-    )
+    spec = check_spec(infilling(output={"path": str(folder)}, workers={"count": WORKERS}))
     peaks = {"begin": peak_mb()}
     writer = PlanWriter(store, window=WINDOW, unit_rows=1)
     for first in range(0, units, WINDOW):
@@ -204,14 +193,9 @@ def main(units: int) -> None:
         patch.setattr(packing, "part_bytes", lambda tables: bytes(100))  # a million row groups take a minute
         patch.setattr(plans, "digest", lambda results: "f")
         patch.setattr(session, "make_job", lambda *_, **__: None)
-        measure(units)
-
-
-def measure(units: int) -> None:
-    """The work of `main`, with the fakes in place."""
-    with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
-        job(Path(small, "run"), 2000)
-        peaks = job(Path(large, "run"), units)
+        with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
+            job(Path(small, "run"), 2000)
+            peaks = job(Path(large, "run"), units)
     print(json.dumps({step: round(peak - peaks["begin"], 1) for step, peak in peaks.items()}))
 
 

@@ -1,7 +1,5 @@
 """Planning by Ray tasks: the plan is that of one process, byte for byte, whatever the inputs are and whatever is lost."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -10,7 +8,6 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +27,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from tests.jobs.plan import grouped_jobs
 from tests.jobs.plan.grouped_jobs import write_questions
+from tests.jobs.specs import infilling
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
@@ -122,17 +120,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def spec_for(folder: Path, out: Path, inputs: dict[str, Any] | None = None, **more: Any) -> JobSpec:
-    return check_spec(
-        {
-            "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-            "input": {"path": str(folder), **(inputs or {})},
-            "model": {"path": "builtin:asarm-tiny"},
-            "decoder": {"kind": "assd"},
-            "batching": {"window": 64},
-            "output": {"path": str(out), "unit_rows": 8},
-            **more,
-        }
-    )
+    given, output = {"path": str(folder)} | (inputs or {}), {"path": str(out), "unit_rows": 8}
+    return check_spec(infilling(input=given, batching={"window": 64}, output=output) | more)
 
 
 def files_of(place: Path) -> dict[str, bytes]:
@@ -170,9 +159,7 @@ def surveyed_there(spec: JobSpec, **changes: Any) -> Any:
 
 @pytest.mark.parametrize(("write", "inputs"), KINDS)
 @pytest.mark.slow
-def test_the_plan_of_tasks_is_the_plan_of_one_process(
-    ray_session: ModuleType, folder: Path, tmp_path: Path, write: Callable[[Path], None], inputs: dict[str, Any]
-) -> None:
+def test_the_plan_of_tasks_is_the_plan_of_one_process(ray_session, folder, tmp_path, write, inputs):
     write(folder)
     here = planned_here(spec_for(folder, tmp_path / "here", inputs))
     arrived: list[SurveyedRows] = []
@@ -184,14 +171,14 @@ def test_the_plan_of_tasks_is_the_plan_of_one_process(
 
 
 @pytest.mark.slow
-def test_several_samples_of_a_row_are_planned_alike(ray_session: ModuleType, folder: Path, tmp_path: Path) -> None:
+def test_several_samples_of_a_row_are_planned_alike(ray_session, folder, tmp_path):
     as_jsonl(folder)
     here = planned_here(spec_for(folder, tmp_path / "here", sampling={"n": 3}))
     assert planned_there(spec_for(folder, tmp_path / "there", sampling={"n": 3})) == here
 
 
 @pytest.mark.slow
-def test_a_template_with_examples_is_planned_alike(ray_session: ModuleType, folder: Path, tmp_path: Path) -> None:
+def test_a_template_with_examples_is_planned_alike(ray_session, folder, tmp_path):
     as_parquet(folder)
     (tmp_path / "shots.jsonl").write_text("\n".join(json.dumps({"a": text}) for text in texts(9, 1)))
     examples = {"path": str(tmp_path / "shots.jsonl"), "k": 2, "seed": 1}
@@ -201,9 +188,7 @@ def test_a_template_with_examples_is_planned_alike(ray_session: ModuleType, fold
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_rows_that_begin_alike_are_planned_alike(
-    ray_session: ModuleType, folder: Path, tmp_path: Path, samples: int
-) -> None:
+def test_rows_that_begin_alike_are_planned_alike(ray_session, folder, tmp_path, samples):
     write_questions(folder / "a.jsonl", 60)
     more = {"task": {"kind": "complete", "max_new_tokens": 8}, "sampling": {"n": samples}}
     here = planned_here(grouped_jobs.spec_for(folder, str(tmp_path / "here"), **more))
@@ -211,9 +196,7 @@ def test_rows_that_begin_alike_are_planned_alike(
 
 
 @pytest.mark.slow
-def test_a_task_that_is_killed_in_the_middle_is_done_again(
-    ray_session: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+def test_a_task_that_is_killed_in_the_middle_is_done_again(ray_session, folder, tmp_path):
     """One file that can't be cut, of several items: the second task leaves out what has arrived."""
     rows = [json.dumps({"id": str(number), "text": "a b"}) for number in range(20_000)]
     (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode(), 1))
@@ -270,9 +253,7 @@ def an_array(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [damaged_parquet, twice, without_texts, torn_gz, an_array])
-def test_errors_are_those_of_one_process(
-    ray_session: ModuleType, folder: Path, tmp_path: Path, write: Callable[[Path], None]
-) -> None:
+def test_errors_are_those_of_one_process(ray_session, folder, tmp_path, write):
     write(folder)
     path = folder / "b.json" if write is an_array else folder
     here = error_of(spec_for(path, tmp_path / "run"), survey)
@@ -280,7 +261,7 @@ def test_errors_are_those_of_one_process(
     assert error_of(spec, surveyed_there(spec)) == here
 
 
-def test_a_damaged_file_behind_the_limit_is_no_error(ray_session: ModuleType, folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_behind_the_limit_is_no_error(ray_session, folder, tmp_path):
     (folder / "a.jsonl").write_bytes(lines(50))
     (folder / "b.jsonl.gz").write_bytes(b"\x1f\x8b and no more")
     here = planned_here(spec_for(folder, tmp_path / "here", {"limit": 40}))
@@ -288,9 +269,7 @@ def test_a_damaged_file_behind_the_limit_is_no_error(ray_session: ModuleType, fo
 
 
 @pytest.mark.slow
-def test_where_tasks_fail_or_get_no_cpu_the_driver_plans_alone(
-    ray_session: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_tasks_fail_or_get_no_cpu_the_driver_plans_alone(ray_session, folder, tmp_path, monkeypatch):
     as_jsonl(folder)
     here = planned_here(spec_for(folder, tmp_path / "here", {"keep": ["tag"]}))
     notes: list[str] = []
@@ -305,9 +284,7 @@ def test_where_tasks_fail_or_get_no_cpu_the_driver_plans_alone(
     assert notes[1:] == ["planning on the cluster fails: planning here"]
 
 
-def test_small_jobs_and_local_ones_are_planned_by_the_driver(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_jobs_and_local_ones_are_planned_by_the_driver(folder, tmp_path, monkeypatch):
     as_jsonl(folder)
     spec = spec_for(folder, tmp_path / "run")
     resolved = resolve(spec, open_store(spec.output.path))

@@ -1,7 +1,5 @@
 """Device time: every second of a worker has one purpose, also of workers that die, and resumed sessions add up."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
@@ -32,53 +30,48 @@ def log_in(store: Store, epoch: int = 1, *, clock: Callable[[], float] = time.mo
     return log
 
 
-def busy(wall_s: float) -> TurnReport:
-    return TurnReport((), Effort(wall_s=wall_s), Tally())
-
-
 def at_work(clock: Hand) -> Totals:
     """Two workers: w0 loads 10 s, decodes 30 of its 50 s, 20 of them for committed units; w1 dies 8 s after its only report."""
     totals = Totals(units=1, rows=1, clock=clock)
     totals.worker_up("w0", {"load_s": 10.0})
     totals.worker_up("w1", {"load_s": 5.0})
     clock.now_s += 12.0
-    totals.add_report("w1", busy(12.0))
+    totals.add_report("w1", TurnReport((), Effort(wall_s=12.0), Tally()))
     clock.now_s += 8.0
     totals.worker_ended("w1", lost=True)
     clock.now_s += 30.0
-    totals.add_report("w0", busy(30.0))
+    totals.add_report("w0", TurnReport((), Effort(wall_s=30.0), Tally()))
     totals.add_receipt(Receipt(0, 0, "w0", "node", None, Tally(), spent_s=20.0))
     return totals
 
 
 def worked(clock: Hand) -> Totals:
-    """The same when it is over."""
     totals = at_work(clock)
     totals.stop()
     return totals
 
 
-def test_every_second_of_a_worker_has_one_purpose() -> None:
+def test_every_second_of_a_worker_has_one_purpose():
     sums = worked(Hand()).devices
     assert sums.up_s == (10 + 50) + (5 + 20)
     assert purposes_of(sums) == {"decoding": 20, "loading": 15, "idle": 20, "wasted": (30 - 20) + 12 + 8}
     assert sum(purposes_of(sums).values()) == sums.up_s
 
 
-def test_what_is_in_progress_is_not_called_wasted() -> None:
+def test_what_is_in_progress_is_not_called_wasted():
     sums = worked(Hand()).devices
     purposes = purposes_of(sums, open_s=sums.open_s)
     assert purposes["wasted"] == sums.lost_s == 8 and sums.open_s == 22
     assert sum(purposes.values()) + sums.open_s == sums.up_s
 
 
-def test_hours_are_printed_with_three_digits() -> None:
+def test_hours_are_printed_with_three_digits():
     assert [hours_text(seconds) for seconds in (0.0, 0.0011, 0.31, 85.0, 3599.0, 5400.0, 3.6e7)] == [
         "0 s", "0.00 s", "0.31 s", "85 s", "3,599 s", "1.5 h", "10,000 h",
     ]  # fmt: skip
 
 
-def test_sessions_add_up_without_records_that_are_torn() -> None:
+def test_sessions_add_up_without_records_that_are_torn():
     store = open_store("memory://sessions-add-up")
     for epoch in (1, 2):
         log_in(store, epoch).write_out(worked(Hand()))
@@ -86,7 +79,7 @@ def test_sessions_add_up_without_records_that_are_torn() -> None:
     assert read_sessions(store).devices.up_s == pytest.approx(2 * 85)
 
 
-def test_what_a_lost_driver_did_last_is_missing_and_said_to_be() -> None:
+def test_what_a_lost_driver_did_last_is_missing_and_said_to_be():
     store, hand = open_store("memory://sessions-cut"), Hand()
     for epoch in (1, 2):
         log = log_in(store, epoch, clock=hand)
@@ -107,7 +100,7 @@ def test_what_a_lost_driver_did_last_is_missing_and_said_to_be() -> None:
     assert [text.partition("  ")[0] for _, text in whole] == ["85 s"]
 
 
-def test_a_worker_that_ended_twice_or_never_came_up_counts_once_or_not() -> None:
+def test_a_worker_that_ended_twice_or_never_came_up_counts_once_or_not():
     clock = Hand()
     totals = Totals(units=1, rows=1, clock=clock)
     totals.worker_ended("never", lost=True)

@@ -1,7 +1,5 @@
 """What is asked of an autoscaler: room for the workers that the queue needs, only when it changes, and nothing at the end."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +56,7 @@ def test_a_job_that_never_asked_takes_nothing_back():
     assert asked_for([WorkerShape()]) == []
 
 
-def test_rays_own_call_gets_bundles_and_labels_only_if_there_are_any(monkeypatch: pytest.MonkeyPatch):
+def test_rays_own_call_gets_bundles_and_labels_only_if_there_are_any(monkeypatch):
     called: list[Any] = []
     monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda **given: called.append(given))
     request_of_ray([{"CPU": 1.0}], [{}])
@@ -83,7 +81,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def test_the_nodes_that_may_come_are_those_of_the_autoscalers_groups(config: Any):
+def test_the_nodes_that_may_come_are_those_of_the_autoscalers_groups(config):
     config.node_group_configs = [group(1, CPU=2), group(3, CPU=8, GPU=2)]
     assert possible_nodes([], []) == [NodeRoom(2, 0, None), *POSSIBLE]
     config.node_group_configs = [group(-1, CPU=1)]
@@ -97,9 +95,7 @@ def says(monkeypatch: pytest.MonkeyPatch, report: dict[str, Any] | None) -> None
     monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_get", lambda key: text)
 
 
-def test_without_groups_the_names_of_the_nodes_types_tell_whether_there_is_an_autoscaler(
-    monkeypatch: pytest.MonkeyPatch, config: Any
-):
+def test_without_groups_the_names_of_the_nodes_types_tell_whether_there_is_an_autoscaler(monkeypatch, config):
     shapes = [WorkerShape(cpus=2.0, gpus=0.5), WorkerShape(count=2, gpus=0.0)]
     for nothing in (None, {}, {"active_nodes": {"node_" + "0a" * 28: 1}, "pending_launches": {}}):
         says(monkeypatch, nothing)
@@ -108,9 +104,7 @@ def test_without_groups_the_names_of_the_nodes_types_tell_whether_there_is_an_au
     assert possible_nodes(shapes, []) == [NodeRoom(1, 0, None)] * 2 + [NodeRoom(2, 1, None)] * MOST_NODES
 
 
-def test_the_second_version_of_the_autoscaler_tells_the_types_of_its_nodes(
-    monkeypatch: pytest.MonkeyPatch, config: Any
-):
+def test_the_second_version_of_the_autoscaler_tells_the_types_of_its_nodes(monkeypatch, config):
     types = ["node_" + "0a" * 28, ""]
     node: Any = SimpleNamespace
     status = SimpleNamespace(active_nodes=[], idle_nodes=[])
@@ -124,7 +118,7 @@ def test_the_second_version_of_the_autoscaler_tells_the_types_of_its_nodes(
     assert possible_nodes([WorkerShape(count=3)], [NodeRoom(4, 0)]) == [NodeRoom(1, 0, None)] * 3
 
 
-def test_a_ray_that_cannot_be_asked_counts_as_without_an_autoscaler(monkeypatch: pytest.MonkeyPatch, config: Any):
+def test_a_ray_that_cannot_be_asked_counts_as_without_an_autoscaler(monkeypatch, config):
     monkeypatch.delattr("ray.autoscaler.v2.utils.is_autoscaler_v2")
     assert possible_nodes([WorkerShape()], []) is None
 
@@ -143,7 +137,7 @@ def test_a_request_that_fails_is_made_again_and_does_not_end_the_run():
     assert asked == [2, 2]
 
 
-def test_a_cluster_without_nodes_yet_starts_one_worker_that_waits_for_the_autoscaler(monkeypatch: pytest.MonkeyPatch):
+def test_a_cluster_without_nodes_yet_starts_one_worker_that_waits_for_the_autoscaler(monkeypatch):
     spec: Any = SimpleNamespace(shapes=(WorkerShape(),), workers=WorkerShape(), model=SimpleNamespace(device="auto"))
     monkeypatch.setattr("draftmill.jobs.drive.backend.cluster_nodes", lambda: [NodeRoom(0, 0)])
     monkeypatch.setattr("draftmill.jobs.drive.backend.possible_nodes", lambda shapes, now: POSSIBLE)

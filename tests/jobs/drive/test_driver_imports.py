@@ -1,7 +1,5 @@
 """What the commands import: the driver needs a tokenizer and JSON, so no torch and no transformers, which take seconds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -81,7 +79,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_help_imports_neither_torch_nor_ray() -> None:
+def test_help_imports_neither_torch_nor_ray():
     for arguments in ([], ["run"], ["status"]):
         code = f"{WATCH}".replace(
             "code = main(sys.argv[1:])", "code = 0\ntry: main(sys.argv[1:])\nexcept SystemExit: pass"
@@ -91,34 +89,34 @@ def test_help_imports_neither_torch_nor_ray() -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", ["status", "verify", "models"])
-def test_commands_that_only_read_import_neither_torch_nor_ray(finished: Path, command: str) -> None:
+def test_commands_that_only_read_import_neither_torch_nor_ray(finished, command):
     check(WATCH, command, *([] if command == "models" else [str(finished / "run")]))
 
 
 @pytest.mark.slow
-def test_metrics_of_texts_are_measured_here_without_torch_and_ray(finished: Path) -> None:
+def test_metrics_of_texts_are_measured_here_without_torch_and_ray(finished):
     check(WATCH, "measure", str(finished / "run"), "--local", "--quiet", "--metric", "length", "distinct")
 
 
 @pytest.mark.parametrize("form", ["openai", "jsonl", "csv", "parquet"])
 @pytest.mark.slow
-def test_export_imports_neither_torch_nor_ray(finished: Path, form: str, tmp_path: Path) -> None:
+def test_export_imports_neither_torch_nor_ray(finished, form, tmp_path):
     check(WATCH, "export", str(finished / "run"), "--format", form, "--out", str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.slow
-def test_a_plan_is_made_without_torch(tmp_path: Path, model: str) -> None:
+def test_a_plan_is_made_without_torch(tmp_path, model):
     check(PLAN, str(write_job(tmp_path, model)))
 
 
 @pytest.mark.slow
-def test_a_run_that_has_nothing_to_do_starts_nothing(finished: Path) -> None:
+def test_a_run_that_has_nothing_to_do_starts_nothing(finished):
     check(WATCH, "run", str(finished / "job.yaml"))
 
 
 @pytest.mark.slow
-def test_a_finished_sweep_starts_nothing(tmp_path: Path) -> None:
+def test_a_finished_sweep_starts_nothing(tmp_path):
     job = yaml.safe_load(write_job(tmp_path).read_text())
     del job["output"]
     path = tmp_path / "sweep.yaml"
@@ -128,6 +126,6 @@ def test_a_finished_sweep_starts_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bad_spec_is_refused_without_torch(tmp_path: Path) -> None:
+def test_a_bad_spec_is_refused_without_torch(tmp_path):
     path = write_job(tmp_path, decoder={"kind": "assd"})
     check(WATCH.replace("if code == 0", "if code == 2"), "run", str(path))

@@ -1,7 +1,5 @@
 """What listens at --ray-address is asked once before Ray connects: heads, refused tokens, other servers, silence."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -77,7 +75,7 @@ def test_a_server_that_is_silent_is_given_up():
         check_head(f"127.0.0.1:{listener.getsockname()[1]}", wait_s=0.3)
 
 
-def test_a_token_that_can_not_be_read_is_said_without_its_path(monkeypatch: pytest.MonkeyPatch):
+def test_a_token_that_can_not_be_read_is_said_without_its_path(monkeypatch):
     def refused(address: str, options: object) -> None:
         raise AuthenticationError("RAY_AUTH_TOKEN_PATH is set but file cannot be opened or is empty: /secret")
 
@@ -88,5 +86,5 @@ def test_a_token_that_can_not_be_read_is_said_without_its_path(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("address", [None, "auto", "local", "ray://head:10001"])
-def test_only_a_host_with_a_port_is_asked(address: str | None):
+def test_only_a_host_with_a_port_is_asked(address):
     assert not check_reachable(address)

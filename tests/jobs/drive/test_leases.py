@@ -1,7 +1,5 @@
 """The run directory's lease while a driver works, on a clock that the test moves."""
 
-from __future__ import annotations
-
 import secrets
 
 import pytest
@@ -30,9 +28,7 @@ def store() -> Unreachable:
 
 
 @pytest.mark.parametrize("down", [StoreError("no answer"), StoreRefused("no permission")])
-def test_a_store_that_does_not_answer_or_refuses_is_borne_until_the_lease_runs_out(
-    store: Unreachable, down: StoreError
-):
+def test_a_store_that_does_not_answer_or_refuses_is_borne_until_the_lease_runs_out(store, down):
     now, lost = [1000.0], list[str]()
     lease = acquire(store, "first", 60, lambda: now[0])
     store.down = down
@@ -47,7 +43,7 @@ def test_a_store_that_does_not_answer_or_refuses_is_borne_until_the_lease_runs_o
     give_back(lease)  # says nothing
 
 
-def test_a_driver_that_wakes_up_hears_that_its_lease_was_taken_over_and_gives_nothing_back(store: Unreachable):
+def test_a_driver_that_wakes_up_hears_that_its_lease_was_taken_over_and_gives_nothing_back(store):
     now, lost = [1000.0], list[str]()
     first = acquire(store, "first", 60, lambda: now[0])
     now[0] += 61
@@ -59,7 +55,7 @@ def test_a_driver_that_wakes_up_hears_that_its_lease_was_taken_over_and_gives_no
         first.check()
 
 
-def test_a_kept_lease_is_held_inside_and_free_afterwards(store: Unreachable):
+def test_a_kept_lease_is_held_inside_and_free_afterwards(store):
     with hold_lease(store, lambda reason: None) as lease:
         with pytest.raises(LeaseHeld, match=lease.owner):
             acquire(store, "another", 60)
@@ -70,9 +66,7 @@ def test_a_kept_lease_is_held_inside_and_free_afterwards(store: Unreachable):
 
 @pytest.mark.parametrize("before", [[], ["first"]])
 @pytest.mark.parametrize("written", [[], ["plan"]])
-def test_a_driver_that_is_refused_before_it_wrote_anything_leaves_what_it_found(
-    store: Unreachable, before: list[str], written: list[str]
-):
+def test_a_driver_that_is_refused_before_it_wrote_anything_leaves_what_it_found(store, before, written):
     for owner in before:
         acquire(store, owner, 60).release()
     with pytest.raises(UserError), hold_lease(store, lambda reason: None):
@@ -84,7 +78,7 @@ def test_a_driver_that_is_refused_before_it_wrote_anything_leaves_what_it_found(
 
 
 @pytest.mark.parametrize("written", [[], ["plan"]])
-def test_a_refusal_is_the_users_only_while_nothing_is_written(store: Unreachable, written: list[str]):
+def test_a_refusal_is_the_users_only_while_nothing_is_written(store, written):
     with pytest.raises(StoreError) as raised, hold_lease(store, lambda reason: None):
         for name in written:
             store.create(name, b"")
@@ -93,7 +87,7 @@ def test_a_refusal_is_the_users_only_while_nothing_is_written(store: Unreachable
     assert [stat.name for stat in store.list()] == ([LEASE, *written] if written else [])
 
 
-def test_a_refusal_below_the_lease_of_a_name_stays_one(store: Unreachable):
+def test_a_refusal_below_the_lease_of_a_name_stays_one(store):
     store.create("2026-11-22/_plan.json", b"")
     with pytest.raises(StoreRefused), hold_lease(store, lambda reason: None, covers=False):
         raise StoreRefused("no permission")

@@ -1,7 +1,5 @@
 """A job of very many units takes the driver little memory, from its plan to its manifest."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -22,7 +20,7 @@ def taken(units: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_job_of_many_units_is_planned_resumed_decoded_and_closed_in_little_memory() -> None:
+def test_a_job_of_many_units_is_planned_resumed_decoded_and_closed_in_little_memory():
     units = 60_000
     found = taken(units)
     assert list(found) == ["begin", "planned", "loaded", "closed", "read"]
@@ -30,5 +28,5 @@ def test_a_job_of_many_units_is_planned_resumed_decoded_and_closed_in_little_mem
 
 
 @pytest.mark.soak
-def test_a_million_units_take_the_driver_less_than_300_megabytes() -> None:
+def test_a_million_units_take_the_driver_less_than_300_megabytes():
     assert taken(1_000_000)["read"] < MB_PER_MILLION

@@ -1,7 +1,5 @@
 """A session's metrics: each is reported, per receipt or second, with few labels, and a failing exporter ends no run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +82,7 @@ def at_work(clock: Hand) -> tuple[Scheduler, Totals]:
     return scheduler, totals
 
 
-def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
+def test_every_metric_is_reported_with_the_value_that_was_counted():
     clock, exporter = Hand(), Exporter()
     scheduler, totals = at_work(clock)
     watcher = MetricsWatcher("job", "assd", make=exporter.make, clock=clock)
@@ -130,7 +128,7 @@ def test_every_metric_is_reported_with_the_value_that_was_counted() -> None:
     assert values["draftmill_device_seconds", ()] == 10, "what was told is not told again"
 
 
-def test_metrics_are_reported_once_a_second_however_often_workers_report() -> None:
+def test_metrics_are_reported_once_a_second_however_often_workers_report():
     clock, exporter = Hand(), Exporter()
     scheduler, totals = at_work(clock)
     watcher = MetricsWatcher("job", "assd", make=exporter.make, clock=clock)
@@ -144,7 +142,7 @@ def test_metrics_are_reported_once_a_second_however_often_workers_report() -> No
     assert exporter.values["draftmill_decoded_tokens", ()] > 3 * 20 * 36
 
 
-def test_a_worker_that_no_longer_reports_uses_no_slots() -> None:
+def test_a_worker_that_no_longer_reports_uses_no_slots():
     clock, exporter = Hand(), Exporter()
     scheduler, totals = at_work(clock)
     watcher = MetricsWatcher("job", "assd", make=exporter.make, clock=clock)
@@ -156,7 +154,7 @@ def test_a_worker_that_no_longer_reports_uses_no_slots() -> None:
     assert exporter.values["draftmill_slots_used", ()] == 0 and exporter.values["draftmill_slots", ()] == 8
 
 
-def test_an_exporter_that_fails_is_told_nothing_more_and_says_so_once() -> None:
+def test_an_exporter_that_fails_is_told_nothing_more_and_says_so_once():
     def broken(metric: Metric) -> Any:
         raise RuntimeError("no exporter")
 

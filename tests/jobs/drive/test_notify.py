@@ -1,7 +1,5 @@
 """Notices: what receivers get, and that a slow, failing or absent one changes nothing and learns no more than it should."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -23,24 +21,17 @@ from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
+from tests.jobs.specs import completion
 
 SECRET = "xoxb-9f3a1c7e5d2b"
 
 
 def receiver(**keys: Any) -> NotifySettings:
-    """A receiver as a spec has it."""
     return NotifySettings.model_validate(keys, strict=True)
 
 
 def spec_with(notify: Any) -> dict[str, Any]:
-    return {
-        "task": {"kind": "complete"},
-        "input": {"path": "rows.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": "run"},
-        "notify": notify,
-    }
+    return completion(notify=notify)
 
 
 def program(tmp_path: Path, text: str) -> list[str]:
@@ -49,17 +40,14 @@ def program(tmp_path: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
-# ---- commands
-
-
-def test_a_command_reads_the_notice_from_its_input(tmp_path: Path) -> None:
+def test_a_command_reads_the_notice_from_its_input(tmp_path):
     out, told = tmp_path / "got.json", list[str]()
     one = receiver(command=program(tmp_path, f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"))
     send([one], "finish", {"run": "job", "samples": {"ok": 3}}, told.append)
     assert json.loads(out.read_text()) == {"event": "finish", "run": "job", "samples": {"ok": 3}} and not told
 
 
-def test_a_receiver_hears_only_of_the_events_that_it_wants(tmp_path: Path) -> None:
+def test_a_receiver_hears_only_of_the_events_that_it_wants(tmp_path):
     out, told = tmp_path / "got", list[str]()
     one = receiver(command=program(tmp_path, f"open({str(out)!r}, 'a').write('x')"), on=["failure"])
     for event in ("finish", "failure", "stall", "interrupt"):
@@ -67,9 +55,7 @@ def test_a_receiver_hears_only_of_the_events_that_it_wants(tmp_path: Path) -> No
     assert out.read_text() == "x" and not told
 
 
-def test_a_command_that_fails_is_told_with_its_last_line_and_without_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_fails_is_told_with_its_last_line_and_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("HOOK_TOKEN", SECRET)
     told = list[str]()
     one = receiver(command=program(tmp_path, f"import sys; sys.exit('first\\nno: {SECRET}')"))
@@ -78,14 +64,14 @@ def test_a_command_that_fails_is_told_with_its_last_line_and_without_secrets(
     assert message.startswith("notify: command ") and message.endswith(": exit code 1: no: [hidden]")
 
 
-def test_messages_name_a_command_by_its_words() -> None:
+def test_messages_name_a_command_by_its_words():
     assert text_of(receiver(command=["sh", "-c", "exit 1"])) == "command sh -c 'exit 1'"
     long = text_of(receiver(command=["sh", "-c", "x" * 100]))
     assert len(long) < 80 and long.endswith("xx...")
 
 
 @pytest.mark.slow
-def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path):
     pids, told = tmp_path / "pids", list[str]()
     text = f"""
 import os, subprocess, sys, time
@@ -111,9 +97,6 @@ def runs(pid: int) -> bool:
         return False
 
 
-# ---- what a spec may say
-
-
 @pytest.mark.parametrize(
     ("one", "said"),
     [
@@ -125,20 +108,20 @@ def runs(pid: int) -> bool:
         ({"command": []}, "command"),
     ],
 )
-def test_a_spec_holds_no_credentials_and_nothing_that_makes_no_sense(one: dict[str, Any], said: str) -> None:
+def test_a_spec_holds_no_credentials_and_nothing_that_makes_no_sense(one, said):
     with pytest.raises(UserError) as error:
         check_spec(spec_with([one]))
     assert "notify" in str(error.value) and said in str(error.value)
     assert "pw123456" not in str(error.value)
 
 
-def test_one_receiver_needs_no_list_and_a_command_may_name_variables() -> None:
+def test_one_receiver_needs_no_list_and_a_command_may_name_variables():
     one = {"command": ["sh", "-c", 'curl -H "Authorization: Bearer $TOKEN" -d @- https://host/x']}
     assert check_spec(spec_with(one)).notify == check_spec(spec_with([one])).notify
     assert check_spec(spec_with(one)).notify[0].on == ("finish", "failure", "stall")
 
 
-def test_the_specs_of_the_docs_are_read_as_they_are_written(tmp_path: Path) -> None:
+def test_the_specs_of_the_docs_are_read_as_they_are_written(tmp_path):
     """YAML 1.1 reads the key `on` as true."""
     docs = (Path(__file__).parents[3] / "docs" / "watching.md").read_text()
     (section,) = re.findall(r"```yaml\n(notify:.*?)```", docs, re.DOTALL)
@@ -151,12 +134,12 @@ def test_the_specs_of_the_docs_are_read_as_they_are_written(tmp_path: Path) -> N
     assert parse("{true: yes}", "here") == {True: True}
 
 
-def test_one_word_needs_no_list() -> None:
+def test_one_word_needs_no_list():
     one = receiver(command="page-me", on="stall")
     assert (one.command, one.on) == (("page-me",), ("stall",))
 
 
-def test_notices_are_no_part_of_what_decides_results() -> None:
+def test_notices_are_no_part_of_what_decides_results():
     plain = {**spec_with([])}
     assert check_spec(plain).results_key() == check_spec(spec_with({"command": ["x"]})).results_key()
 
@@ -168,16 +151,13 @@ def test_notices_are_no_part_of_what_decides_results() -> None:
         ("sh -c true", "'sh -c true' is not a command here; write its words as a list"),
     ],
 )
-def test_a_command_that_is_not_there_is_refused_at_once(command: Any, said: str) -> None:
+def test_a_command_that_is_not_there_is_refused_at_once(command, said):
     with pytest.raises(UserError) as error:
         check_receivers([receiver(command=["sh"]), receiver(command=command)])
     assert str(error.value) == f"notify.1.command: {said}"
 
 
-# ---- a run that stands still
-
-
-def test_a_stall_is_sent_once_until_there_is_progress_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_is_sent_once_until_there_is_progress_again(monkeypatch):
     notices, arrived = list[dict[str, Any]](), threading.Semaphore(0)
 
     def collect(receivers: list[NotifySettings], event: str, notice: dict[str, Any], tell: Any) -> None:

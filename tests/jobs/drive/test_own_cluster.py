@@ -1,19 +1,16 @@
 """A submitted job finds the cluster that runs it among its ancestors, whatever RAY_ADDRESS says."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import psutil
-import pytest
 
 from draftmill.jobs.drive.ray_session import own_address
 
 
-def test_the_nearest_raylet_names_the_head_and_another_program_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_raylet_names_the_head_and_another_program_does_not(monkeypatch):
     def found(*commands: list[str]) -> str | None:
         parents = [SimpleNamespace(cmdline=lambda words=words: words) for words in commands]
         monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))

@@ -1,12 +1,9 @@
 """What a user sees while a job runs: counted numbers, on the right kind of stream, as often as promised."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -44,20 +41,15 @@ def test_before_anything_is_decoded_nothing_is_made_up():
     assert line == "0/10 samples (0%)  0 tokens/s  - NFE/token  0 errors  0 workers  ETA -"
 
 
-def test_tokens_count_while_their_samples_still_go_on():
+@pytest.mark.parametrize(("counts_open", "tokens"), [(True, 700), (False, 500)], ids=["tokens", "tried lengths"])
+def test_tokens_count_while_their_samples_still_go_on_unless_they_are_of_tried_lengths(counts_open, tokens):
     totals = totals_after(10.0)
+    totals.counts_open = counts_open
     totals.add_report("w1", TurnReport((), Effort(EngineStats(committed=700)), Tally()))
-    assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
+    assert totals.tokens == tokens and f" {tokens // 10} tokens/s " in progress_line(totals)
 
 
-def test_tokens_of_tried_lengths_do_not_count() -> None:
-    totals = totals_after(10.0)
-    totals.counts_open = False
-    totals.add_report("w1", TurnReport((), Effort(EngineStats(committed=700)), Tally()))
-    assert totals.tokens == 500 and " 50 tokens/s " in progress_line(totals)
-
-
-def test_status_knows_what_has_ended_inside_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_knows_what_has_ended_inside_a_unit(tmp_path, capsys):
     store = open_store(str(write_run(tmp_path / "run", [row(number) for number in range(40)])))
     for name in ("_SUCCESS", "_manifest.json", "data/unit-00000001.parquet"):
         store.delete(name)
@@ -72,10 +64,11 @@ def test_status_knows_what_has_ended_inside_a_unit(tmp_path: Path, capsys: pytes
     assert "samples  35 of 40 done" in said and "rate     3.5 samples/s, 14 tokens/s" in said
 
 
-def test_a_slow_rate_has_a_decimal():
-    assert [rate_text(rate) for rate in (0.0, 0.04, 0.34, 9.94, 9.96, 12.3, 4321.0)] == [
-        "0", "0.0", "0.3", "9.9", "10", "12", "4,321",
-    ]  # fmt: skip
+def test_rates_sizes_and_durations_are_short():
+    rates = {0.0: "0", 0.04: "0.0", 0.34: "0.3", 9.94: "9.9", 9.96: "10", 12.3: "12", 4321.0: "4,321"}
+    assert {rate: rate_text(rate) for rate in rates} == rates
+    assert [size_text(size) for size in (0, 999, 1234, 15_000_000)] == ["0 bytes", "999 bytes", "1.2 kB", "15.0 MB"]
+    assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
 
 
 def test_workers_that_are_not_up_yet_load_the_model():
@@ -87,14 +80,13 @@ def test_workers_that_are_not_up_yet_load_the_model():
     assert "1 worker " in progress_line(totals)
 
 
-def test_what_takes_long_before_the_first_token_has_a_line_with_sizes(capsys: pytest.CaptureFixture[str]):
+def test_what_takes_long_before_the_first_token_has_a_line_with_sizes(capsys):
     now = iter([0.0, 3.0, 6.0, 9.0])
     lines = Display(clock=lambda: next(now))
     with shown():
         for done in (10**9, 2 * 10**9, 3 * 10**9):
             lines.step("hashing the model", done, 15 * 10**9)
     assert capsys.readouterr() == ("", "hashing the model: 2.0 GB of 15.0 GB\n")
-    assert [size_text(size) for size in (0, 999, 1234, 15_000_000)] == ["0 bytes", "999 bytes", "1.2 kB", "15.0 MB"]
 
 
 def test_samples_decoded_twice_never_make_more_than_there_are():
@@ -111,7 +103,7 @@ def test_samples_of_a_unit_that_could_not_be_stored_are_not_done():
     assert totals.rows_done == 55
 
 
-def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty(capsys: pytest.CaptureFixture[str]):
+def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty(capsys):
     now = [0.0]
     lines = Display(clock=lambda: now[0])
     seconds = []
@@ -145,7 +137,7 @@ class Terminal(io.StringIO):
         return len(text)
 
 
-def test_a_terminal_has_a_live_line_with_the_notes_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_a_live_line_with_the_notes_above_it(monkeypatch):
     terminal = Terminal(monkeypatch)
     with Display() as of_the_library:
         of_the_library.note("planning")
@@ -162,7 +154,7 @@ def test_a_terminal_has_a_live_line_with_the_notes_above_it(monkeypatch: pytest.
     assert "resuming" in text and "3 bytes of 12 bytes" in text and "done" not in text and sys.stderr is terminal
 
 
-def test_a_terminal_that_vanishes_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_vanishes_ends_no_work(monkeypatch):
     terminal = Terminal(monkeypatch)
     with shown(), Display() as display:
         terminal.is_gone = True
@@ -172,7 +164,7 @@ def test_a_terminal_that_vanishes_ends_no_work(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_no_other_display_has_a_live_line(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_display_has_a_live_line(as_json, monkeypatch):
     terminal = Terminal(monkeypatch)
     with shown(as_json=as_json, quiet=not as_json), Display() as display:
         display.show(totals_after(10.0))
@@ -192,7 +184,3 @@ def test_efficiency_leaves_out_what_was_not_counted():
     assert figures == {"token_padding_eff": 0.9, "lane_eff": 0.75, "engine_eff": 0.75, "tail_frac": 0.25}
     shared = EngineStats(prompt_rows=8, prompt_rows_shared=6)
     assert efficiency(Effort(shared)) == {"prompts_shared": 0.75}
-
-
-def test_durations_are_short():
-    assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]

@@ -1,7 +1,5 @@
 """Connecting to a cluster: our code is shipped, unless the process is a submitted job that came with it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -20,9 +18,7 @@ from draftmill.jobs.drive import ray_session
         ({"image_uri": "draftmill:1"}, False),
     ],
 )
-def test_the_code_is_shipped_unless_the_submitted_job_has_a_folder_or_an_image(
-    environment, ships, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_code_is_shipped_unless_the_submitted_job_has_a_folder_or_an_image(environment, ships, monkeypatch):
     given = []
     monkeypatch.setattr(ray_session, "_init", lambda **options: given.append(options["runtime_env"]))
     monkeypatch.delenv(ray_session.JOB_CONFIG, raising=False)

@@ -1,7 +1,5 @@
 """Events and the log of a run: one JSON object a line, nothing before a run exists, nothing secret, and no run fails by it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
@@ -28,7 +26,7 @@ def lines_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_an_event_is_one_line_without_secrets_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_is_one_line_without_secrets_whatever_is_in_it(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", SECRET)
     facts: dict[str, Any] = {"unit": 3, "worker": None, "nested": {"list": [SECRET, 1]}}
     record = event_record("note", f"two\nlines {SECRET}", level=logging.WARNING, **facts)
@@ -40,9 +38,7 @@ def test_an_event_is_one_line_without_secrets_whatever_is_in_it(monkeypatch: pyt
     assert event["time"].endswith("Z") and "worker" not in event
 
 
-def test_as_json_everything_that_is_logged_or_shown_is_an_event(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_json_everything_that_is_logged_or_shown_is_an_event(capsys, monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", SECRET)
     before = logging.getLogger("draftmill").level, list(logging.getLogger().handlers)
     with shown(as_json=True):
@@ -59,7 +55,7 @@ def test_as_json_everything_that_is_logged_or_shown_is_an_event(
     assert "older" in err[2]["message"] and {(e["event"], e["run"]) for e in out + err} == {("output", "job")}
 
 
-def test_events_have_units_workers_and_progress_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_have_units_workers_and_progress_in_figures(capsys):
     clock = Hand()
     display = Display(clock=clock)
     clock.now_s += 30.0
@@ -73,7 +69,7 @@ def test_events_have_units_workers_and_progress_in_figures(capsys: pytest.Captur
     assert (figures["event"], figures["samples"], figures["workers"]) == ("progress", 100, 0)
 
 
-def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything() -> None:
+def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything():
     store = open_store("memory://run-log-early")
     log = RunLog()
     display = Display(log)
@@ -89,7 +85,7 @@ def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything(
     assert events[1]["run"] == "job" and (events[2]["event"], events[2]["unit"]) == ("done", 1)
 
 
-def test_the_log_is_written_every_ten_seconds_and_has_the_progress_every_minute() -> None:
+def test_the_log_is_written_every_ten_seconds_and_has_the_progress_every_minute():
     clock, store = Hand(), open_store("memory://driver-log-period")
     log = log_in(store, clock=clock)
     log.add("note", "begun")
@@ -105,7 +101,7 @@ def test_the_log_is_written_every_ten_seconds_and_has_the_progress_every_minute(
 
 
 @pytest.mark.parametrize("error", [StoreError("full"), StoreRefused("no permission")])
-def test_a_store_that_refuses_the_log_fails_no_run_and_gets_the_lines_later(error: StoreError) -> None:
+def test_a_store_that_refuses_the_log_fails_no_run_and_gets_the_lines_later(error):
     class Refusing(MemoryStore):
         refuses = True
 
@@ -137,7 +133,7 @@ class Hanging(MemoryStore):
         return super().put(name, data)
 
 
-def test_nobody_waits_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_store_that_hangs(monkeypatch):
     monkeypatch.setattr(run_log, "MOST_LINES", 50)
     clock, store = Hand(), Hanging("run-log-hangs")
     log = log_in(store, clock=clock)
@@ -163,7 +159,7 @@ def notes_in(store: Store, part: int) -> list[str | None]:
     return [event.get("message") for event in events]
 
 
-def test_a_full_file_is_followed_by_another_and_not_written_again() -> None:
+def test_a_full_file_is_followed_by_another_and_not_written_again():
     store = open_store("memory://line-files")
     log = log_in(store)
     for number in range(LINES_PER_FILE):
@@ -191,7 +187,7 @@ class Raced(list[str]):
         return found
 
 
-def test_a_line_that_comes_while_the_others_are_copied_is_in_the_next_flush() -> None:
+def test_a_line_that_comes_while_the_others_are_copied_is_in_the_next_flush():
     store = open_store("memory://raced-lines")
     log = log_in(store)
     log._lines = Raced(lambda: log.add("note", "late"))

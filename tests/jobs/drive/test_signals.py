@@ -1,7 +1,5 @@
 """SIGTERM before, while and after Ray starts: an interruption like Ctrl-C, never an end of its own kind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -62,9 +60,7 @@ def not_ours(number: int, frame: FrameType | None) -> None:
         ("draftmill.jobs.run.job", ["rerun", "none", "--failed"]),
     ],
 )
-def test_sigterm_while_the_command_is_still_being_imported_ends_with_4(
-    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_sigterm_while_the_command_is_still_being_imported_ends_with_4(name, arguments, monkeypatch):
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Signalling(name), *sys.meta_path])
     before = signal.signal(signal.SIGTERM, not_ours)

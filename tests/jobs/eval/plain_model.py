@@ -1,7 +1,5 @@
 """A slow plain model for lm-evaluation-harness: transformers' forward over whole texts, one at a time, one token at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +40,6 @@ class Plain(LM):  # type: ignore[misc]
         return answers
 
     def continued(self, context: str, how: dict[str, Any], key: int) -> str:
-        """The continuation before the first stop string."""
         prompt = self.tokenizer(context)["input_ids"]
         tokens, said = list(prompt), ""
         while len(tokens) - len(prompt) < how["max_gen_toks"]:

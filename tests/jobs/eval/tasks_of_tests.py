@@ -1,7 +1,5 @@
 """Local tasks of lm-evaluation-harness, of every kind of request, and a slow plain model that answers them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,6 @@ def write_tasks(folder: Path, tasks: dict[str, dict[str, Any]] = TASKS, *, count
 
 
 def write_eval_spec(folder: Path, **sections: Any) -> Path:
-    """A spec for `draftmill eval`."""
     spec = {
         "seed": 7,
         "model": {"path": "builtin:ar-tiny", "device": "cpu"},
@@ -79,12 +76,10 @@ def write_eval_spec(folder: Path, **sections: Any) -> Path:
 
 
 def samples_of(folder: Path, task: str) -> list[dict[str, Any]]:
-    """The logged samples of an evaluation's newest results."""
     file = max((folder / "eval").glob(f"*/samples_{task}_*.jsonl"))
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def results_of(folder: Path) -> dict[str, Any]:
-    """The newest results of an evaluation."""
     found: dict[str, Any] = json.loads(max((folder / "eval").glob("*/results_*.json")).read_text())
     return found

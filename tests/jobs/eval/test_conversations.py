@@ -1,9 +1,5 @@
 """Conversations become the prompts that transformers makes of them, also where the answer has begun."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from draftmill.actors.rows.chat import ChatTemplate
@@ -20,7 +16,7 @@ __all__ = ["chat_folder", "chatting"]
 TALK = [{"role": "user", "content": "Is 7 odd?"}, {"role": "assistant", "content": "The answer is "}]
 
 
-def test_a_conversation_ends_where_the_answer_begins_or_goes_on(chat_folder: Path, chatting: Tokenizer) -> None:
+def test_a_conversation_ends_where_the_answer_begins_or_goes_on(chat_folder, chatting):
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(chat_folder)
@@ -31,7 +27,7 @@ def test_a_conversation_ends_where_the_answer_begins_or_goes_on(chat_folder: Pat
     assert render(chatting.chat, TALK, begun=True) == begun and begun.endswith("The answer is ")
 
 
-def test_the_arguments_of_the_spec_reach_the_template() -> None:
+def test_the_arguments_of_the_spec_reach_the_template():
     template = ChatTemplate("{{ messages[0].content }}{% if thinking is false %} at once{% endif %}", {})
     model = DraftmillLM.__new__(DraftmillLM)
     model._spec = EvalSpec({}, {}, Chat(template_kwargs={"thinking": False}))
@@ -39,14 +35,14 @@ def test_the_arguments_of_the_spec_reach_the_template() -> None:
     assert model.apply_chat_template(TALK[:1]) == "Is 7 odd? at once"
 
 
-def test_a_template_that_trims_gets_no_trailing_space() -> None:
+def test_a_template_that_trims_gets_no_trailing_space():
     def chat(messages: list[dict[str, str]]) -> str:
         return "".join(f"[{one['role']}]{one['content'].strip()}!" for one in messages)
 
     assert render(chat, TALK, begun=True) == "[user]Is 7 odd?![assistant]The answer is"
 
 
-def test_a_template_without_system_messages_gets_none_and_other_refusals_are_said(chatting: Tokenizer) -> None:
+def test_a_template_without_system_messages_gets_none_and_other_refusals_are_said(chatting):
     def chat(messages: list[dict[str, str]]) -> str:
         if messages[0]["role"] == "system":
             raise ValueError("no system")

@@ -1,7 +1,5 @@
 """Texts become the ids that lm_eval's own models make of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +16,14 @@ def encoder(tokenizer: Any = None, most: int = 64) -> Encoder:
     return Encoder(tokenizer or beginning(), replace(model_info(max_length=most), kind="causal"))
 
 
-def test_a_context_follows_the_tokenizers_begin_token_unless_it_spells_it() -> None:
+def test_a_context_follows_the_tokenizers_begin_token_unless_it_spells_it():
     plain = tuple(beginning().encode("def f"))
     assert encoder().context("def f") == encoder().context("<s>def f") == (BEGIN, *plain)
     assert encoder().context("def f</s>") == (BEGIN, *plain, END)
     assert encoder().context("") == (BEGIN,)
 
 
-def test_a_pair_is_cut_where_lm_eval_cuts_it() -> None:
+def test_a_pair_is_cut_where_lm_eval_cuts_it():
     """TemplateLM's own code over the same tokenizer."""
     from lm_eval.api.model import TemplateLM
 
@@ -45,7 +43,7 @@ def test_a_pair_is_cut_where_lm_eval_cuts_it() -> None:
         assert encoder().pair(context, continuation) == ScoredTokens(tuple(before), tuple(after))
 
 
-def test_without_a_context_the_prefix_token_comes_first() -> None:
+def test_without_a_context_the_prefix_token_comes_first():
     ids = tuple(beginning().encode("abc"))
     assert encoder().pair("", "abc") == ScoredTokens((BEGIN,), ids)
     assert encoder().pair("", "<s>abc") == ScoredTokens((BEGIN,), ids)
@@ -57,7 +55,7 @@ def test_without_a_context_the_prefix_token_comes_first() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 20, 64])
-def test_windows_are_lm_evals_of_one_token_less(length: int) -> None:
+def test_windows_are_lm_evals_of_one_token_less(length):
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     text = "0123456789" * 7
@@ -71,5 +69,5 @@ def test_windows_are_lm_evals_of_one_token_less(length: int) -> None:
     assert all(len(one.context) + len(one.scored) == 8 for one in ours[1:])
 
 
-def test_an_empty_text_has_no_window() -> None:
+def test_an_empty_text_has_no_window():
     assert list(encoder().windows("")) == []

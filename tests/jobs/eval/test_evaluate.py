@@ -1,7 +1,5 @@
 """`draftmill eval`: the answers of a slow plain model, resumed without decoding twice, and what is refused before any work."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -30,7 +28,6 @@ from tests.jobs.eval.tasks_of_tests import (
     write_eval_spec,
     write_tasks,
 )
-from tests.storage.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +61,6 @@ class World:
 
 
 def evaluated(folder: Path, tasks: Path, names: list[str], *options: str) -> int:
-    """The exit code of the command in this process."""
     command = ["eval", str(folder / "job.yaml"), "--tasks", *names, "--include_path", str(tasks), "--local", "--quiet"]
     return main([*command, *options])
 
@@ -89,7 +85,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def values(results: dict[str, Any]) -> dict[str, float]:
-    """The metrics' values by task and name."""
     return {
         f"{task}.{name}": value
         for task, found in results["results"].items()
@@ -98,7 +93,7 @@ def values(results: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def test_answers_and_metrics_are_those_of_a_plain_model(world: World) -> None:
+def test_answers_and_metrics_are_those_of_a_plain_model(world):
     assert values(results_of(world.folder)) == pytest.approx(values(world.expected), abs=1e-4)
     scored = [
         answer
@@ -116,9 +111,7 @@ def test_answers_and_metrics_are_those_of_a_plain_model(world: World) -> None:
                 check_answers(task, answers, expected_answers)
 
 
-def test_an_evaluation_with_the_fastest_decoder_has_the_baselines_answers(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_with_the_fastest_decoder_has_the_baselines_answers(world, tmp_path, capsys):
     write_eval_spec(tmp_path, decoder="fastest")
     assert "names its baseline" in refused(world, tmp_path, capsys, ["gen"])
     write_eval_spec(tmp_path, decoder={"kind": "fastest", "like": "autoregressive"})
@@ -141,7 +134,7 @@ def check_answers(task: str, found: list[Any], expected: list[Any]) -> None:
             assert greedy == str(expected_greedy)
 
 
-def test_repeats_draw_with_noise_of_their_own_and_equal_greedy_requests_are_decoded_once(world: World) -> None:
+def test_repeats_draw_with_noise_of_their_own_and_equal_greedy_requests_are_decoded_once(world):
     repeated = [sample["resps"][0] for sample in samples_of(world.folder, "repeated")]
     assert all(len(answers) == 3 for answers in repeated)
     assert sum(len(set(answers)) > 1 for answers in repeated) >= DOCUMENTS // 2
@@ -153,7 +146,7 @@ def test_repeats_draw_with_noise_of_their_own_and_equal_greedy_requests_are_deco
     assert (sums["bare"]["rows"], sums["bare"]["answers"]) == (3 + DOCUMENTS, 4 * DOCUMENTS)
 
 
-def test_samples_say_what_each_answer_took_and_where_its_row_is(world: World) -> None:
+def test_samples_say_what_each_answer_took_and_where_its_row_is(world):
     for task in TASKS:
         for sample in samples_of(world.folder, task):
             assert [len(of) for of in sample["draftmill"]] == [len(of) for of in sample["resps"]]
@@ -169,12 +162,12 @@ def test_samples_say_what_each_answer_took_and_where_its_row_is(world: World) ->
     assert sums["failed"] == 0 and sums["nfe"] < sums["new_tokens"] and 0 < sums["accepted"] <= sums["proposed"]
 
 
-def test_one_job_for_each_kind_of_request_and_setting(world: World) -> None:
+def test_one_job_for_each_kind_of_request_and_setting(world):
     runs = sorted(path.name.split("-")[0] for path in (world.folder / "eval" / "runs").iterdir())
     assert runs == ["complete", "complete", "score", "score"]  # greedy and sampled; continuations and rolling texts
 
 
-def test_a_finished_evaluation_decodes_nothing_again(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_evaluation_decodes_nothing_again(world, capsys):
     before = written(world.folder)
     assert evaluated(world.folder, world.tasks, list(TASKS)) == 0
     out, err = capsys.readouterr()
@@ -198,7 +191,7 @@ def units(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("failpoint", ["commit.after_data=kill:2", "local.before_link=kill:14"])
-def test_a_killed_evaluation_goes_on_and_decodes_nothing_twice(world: World, tmp_path: Path, failpoint: str) -> None:
+def test_a_killed_evaluation_goes_on_and_decodes_nothing_twice(world, tmp_path, failpoint):
     path = write_eval_spec(tmp_path, decoder={"kind": "speculative"}, batching={"max_rows": 2})
     command = [sys.executable, "-m", "draftmill.jobs.cli", "eval", str(path), "--tasks", *TASKS]
     command += ["--include_path", str(world.tasks), "--local", "--quiet"]
@@ -226,7 +219,7 @@ def receipts(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def test_other_settings_decode_into_directories_of_their_own(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_decode_into_directories_of_their_own(world, capsys):
     before = written(world.folder)
     assert evaluated(world.folder, world.tasks, ["gen"], "--gen_kwargs", "max_gen_toks=4", "--limit", "2") == 0
     after = written(world.folder)
@@ -237,14 +230,14 @@ def test_other_settings_decode_into_directories_of_their_own(world: World, capsy
     capsys.readouterr()
 
 
-def test_a_jobs_run_directory_is_refused(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_jobs_run_directory_is_refused(world, tmp_path, capsys):
     run = next((world.folder / "eval" / "runs").glob("complete-*"))
     write_eval_spec(tmp_path, output={"path": str(run)})
     assert evaluated(tmp_path, world.tasks, ["gen"], "--limit", "1") == 2
     assert "output.path: " in capsys.readouterr().err and not (run / "requests").exists()
 
 
-def test_chosen_documents_keep_their_ids(world: World, tmp_path: Path) -> None:
+def test_chosen_documents_keep_their_ids(world, tmp_path):
     write_eval_spec(tmp_path)
     assert evaluated(tmp_path, world.tasks, ["gen"], "--samples", '{"gen": [4, 1]}') == 0
     whole = samples_of(world.folder, "gen")
@@ -256,7 +249,7 @@ def test_chosen_documents_keep_their_ids(world: World, tmp_path: Path) -> None:
 MASKED = {"kind": "stepwise", "block_length": 4}
 
 
-def test_answers_match_a_constraint_and_are_not_cut_by_until(world: World, tmp_path: Path) -> None:
+def test_answers_match_a_constraint_and_are_not_cut_by_until(world, tmp_path):
     """The task ends texts at a line end, which the constraint asks for in the middle."""
     task = {"kind": "complete", "constraint": {"regex": r"a\n[0-9]{3}\nb"}}
     write_eval_spec(tmp_path, task=task)
@@ -265,7 +258,7 @@ def test_answers_match_a_constraint_and_are_not_cut_by_until(world: World, tmp_p
         assert re.fullmatch(r"a\n[0-9]{3}\nb", sample["resps"][0][0])
 
 
-def test_a_chat_has_the_examples_as_turns_and_may_begin_the_answer(world: World, tmp_path: Path) -> None:
+def test_a_chat_has_the_examples_as_turns_and_may_begin_the_answer(world, tmp_path):
     """The prompts are those that transformers makes with the checkpoint's own template."""
     import shutil
 
@@ -299,7 +292,7 @@ def test_a_chat_has_the_examples_as_turns_and_may_begin_the_answer(world: World,
 
 
 @pytest.mark.s3
-def test_requests_runs_and_results_may_be_on_s3(world: World, s3_server: S3Server, tmp_path: Path) -> None:
+def test_requests_runs_and_results_may_be_on_s3(world, s3_server, tmp_path):
     url = f"s3://{s3_server.new_bucket()}/eval"
     options = S3Options(endpoint=s3_server.endpoint, region="us-east-1")
     server = {"endpoint": s3_server.endpoint, "region": "us-east-1"}
@@ -318,7 +311,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_every_family_scores_continuations_and_texts(world: World, tmp_path: Path, model: str) -> None:
+def test_every_family_scores_continuations_and_texts(world, tmp_path, model):
     """The same log-probabilities as an ordinary job that scores the texts as prompt and completion, under the same ids."""
     from tests.runs.causal_jobs import job_spec, run_here
 
@@ -345,9 +338,6 @@ def test_every_family_scores_continuations_and_texts(world: World, tmp_path: Pat
     assert len(found) == 10 and found == pytest.approx(expected, abs=1e-4)
 
 
-# ---- refused before any work
-
-
 def refused(world: World, folder: Path, capsys: pytest.CaptureFixture[str], names: list[str], *options: str) -> str:
     """The message of a refused evaluation, which wrote nothing."""
     assert evaluated(folder, world.tasks, names, *options) == 2
@@ -357,9 +347,7 @@ def refused(world: World, folder: Path, capsys: pytest.CaptureFixture[str], name
     return said
 
 
-def test_an_unknown_task_is_refused_with_the_nearest_names(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_task_is_refused_with_the_nearest_names(world, tmp_path, capsys, monkeypatch):
     from draftmill.jobs.eval.model import TaskFinder
 
     managers = TaskFinder._managers
@@ -371,9 +359,7 @@ def test_an_unknown_task_is_refused_with_the_nearest_names(
     assert "--tasks: 'repeatd' is no task of lm-evaluation-harness; nearest: repeated" in said
 
 
-def test_a_data_set_of_the_hub_without_a_network_is_one_line(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_data_set_of_the_hub_without_a_network_is_one_line(world, tmp_path, capsys):
     write_eval_spec(tmp_path)
     task = {"task": "far", "dataset_path": "somebody/no_such_data", "test_split": "test"} | GENERATES
     (tmp_path / "far.yaml").write_text(yaml.safe_dump(task))
@@ -381,9 +367,7 @@ def test_a_data_set_of_the_hub_without_a_network_is_one_line(
     assert "its data set or metric is on the Hugging Face hub, which can't be reached" in said and said.count("\n") == 1
 
 
-def test_requests_that_a_model_or_a_decoder_can_not_do_are_refused_by_name(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_that_a_model_or_a_decoder_can_not_do_are_refused_by_name(world, tmp_path, capsys):
     write_eval_spec(tmp_path, model={"path": "builtin:asarm-tiny", "device": "cpu"}, decoder={"kind": "any_subset"})
     said = refused(world, tmp_path, capsys, ["gen"])
     assert "--tasks: gen (generate_until): models of family 'xlnet' do not support 'complete'" in said
@@ -397,17 +381,13 @@ def test_requests_that_a_model_or_a_decoder_can_not_do_are_refused_by_name(
     assert "the tokenizer has no chat template" in refused(world, tmp_path, capsys, ["gen"], "--apply_chat_template")
 
 
-def test_without_the_extra_the_message_names_it(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra_the_message_names_it(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("draftmill.jobs.eval.options.find_spec", lambda name: None)
     write_eval_spec(tmp_path)
     assert "pip install 'draftmill[lm-eval]'" in refused(world, tmp_path, capsys, ["gen"])
 
 
-def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(world, tmp_path, capsys):
     """A prompt with the mask itself: masked models can't take it."""
     from draftmill.actors.checkpoints.models import fetch_model
     from draftmill.actors.rows.text import load_tokenizer
@@ -429,7 +409,7 @@ def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(
     assert samples_of(tmp_path, "masked")[0]["resps"] == [[""]]
 
 
-def test_nothing_imports_torch_before_the_first_job(tmp_path: Path) -> None:
+def test_nothing_imports_torch_before_the_first_job(tmp_path):
     path = write_eval_spec(tmp_path)
     code = "import sys; from draftmill.jobs.cli import main; main(sys.argv[1:]); "
     code += "sys.exit({'lm_eval', 'torch'} & {*sys.modules} != {'lm_eval'})"
@@ -438,5 +418,5 @@ def test_nothing_imports_torch_before_the_first_job(tmp_path: Path) -> None:
     assert done.returncode == 0 and "missing.yaml' is no file" in done.stderr, done.stderr[-2000:]
 
 
-def test_options_in_code_are_those_of_the_command_line() -> None:
+def test_options_in_code_are_those_of_the_command_line():
     assert EvalOptions(("a",)).multiturn is False and EvalOptions(("a",), apply_chat_template=True).multiturn is True

@@ -1,7 +1,5 @@
 """generation_kwargs become a job's settings, and what no decoder does is refused with the task's name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,23 +17,23 @@ def of(given: dict[str, Any], *, sampling: Sampling = PLAIN, **own: Any) -> Gene
     return generation_of(given, "task", sampling=sampling, temperature=own.get("temperature"), most=own.get("most"))
 
 
-def test_without_settings_a_task_is_greedy_for_256_tokens() -> None:
+def test_without_settings_a_task_is_greedy_for_256_tokens():
     assert of({}) == Generation(256, (), 0.0)
     assert of({}, most=64, temperature=0.7) == Generation(64, (), 0.0)
 
 
 @pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
-def test_the_number_of_tokens_has_four_names(name: str) -> None:
+def test_the_number_of_tokens_has_four_names(name):
     assert of({name: 32}, most=64).max_new_tokens == 32
 
 
-def test_stop_strings_are_a_list_without_empty_ones() -> None:
+def test_stop_strings_are_a_list_without_empty_ones():
     assert of({"until": "\n"}).stop == ("\n",)
     assert of({"until": ["b", "", "a", "b"]}).stop == ("b", "a")
     assert of({"until": None}).stop == ()
 
 
-def test_do_sample_and_temperature_are_read_as_lm_eval_does() -> None:
+def test_do_sample_and_temperature_are_read_as_lm_eval_does():
     """normalize_gen_kwargs: no sampling means temperature 0; a temperature alone means sampling."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -49,7 +47,7 @@ def test_do_sample_and_temperature_are_read_as_lm_eval_does() -> None:
     assert of({"do_sample": True}).temperature == 1.0 and of({"do_sample": True}, temperature=0.4).temperature == 0.4
 
 
-def test_the_specs_cuts_of_the_distribution_count_where_the_task_has_none() -> None:
+def test_the_specs_cuts_of_the_distribution_count_where_the_task_has_none():
     sampled = {"do_sample": True, "temperature": 0.8}
     assert of(sampled, sampling=CUT) == Generation(256, (), 0.8, 40, 0.9)
     assert of(sampled | {"top_p": 1.0, "top_k": 0}, sampling=CUT) == Generation(256, (), 0.8)
@@ -72,23 +70,23 @@ def test_the_specs_cuts_of_the_distribution_count_where_the_task_has_none() -> N
         ({"do_sample": True, "top_k": 2.5}, "top_k"),
     ],
 )
-def test_what_no_decoder_does_is_refused_by_task_and_key(given: dict[str, Any], key: str) -> None:
+def test_what_no_decoder_does_is_refused_by_task_and_key(given, key):
     with pytest.raises(UserError, match=rf"task: generation_kwargs\.{key}: .* is not supported; allowed: "):
         of(given)
 
 
-def test_settings_that_change_nothing_pass() -> None:
+def test_settings_that_change_nothing_pass():
     assert of({"num_beams": 1, "use_cache": True, "min_p": None}) == of({})
 
 
-def test_a_task_may_have_a_constraint_of_its_own() -> None:
+def test_a_task_may_have_a_constraint_of_its_own():
     assert of({"guided_choice": ["yes", "no"]}).constraint == '{"choice":["yes","no"]}'
     assert of({"guided_regex": None}).constraint is None
     with pytest.raises(UserError, match=r"task: generation_kwargs: constraint: "):
         of({"guided_regex": "[0-9]+", "guided_choice": ["a"]})
 
 
-def test_penalties_of_a_task_count_in_place_of_the_specs() -> None:
+def test_penalties_of_a_task_count_in_place_of_the_specs():
     given = of({"repetition_penalty": 1.0, "frequency_penalty": 0.5})
     assert given.others == (("repetition_penalty", 1.0), ("frequency_penalty", 0.5))
     spec = EvalSpec(

@@ -1,7 +1,5 @@
 """Tasks that ask for a hole: the rows that the model gets, the sandbox's pass@1, and what is refused before any work."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -68,9 +66,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mask", [FOUND, KNOWN], ids=["found", "known"])
-def test_a_perfect_fill_passes_and_a_wrong_one_fails(
-    tasks: Path, tmp_path: Path, model: str, mask: dict[str, Any]
-) -> None:
+def test_a_perfect_fill_passes_and_a_wrong_one_fails(tasks, tmp_path, model, mask):
     """A constraint of one choice plants the fill. A wrong one has as many tokens, for the length that is known."""
     for fill, passed in ((BODY, 1.0), (BODY.replace("*", "+"), 0.0)):
         folder = tmp_path / str(passed)
@@ -89,7 +85,7 @@ def test_a_perfect_fill_passes_and_a_wrong_one_fails(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_free_fill_is_that_of_an_ordinary_infilling(tasks: Path, tmp_path: Path, model: str) -> None:
+def test_a_free_fill_is_that_of_an_ordinary_infilling(tasks, tmp_path, model):
     """Also a fixed length; the single-line task takes the fill up to its first line end."""
     from tests.runs.causal_jobs import job_spec, run_here
 
@@ -114,14 +110,14 @@ def test_a_free_fill_is_that_of_an_ordinary_infilling(tasks: Path, tmp_path: Pat
         assert all(fill["end"] - fill["start"] == 5 for fill in fills)
 
 
-def test_santacoder_counts_exact_matches_by_language(tasks: Path, tmp_path: Path) -> None:
+def test_santacoder_counts_exact_matches_by_language(tasks, tmp_path):
     task = {"mask": KNOWN, "constraint": {"choice": [BODY]}}
     assert infilled(tasks, tmp_path, "fim-tiny", task, "santacoder_fim") == 0
     found = results_of(tmp_path)["results"]["santacoder_fim"]
     assert found["exact_match,none"] == found["py Exact Match,none"] == found["js Exact Match,none"] == 1.0
 
 
-def test_programs_run_confined(tmp_path: Path) -> None:
+def test_programs_run_confined(tmp_path):
     """A program that would write outside fails; several samples of a document estimate pass@k."""
     made = tmp_path / "made"
     programs = ["x = 1", f"open({str(made)!r}, 'w').write('x')\nx = 1"]
@@ -129,12 +125,7 @@ def test_programs_run_confined(tmp_path: Path) -> None:
     assert not made.exists()
 
 
-# ---- refused before any work
-
-
-def test_a_model_that_can_not_infill_is_refused(
-    tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_can_not_infill_is_refused(tasks, tmp_path, capsys):
     for model, decoder, reason in (
         ("ar-tiny", "autoregressive", "a causal model fills holes only if it was trained to fill in the middle"),
         (
@@ -149,9 +140,7 @@ def test_a_model_that_can_not_infill_is_refused(
         assert reason in capsys.readouterr().err and not (tmp_path / "eval").exists()
 
 
-def test_code_is_run_only_if_it_is_allowed_and_holes_have_no_examples(
-    tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_is_run_only_if_it_is_allowed_and_holes_have_no_examples(tasks, tmp_path, capsys):
     write_eval_spec(tmp_path, model={"path": "builtin:fim-tiny", "device": "cpu"})
     assert evaluated(tmp_path, tasks, [NAME]) == 2
     assert "--confirm_run_unsafe_code allows it" in capsys.readouterr().err
@@ -159,7 +148,7 @@ def test_code_is_run_only_if_it_is_allowed_and_holes_have_no_examples(
     assert "asks for a hole between two texts" in capsys.readouterr().err
 
 
-def test_wrong_columns_of_a_task_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_columns_of_a_task_are_refused(tmp_path, capsys):
     write_eval_spec(tmp_path)
     for infill, reason in (
         ({"prefix": "q"}, "metadata.infill: {'prefix': 'q'}; allowed: a column for each of prefix, suffix, hidden"),

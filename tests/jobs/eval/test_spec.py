@@ -1,7 +1,5 @@
 """The spec of an evaluation: a job spec without rows and task; what the tasks decide is refused with its path."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ def read(folder: Path, *overrides: str, **sections: Any) -> EvalSpec:
     return read_eval_spec(path, overrides)
 
 
-def test_a_spec_makes_a_job_for_each_kind_of_request(tmp_path: Path) -> None:
+def test_a_spec_makes_a_job_for_each_kind_of_request(tmp_path):
     spec = read(tmp_path, "seed=5")
     job = spec.completing(Generation(32, ("\n",), 0.5, None, 0.8), "r.jsonl", "runs/e/runs/a")
     assert isinstance(job.task, Complete)
@@ -42,14 +40,14 @@ def test_a_spec_makes_a_job_for_each_kind_of_request(tmp_path: Path) -> None:
     assert (scoring.input.columns.tokens, scoring.input.columns.reference) == ("tokens", "reference")
 
 
-def test_a_task_section_may_hold_settings_that_all_tasks_share(tmp_path: Path) -> None:
+def test_a_task_section_may_hold_settings_that_all_tasks_share(tmp_path):
     spec = read(tmp_path, task={"kind": "complete", "max_new_tokens": 64, "ignore_eos": True})
     job = spec.completing(Generation(16, (), 0.0), "r.jsonl")
     assert isinstance(job.task, Complete)
     assert spec.max_new_tokens == 64 and job.task.ignore_eos and job.task.max_new_tokens == 16
 
 
-def test_a_tasks_own_constraint_comes_before_the_specs(tmp_path: Path) -> None:
+def test_a_tasks_own_constraint_comes_before_the_specs(tmp_path):
     spec = read(tmp_path, task={"kind": "complete", "constraint": {"regex": "[a-z]+"}})
     for own, expected in ((None, "regex"), ('{"choice":["yes","no"]}', "choice")):
         job = spec.completing(Generation(16, (), 0.0, constraint=own), "r.jsonl")
@@ -57,7 +55,7 @@ def test_a_tasks_own_constraint_comes_before_the_specs(tmp_path: Path) -> None:
         assert job.task.constraint.kind == expected
 
 
-def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_path: Path) -> None:
+def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_path):
     estimate = {"kind": "score", "estimate": {"samples": 16}}
     spec = read(tmp_path, decoder={"kind": "ssd", "draft_length": 2}, sampling={}, task=estimate)
     scoring = spec.scoring("r")
@@ -99,26 +97,24 @@ def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_pa
         ({"sampling": {"n": 4}}, "sampling.n: a task's own `repeats` say how many samples it takes"),
     ],
 )
-def test_a_spec_that_can_not_be_used_is_refused_with_the_path(
-    sections: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_spec_that_can_not_be_used_is_refused_with_the_path(sections, message, tmp_path):
     with pytest.raises(UserError) as caught:
         read(tmp_path, **sections)
     assert str(caught.value).startswith(message), str(caught.value)
 
 
-def test_an_override_of_the_decoders_kind_that_leaves_its_settings_is_explained(tmp_path: Path) -> None:
+def test_an_override_of_the_decoders_kind_that_leaves_its_settings_is_explained(tmp_path):
     with pytest.raises(UserError, match=r"decoder\.k"):
         read(tmp_path, "decoder.kind=jacobi")
 
 
-def test_arguments_of_the_chat_template_are_for_the_prompts_and_not_in_the_jobs(tmp_path: Path) -> None:
+def test_arguments_of_the_chat_template_are_for_the_prompts_and_not_in_the_jobs(tmp_path):
     spec = read(tmp_path, chat={"template_kwargs": {"enable_thinking": False}})
     assert spec.chat.template_kwargs == {"enable_thinking": False}
     assert spec.any_job().chat.template_kwargs == {}
 
 
-def test_a_jobs_name_depends_on_what_decides_its_results_alone(tmp_path: Path) -> None:
+def test_a_jobs_name_depends_on_what_decides_its_results_alone(tmp_path):
     def name(spec: EvalSpec, lines: bytes = b"rows", **how: Any) -> str:
         return name_of(spec.completing(replace(Generation(8, (), 0.0), **how), "r"), lines)
 
@@ -132,7 +128,7 @@ def test_a_jobs_name_depends_on_what_decides_its_results_alone(tmp_path: Path) -
     assert len({name(spec), *others}) == 1 + len(others)
 
 
-def test_equal_requests_share_a_row_only_where_their_answers_must_be_equal() -> None:
+def test_equal_requests_share_a_row_only_where_their_answers_must_be_equal():
     rows = JobRows()
     assert rows.add("a:0:0:0", {"tokens": (1, 2)}, same=(1, 2)) == "a:0:0:0"
     assert rows.add("a:0:0:1", {"tokens": (1, 2)}, same=(1, 2)) == "a:0:0:0"

@@ -1,7 +1,5 @@
 """A job of multiple choice, planned by length or by beginnings, and what its units cost on workers of their own."""
 
-from __future__ import annotations
-
 import json
 import random
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Rows that begin alike come into one unit where workers compute what they have in common once; other plans stay as they were."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
@@ -31,7 +29,6 @@ def questions(tmp_path: Path) -> Path:
 
 
 def units_of(plan: Plan) -> dict[str, set[int]]:
-    """The units in which the rows of each question are."""
     found = defaultdict(set)
     for unit, names in plan.unit_samples():
         for name, _ in names:
@@ -39,7 +36,7 @@ def units_of(plan: Plan) -> dict[str, set[int]]:
     return found
 
 
-def test_the_ends_of_a_question_are_in_one_unit_and_every_row_in_one(questions: Path) -> None:
+def test_the_ends_of_a_question_are_in_one_unit_and_every_row_in_one(questions):
     plan = planned(spec_for(questions, "memory://grouped"))
     names = [name for _, names in plan.unit_samples() for name, _ in names]
     assert plan.units >= 3
@@ -52,7 +49,7 @@ def test_the_ends_of_a_question_are_in_one_unit_and_every_row_in_one(questions: 
 
 
 @pytest.mark.slow
-def test_units_by_beginnings_run_fewer_rows_of_prompts_and_score_the_same(questions: Path) -> None:
+def test_units_by_beginnings_run_fewer_rows_of_prompts_and_score_the_same(questions):
     ran = {}
     for by_length in (True, False):
         spec = spec_for(questions, f"memory://ran-{by_length}")
@@ -62,7 +59,7 @@ def test_units_by_beginnings_run_fewer_rows_of_prompts_and_score_the_same(questi
     assert ran[False][1] < 0.7 * ran[True][1]
 
 
-def test_samples_of_a_row_and_of_rows_that_begin_alike_come_together(questions: Path) -> None:
+def test_samples_of_a_row_and_of_rows_that_begin_alike_come_together(questions):
     task = {"kind": "complete", "max_new_tokens": 8}
     plan = planned(spec_for(questions, "memory://samples", task=task, sampling={"n": 3}))
     assert plan.rows == 3 * CHOICES * QUESTIONS
@@ -70,9 +67,6 @@ def test_samples_of_a_row_and_of_rows_that_begin_alike_come_together(questions: 
     assert sum(len(units) for units in units_of(plan).values()) <= QUESTIONS + plan.units
     first = [name for name, _ in next(plan.unit_samples())[1]]
     assert len({name.partition("-")[0] for name in first}) <= 4
-
-
-# ---- plans without groups
 
 
 def tables(lengths: list[int], prompts: list[Any]) -> tuple[pa.Table, pa.Table]:
@@ -96,7 +90,7 @@ def parts_of(table: pa.Table, name: str, **more: Any) -> list[bytes]:
     return [store.get(part.name) for part in writer.parts]
 
 
-def test_without_beginnings_and_in_input_order_the_plan_has_the_bytes_that_it_had() -> None:
+def test_without_beginnings_and_in_input_order_the_plan_has_the_bytes_that_it_had():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 40, 120).tolist()
     rows, noted = tables(lengths, [None] * 120)
@@ -107,7 +101,7 @@ def test_without_beginnings_and_in_input_order_the_plan_has_the_bytes_that_it_ha
     assert parts_of(noted, "kept", keep_order=True) == parts_of(rows, "rows-kept", keep_order=True)
 
 
-def test_hashes_are_not_stored_and_windows_stay_as_they_are() -> None:
+def test_hashes_are_not_stored_and_windows_stay_as_they_are():
     alike = [np.arange(20, dtype=np.int32) + number % 5 for number in range(120)]
     store = open_store("memory://stored")
     writer = PlanWriter(store, window=50, unit_rows=8)
@@ -121,7 +115,7 @@ def test_hashes_are_not_stored_and_windows_stay_as_they_are() -> None:
     assert [row % 5 for unit in rows for row in unit][:10] == [0] * 10
 
 
-def test_only_jobs_that_group_alike_share_a_unit_table(questions: Path) -> None:
+def test_only_jobs_that_group_alike_share_a_unit_table(questions):
     task = {"kind": "complete", "max_new_tokens": 8}
     spec = spec_for(questions, "memory://sweep", task=task)
     causal = resolve(spec, open_store(spec.output.path))

@@ -1,7 +1,5 @@
 """A job of a million units: planning it and listing what is done take the driver no more memory than a small one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -61,25 +59,24 @@ print(json.dumps({"parts": len(writer.parts), "bytes": BYTES, "plan_mb": planned
 
 @pytest.fixture(scope="module")
 def taken() -> dict[str, float]:
-    """What a process of its own took for it."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
 @pytest.mark.slow
-def test_planning_a_million_units_keeps_little_of_each(taken: dict[str, float]) -> None:
+def test_planning_a_million_units_keeps_little_of_each(taken):
     """Twelve bytes, and a line for each 256 of them; a window and a part at a time."""
     assert taken["parts"] == 3907 and taken["bytes"] == 390_700
     assert taken["plan_mb"] < 64, taken
 
 
 @pytest.mark.slow
-def test_listing_a_million_units_keeps_a_byte_of_each(taken: dict[str, float]) -> None:
+def test_listing_a_million_units_keeps_a_byte_of_each(taken):
     assert taken["list_mb"] < 16, taken
 
 
-def test_the_done_units_are_known_by_number() -> None:
+def test_the_done_units_are_known_by_number():
     done = DoneUnits()
     units = [0, 5, BLOCK - 1, BLOCK, 7 * BLOCK + 3, 10**12]
     for unit in [*reversed(units), 5]:

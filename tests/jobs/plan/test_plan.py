@@ -1,7 +1,5 @@
 """A plan holds every row once, is the same whenever it is built, and knows when it belongs to another job."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -31,33 +29,25 @@ from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTabl
 from draftmill.storage.stores.interface import Store
 from draftmill.storage.stores.store import open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.jobs.specs import infilling
 
 HASHES: dict[str, Any] = {"model": "weights", "tokenizer": "tokenizer"}
 
 
 def spec_for(path: Path, **changes: Any) -> JobSpec:
-    data: dict[str, Any] = {
-        "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-        "input": {"path": str(path)},
-        "model": {"path": "m"},
-        "decoder": {"kind": "assd"},
-        "output": {"path": "out"},
-    }
+    data = infilling(input={"path": str(path)})
     for key, value in changes.items():
         section, name = key.split("__")
         data.setdefault(section, {})[name] = value
     return check_spec(data)
 
 
-def resolved_for(spec: JobSpec) -> Resolved:
-    """What `resolve` would find, with a model that is only described."""
+def plan(spec: JobSpec, store: Store, epoch: int = 0) -> Plan:
+    """A plan by what `resolve` would find, with a model that is only described."""
     inputs = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
     results = results_key(spec, model_info(), **HASHES)
-    return Resolved(spec, spec.recipe(), results, Path("m"), model_info(), byte_level(), inputs)
-
-
-def plan(spec: JobSpec, store: Store, epoch: int = 0) -> Plan:
-    return make_plan(resolved_for(spec), store, Display(), epoch=epoch)
+    found = Resolved(spec, spec.recipe(), results, Path("m"), model_info(), byte_level(), inputs)
+    return make_plan(found, store, Display(), epoch=epoch)
 
 
 def compare(made: Plan, spec: JobSpec, **hashes: str) -> None:
@@ -82,7 +72,7 @@ def names(store: Store) -> list[str]:
     return [stat.name for stat in store.list()]
 
 
-def test_every_row_is_planned_once_longest_first(rows: Path) -> None:
+def test_every_row_is_planned_once_longest_first(rows):
     store = open_store("memory://once")
     made = plan(spec_for(rows, output__unit_rows=8), store)
     planned = [row for unit in range(made.units) for row in made.unit_rows(unit)]
@@ -96,14 +86,14 @@ def test_every_row_is_planned_once_longest_first(rows: Path) -> None:
     ]
 
 
-def test_a_damaged_row_is_planned_as_a_failed_one(rows: Path) -> None:
+def test_a_damaged_row_is_planned_as_a_failed_one(rows):
     made = plan(spec_for(rows, output__unit_rows=64), open_store("memory://damaged"))
     (bad,) = [row for row in made.unit_rows(0) if row.error_kind is not None]
     assert (bad.id, bad.error_kind, bad.length) == ("a.jsonl:5", "bad_json", 0)
     assert made.totals.errors == {"bad_json": 1}
 
 
-def test_a_plan_is_the_same_each_time_and_reads_back_as_it_was(rows: Path) -> None:
+def test_a_plan_is_the_same_each_time_and_reads_back_as_it_was(rows):
     stores = [open_store("memory://first"), open_store("memory://second")]
     spec = spec_for(rows, output__unit_rows=8)
     first, second = (plan(spec, store) for store in stores)
@@ -113,7 +103,7 @@ def test_a_plan_is_the_same_each_time_and_reads_back_as_it_was(rows: Path) -> No
     assert load_plan(open_store("memory://empty")) is None
 
 
-def test_what_does_not_change_results_does_not_change_the_plan(rows: Path) -> None:
+def test_what_does_not_change_results_does_not_change_the_plan(rows):
     base = plan(spec_for(rows), open_store("memory://base"))
     other = plan(
         spec_for(
@@ -142,9 +132,7 @@ def test_what_does_not_change_results_does_not_change_the_plan(rows: Path) -> No
         ({"model__weights": "int8"}, 'model.weights was "auto", is "int8"'),
     ],
 )
-def test_another_job_on_the_same_directory_is_refused_by_its_keys(
-    rows: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_another_job_on_the_same_directory_is_refused_by_its_keys(rows, changes, named):
     store = open_store("memory://refused")
     store.delete("_plan.json")
     made = plan(spec_for(rows), store)
@@ -154,7 +142,7 @@ def test_another_job_on_the_same_directory_is_refused_by_its_keys(
     assert caught.value.field == "output.path" and named in str(caught.value)
 
 
-def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path, monkeypatch):
     file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
     file.write_text('{"text": "def f"}')
     same = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"))
@@ -174,14 +162,14 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, mon
     assert caught.value.field == "output.path"
 
 
-def test_other_weights_are_named(rows: Path) -> None:
+def test_other_weights_are_named(rows):
     made = plan(spec_for(rows), open_store("memory://weights"))
     for field, named in {"model": "checkpoint", "tokenizer": "tokenizer", "head": "head", "adapter": "adapter"}.items():
         with pytest.raises(UserError, match=f"model.{named}"):
             compare(made, spec_for(rows), **{field: "x"})
 
 
-def test_a_changed_input_is_named(rows: Path) -> None:
+def test_a_changed_input_is_named(rows):
     made = plan(spec_for(rows), open_store("memory://inputs"))
     (rows / "b.jsonl").write_text("{}")
     (rows / "c.jsonl").write_text("{}")
@@ -201,7 +189,7 @@ def small_job(folder: Path, **changes: Any) -> tuple[JobSpec, Store, Path]:
     return spec, open_store(str(folder / "run")), file
 
 
-def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path) -> None:
+def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path):
     spec, store, file = small_job(tmp_path)
     made = make_plan(resolve(spec, store), store, Display())
     assert made.files[0].sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
@@ -214,7 +202,7 @@ def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path)
     assert resolve(spec, store).plan is not None, "a copy has the same bytes, too"
 
 
-def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Path) -> None:
+def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path):
     spec, store, file = small_job(tmp_path)
     make_plan(resolve(spec, store), store, Display())
     file.write_bytes(file.read_bytes().replace(b"def g", b"def h"))
@@ -224,9 +212,7 @@ def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Pa
     assert caught.value.field == "input.path"
 
 
-def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_is_read_for_its_hash_only_where_its_date_changed(tmp_path, monkeypatch):
     spec, store, file = small_job(tmp_path)
     make_plan(resolve(spec, store), store, Display())
 
@@ -240,9 +226,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
         resolve(spec, store)
 
 
-def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(tmp_path, monkeypatch):
     monkeypatch.setattr("draftmill.jobs.plan.planning.LIMITED_HASH_BYTES", 8)
     spec, store, file = small_job(tmp_path, input__limit=1)
     assert make_plan(resolve(spec, store), store, Display()).files[0].sha256 is None
@@ -252,19 +236,19 @@ def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
         resolve(spec, store)
 
 
-def test_an_object_that_was_uploaded_again_is_known_by_its_etag() -> None:
+def test_an_object_that_was_uploaded_again_is_known_by_its_etag():
     before = InputFile("s3://b/a.jsonl", "a.jsonl", 7, '"e"', 1.0, "jsonl")
     assert changed_files([before], [dataclasses.replace(before, mtime_s=2.0)]) == []
     assert changed_files([before], [dataclasses.replace(before, etag='"f"')]) != []
 
 
-def test_inputs_that_moved_are_the_same_inputs(rows: Path) -> None:
+def test_inputs_that_moved_are_the_same_inputs(rows):
     inputs = with_hashes(list_inputs(str(rows)))
     moved = [dataclasses.replace(file, uri=f"/elsewhere/{file.name}") for file in inputs]
     assert with_files({"input": {}}, moved) == with_files({"input": {}}, inputs)
 
 
-def test_limit_counts_rows_over_all_files(rows: Path) -> None:
+def test_limit_counts_rows_over_all_files(rows):
     made = plan(spec_for(rows, input__limit=33), open_store("memory://limit"))
     assert made.rows == 33 and sum(row.file == 1 for unit in range(made.units) for row in made.unit_rows(unit)) == 3
 
@@ -286,9 +270,7 @@ def test_limit_counts_rows_over_all_files(rows: Path) -> None:
          "rows have no value in a column 'text', and those that have one can't be read for other reasons"),
     ],
 )  # fmt: skip
-def test_an_unusable_input_leaves_nothing_behind(
-    tmp_path: Path, content: str, columns: dict[str, str], field: str, message: str
-) -> None:
+def test_an_unusable_input_leaves_nothing_behind(tmp_path, content, columns, field, message):
     file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
     file.write_text(content)
     with pytest.raises(UserError) as caught:
@@ -297,7 +279,7 @@ def test_an_unusable_input_leaves_nothing_behind(
     assert names(store) == []
 
 
-def test_a_row_without_a_column_fails_alone(tmp_path: Path) -> None:
+def test_a_row_without_a_column_fails_alone(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"body": "x"}\n{"text": "y"}')
     assert plan(spec_for(file), open_store("memory://alone")).totals.errors == {"missing_column": 1}
@@ -314,9 +296,7 @@ def test_a_row_without_a_column_fails_alone(tmp_path: Path) -> None:
         ("id;text\n1;x, y\n2;a, b\n", "input.delimiter", "none of 2 rows can be read; the header of rows.csv looks"),
     ],
 )
-def test_a_csv_with_another_delimiter_is_refused_with_a_hint(
-    tmp_path: Path, content: str, field: str, message: str
-) -> None:
+def test_a_csv_with_another_delimiter_is_refused_with_a_hint(tmp_path, content, field, message):
     file = tmp_path / "rows.csv"
     file.write_text(content)
     with pytest.raises(UserError) as caught:
@@ -331,7 +311,7 @@ def test_a_csv_with_another_delimiter_is_refused_with_a_hint(
         compare_settings(made, spec_for(file, input__delimiter=";", input__keep=["id"]))
 
 
-def test_fields_of_structs_are_ids_and_texts(tmp_path: Path) -> None:
+def test_fields_of_structs_are_ids_and_texts(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"meta": {"id": "a"}, "doc": {"body": "xyz"}}\n{"meta": {"id": "b"}, "doc": {}}\n')
     columns = {"id": "meta.id", "text": "doc.body"}
@@ -345,20 +325,20 @@ def test_fields_of_structs_are_ids_and_texts(tmp_path: Path) -> None:
         plan(spec_for(file, input__columns=columns), open_store("memory://twice"))
 
 
-def test_rows_that_none_can_read_are_failed_rows(tmp_path: Path) -> None:
+def test_rows_that_none_can_read_are_failed_rows(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": \n[1]')
     assert plan(spec_for(file), open_store("memory://unread")).totals.errors == {"bad_json": 1, "bad_row": 1}
 
 
-def test_parts_left_by_an_interrupted_planner_are_replaced(rows: Path) -> None:
+def test_parts_left_by_an_interrupted_planner_are_replaced(rows):
     store = open_store("memory://stale")
     store.put(part_name(7), b"of another plan")
     made = plan(spec_for(rows), store)
     assert names(store) == ["_plan.json", part_name(0)] and made.units == 2
 
 
-def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(rows: Path) -> None:
+def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(rows):
     store = open_store("memory://late")
     late = PlanWriter(store, window=10, unit_rows=4, epoch=1)
     late.add(rows_table([3] * 12))
@@ -370,7 +350,7 @@ def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(r
     assert sum(len(made.unit_rows(unit)) for unit in range(made.units)) == made.rows == 40
 
 
-def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path) -> None:
+def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows):
     store, spec = open_store("memory://meanwhile"), spec_for(rows)
     first = plan(spec, store, epoch=1)
     before = names(store)
@@ -380,7 +360,7 @@ def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path)
         plan(spec_for(rows, task__mask={"kind": "random", "rate": 0.1}), store, epoch=3)
 
 
-def test_a_damaged_plan_is_refused(rows: Path) -> None:
+def test_a_damaged_plan_is_refused(rows):
     store = open_store("memory://broken")
     store.put("_plan.json", b"{")
     with pytest.raises(UserError, match="damaged"):
@@ -399,7 +379,7 @@ def rows_table(lengths: list[int], first: int = 0) -> pa.Table:
     )
 
 
-def test_windows_and_parts_hold_every_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_and_parts_hold_every_unit(monkeypatch):
     monkeypatch.setattr(packing, "PART_UNITS", 3)
     store = open_store("memory://parts")
     writer = PlanWriter(store, window=10, unit_rows=4)
@@ -420,14 +400,14 @@ def test_windows_and_parts_hold_every_unit(monkeypatch: pytest.MonkeyPatch) -> N
     assert listed[0]["unit_rows"].itemsize + listed[0]["unit_tokens"].itemsize == 12, "there may be millions of units"
 
 
-def test_a_plan_knows_the_windows_of_its_units(rows: Path) -> None:
+def test_a_plan_knows_the_windows_of_its_units(rows):
     made = plan(spec_for(rows, output__unit_rows=4, batching__window=10), open_store("memory://windows"))
     windows = [size.window for size in made.sizes()]
     planned = [{(30 * row.file + row.row) // 10 for row in made.unit_rows(unit)} for unit in range(made.units)]
     assert len(set(windows)) == 4 and [{window} for window in windows] == planned
 
 
-def test_a_window_ends_early_where_its_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_ends_early_where_its_rows_are_long(monkeypatch):
     monkeypatch.setattr(packing, "WINDOW_TOKENS", 40)
     store = open_store("memory://long")
     writer = PlanWriter(store, window=10, unit_rows=100)
@@ -441,7 +421,7 @@ def test_a_window_ends_early_where_its_rows_are_long(monkeypatch: pytest.MonkeyP
     assert windows == [[*range(10)], [*range(10, 15)], [15], [*range(16, 22)], [22]]
 
 
-def test_the_unit_table_is_plain_parquet_with_a_row_group_for_each_unit(rows: Path, tmp_path: Path) -> None:
+def test_the_unit_table_is_plain_parquet_with_a_row_group_for_each_unit(rows, tmp_path):
     made = plan(spec_for(rows, output__unit_rows=8), open_store(str(tmp_path / "run")))
     file = pq.ParquetFile(tmp_path / "run" / part_name(0))
     assert file.num_row_groups == made.units and file.schema_arrow.equals(TABLE_SCHEMA)
@@ -453,9 +433,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("trouble", [Exception("bare"), Panic("out of bounds"), MemoryError()], ids=repr)
-def test_a_row_on_which_the_tokenizer_fails_is_planned_as_a_failed_one(
-    rows: Path, monkeypatch: pytest.MonkeyPatch, trouble: BaseException
-) -> None:
+def test_a_row_on_which_the_tokenizer_fails_is_planned_as_a_failed_one(rows, monkeypatch, trouble):
     strange = "7" * (7 * 7 % 50)
     encode, encode_batch = Tokenizer.encode, Tokenizer.encode_batch
 
@@ -478,9 +456,7 @@ def test_a_row_on_which_the_tokenizer_fails_is_planned_as_a_failed_one(
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_while_planning_is_no_rows_error(
-    rows: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
-) -> None:
+def test_an_interrupt_while_planning_is_no_rows_error(rows, monkeypatch, stop):
     def interrupted(self: Tokenizer, texts: list[str]) -> list[list[int]]:
         raise stop
 
@@ -489,7 +465,7 @@ def test_an_interrupt_while_planning_is_no_rows_error(
         plan(spec_for(rows), open_store("memory://interrupted"))
 
 
-def test_names_of_constraints_that_no_marker_has_are_refused(tmp_path: Path) -> None:
+def test_names_of_constraints_that_no_marker_has_are_refused(tmp_path):
     rows = tmp_path / "rows.jsonl"
     spec = spec_for(
         rows,

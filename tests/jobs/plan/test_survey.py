@@ -1,7 +1,5 @@
 """The survey measures several batches at once, and what it says does not depend on that."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.planning import survey
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
+from tests.jobs.specs import infilling
 
 PATIENCE_S = 60.0
 THREADS = 3
@@ -56,15 +55,7 @@ def spec(tmp_path: Path) -> JobSpec:
     for name, first in (("a.jsonl", 0), ("b.jsonl", 50)):
         lines = [json.dumps({"id": f"r{n}", "n": n}) for n in range(first, first + 50)]
         (tmp_path / name).write_text("\n".join(lines))
-    return check_spec(
-        {
-            "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
-            "input": {"path": str(tmp_path)},
-            "model": {"path": "m"},
-            "decoder": {"kind": "assd"},
-            "output": {"path": "out"},
-        }
-    )
+    return check_spec(infilling(input={"path": str(tmp_path)}))
 
 
 def surveyed(spec: JobSpec, maker: Measures, limit: int | None = None) -> Iterator[tuple[str, int, str | None]]:
@@ -72,21 +63,21 @@ def surveyed(spec: JobSpec, maker: Measures, limit: int | None = None) -> Iterat
         yield from zip(*(table[name].to_pylist() for name in ("id", "length", "error_kind")), strict=True)
 
 
-def test_batches_are_measured_side_by_side_and_come_in_the_order_of_the_input(spec: JobSpec) -> None:
+def test_batches_are_measured_side_by_side_and_come_in_the_order_of_the_input(spec):
     maker = Measures(Barrier(THREADS))
     found = list(surveyed(spec, maker))
     assert found == [(f"r{n}", 0 if n % 10 == 7 else n, "odd" if n % 10 == 7 else None) for n in range(100)]
     assert maker.batches == 14
 
 
-def test_the_limit_and_a_damaged_file_end_it_as_if_there_were_one_thread(spec: JobSpec, tmp_path: Path) -> None:
+def test_the_limit_and_a_damaged_file_end_it_as_if_there_were_one_thread(spec, tmp_path):
     assert [name for name, _, _ in surveyed(spec, Measures(), limit=60)] == [f"r{n}" for n in range(60)]
     (tmp_path / "b.jsonl.gz").write_bytes(b"\x1f\x8b and no more")
     with pytest.raises(UserError, match=r"b\.jsonl\.gz: damaged"):
         list(surveyed(spec, Measures()))
 
 
-def test_memory_holds_a_few_batches_for_each_thread(spec: JobSpec) -> None:
+def test_memory_holds_a_few_batches_for_each_thread(spec):
     maker = Measures()
     tables = survey(spec.recipe(), maker, list_inputs(spec.input.path))  # type: ignore[arg-type]
     next(tables)

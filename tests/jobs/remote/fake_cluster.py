@@ -1,7 +1,5 @@
 """A fake of Ray's job API for tests: jobs that a test lets write, end and vanish; and an HTTP server with one answer."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Manifests for tests: a small spec, and what `draftmill manifest` makes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,15 +57,8 @@ def printed(capsys: Any, *words: str) -> tuple[int, str, str]:
     return code, said.out, said.err
 
 
-def cluster_spec(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The spec of the Ray cluster in a RayJob or RayCluster."""
-    spec = manifest["spec"]
-    return dict(spec.get("rayClusterSpec", spec))
-
-
 def templates(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pod templates of a Kubernetes manifest."""
     if manifest["kind"] == "CronJob":
         return [manifest["spec"]["jobTemplate"]["spec"]["template"]]
-    cluster = cluster_spec(manifest)
+    cluster = manifest["spec"].get("rayClusterSpec", manifest["spec"])  # of a RayJob, or a RayCluster
     return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]

@@ -1,7 +1,5 @@
 """A Slurm on this machine with two virtual nodes that have fake GPUs: real munged, slurmctld and slurmd, ended with the test."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -67,7 +65,6 @@ class Slurm:
         return done.stdout.strip()
 
     def submit(self, script: str) -> str:
-        """The number of a new job."""
         return self.call("sbatch", "--parsable", script)
 
     def state(self, job: str) -> str:
@@ -76,7 +73,6 @@ class Slurm:
         return found.split("JobState=")[1].split()[0]
 
     def exit_code(self, job: str) -> int:
-        """The exit code of the batch script."""
         found = self.call("scontrol", "show", "job", job)
         return int(found.split("ExitCode=")[1].split(":")[0])
 
@@ -86,7 +82,6 @@ class Slurm:
 
 
 def wait_until(happened: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll; fails with `what` after the time."""
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, what

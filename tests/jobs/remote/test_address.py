@@ -1,11 +1,8 @@
 """Addresses, tokens and versions of a cluster: each fault is one line that says what to do, before anything is sent."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -78,7 +75,7 @@ def test_nothing_listens():
         reach(f"http://127.0.0.1:{port}", {})
 
 
-def test_a_server_that_never_answers_and_one_that_speaks_no_http(monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_never_answers_and_one_that_speaks_no_http(monkeypatch):
     monkeypatch.setattr(cluster_module, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -97,9 +94,7 @@ def test_a_server_that_never_answers_and_one_that_speaks_no_http(monkeypatch: py
             reach(place, {})
 
 
-def test_a_token_is_shown_only_where_one_is_set_and_rays_own_mode_says_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_token_is_shown_only_where_one_is_set_and_rays_own_mode_says_the_same(monkeypatch, tmp_path):
     assert token_headers() == {}
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
     monkeypatch.delenv("RAY_AUTH_MODE")
@@ -120,7 +115,7 @@ def test_a_token_is_shown_only_where_one_is_set_and_rays_own_mode_says_the_same(
         ({"RAY_AUTH_TOKEN_PATH": "/dev/null"}, "RAY_AUTH_TOKEN_PATH"),
     ],
 )
-def test_a_token_that_is_missing_is_named(variables, field, monkeypatch: pytest.MonkeyPatch):
+def test_a_token_that_is_missing_is_named(variables, field, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{field}: "):

@@ -1,13 +1,10 @@
 """Names with spaces, quotes, %, $ and YAML's special characters arrive as they are, in every kind of manifest."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -55,14 +52,14 @@ def by_cron(command: str, *, backslashes: bool) -> str:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(WORDS, min_size=1, max_size=12))
-def test_words_survive_shells_and_crontabs(words: list[str]) -> None:
+def test_words_survive_shells_and_crontabs(words):
     assert by_bash(shell(words)) == words
     line = crontab(words)
     for backslashes in (False, True):  # programs differ in this
         assert by_bash(by_cron(line, backslashes=backslashes)) == words
 
 
-def test_all_nasty_words_survive_at_once() -> None:
+def test_all_nasty_words_survive_at_once():
     test_words_survive_shells_and_crontabs.hypothesis.inner_test(NASTY)
 
 
@@ -78,7 +75,7 @@ JSON = st.recursive(
 @example({"0": ["\n", {"a": "\n", "b": 1}]})
 @given(st.dictionaries(WORDS, JSON, min_size=1, max_size=4))
 @pytest.mark.slow
-def test_any_data_survives_yaml(data: dict[str, Any]) -> None:
+def test_any_data_survives_yaml(data):
     assert yaml.safe_load(yaml_document(data)) == data
 
 
@@ -88,25 +85,25 @@ def test_any_data_survives_yaml(data: dict[str, Any]) -> None:
 @example("  a\n b\n")
 @example("a\u2028b\n")
 @given(st.one_of(WORDS, st.text(), st.text("a \n#:-\t\x85\u2028", max_size=12)))
-def test_any_text_survives_as_a_value_at_any_depth(text: str) -> None:
+def test_any_text_survives_as_a_value_at_any_depth(text):
     written = f"a:\n    b: {yaml_text(text, 4)}\n    c: 1\n"
     assert yaml.safe_load(written) == {"a": {"b": text, "c": 1}}
 
 
-def test_strings_that_yaml_readers_see_differently_are_in_quotes() -> None:
+def test_strings_that_yaml_readers_see_differently_are_in_quotes():
     """YAML 1.1 and 1.2 disagree on these, and so do PyYAML and Kubernetes."""
     for word in ("y", "n", "Yes", "off", "1e3", "0o17", "012", "1_0", "2026-11-22", "1:30", "=", "<<", "", "~", "4Gi"):
         assert yaml_text(word) == f'"{word}"'
 
 
-def test_a_comment_can_not_become_data() -> None:
+def test_a_comment_can_not_become_data():
     lines = comment("one\ntwo: three\n  --- four\n\nfive " * 9, 2).splitlines()
     assert len(lines) > 1 and all(line.strip().startswith("#") for line in lines)
 
 
 @pytest.mark.parametrize("name", NASTY)
 @pytest.mark.slow
-def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spec_with_a_nasty_name_and_path_arrives(name, tmp_path, monkeypatch):
     folder = tmp_path / name.replace("/", "_")
     folder.mkdir()
     file = f"{name.replace('/', '_')}.yaml"
@@ -133,12 +130,12 @@ def test_a_spec_with_a_nasty_name_and_path_arrives(name: str, tmp_path: Path, mo
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(min_size=1, max_size=90), st.sampled_from([36, 47, 53]))
-def test_names_are_what_kubernetes_slurm_and_cron_allow(name: str, longest: int) -> None:
+def test_names_are_what_kubernetes_slurm_and_cron_allow(name, longest):
     assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", slug(name, longest))
     assert len(slug(name, longest)) <= longest
 
 
-def test_long_names_that_differ_at_their_ends_stay_different() -> None:
+def test_long_names_that_differ_at_their_ends_stay_different():
     assert slug("a" * 60 + "b", 36) != slug("a" * 60 + "c", 36)
     assert slug("日本", 36) != slug("中国", 36)
     assert slug("stdlib-infill", 36) == "stdlib-infill"

@@ -1,7 +1,5 @@
 """What a manifest can't be made from is refused before anything is written, in one line, with the option or the key to change."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -37,16 +35,14 @@ CLUSTERS = ("rayjob", "raycluster", "cronjob")
     ],
 )
 @pytest.mark.parametrize("kind", CLUSTERS)
-def test_a_path_of_this_machine_is_refused_with_its_key(
-    kind: str, field: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_path_of_this_machine_is_refused_with_its_key(kind, field, changes, tmp_path):
     with pytest.raises(UserError) as refused:
         text_of(write_spec(tmp_path, **changes), kind)
     assert refused.value.field == field
     assert "the cluster can't see" in str(refused.value)
 
 
-def test_a_path_that_the_cluster_sees_is_allowed(tmp_path: Path) -> None:
+def test_a_path_that_the_cluster_sees_is_allowed(tmp_path):
     spec = write_spec(
         tmp_path,
         input={"path": ["/data/in/*.jsonl", "hf://datasets/some/rows", "s3://b/a.jsonl"]},
@@ -61,7 +57,7 @@ def test_a_path_that_the_cluster_sees_is_allowed(tmp_path: Path) -> None:
         text_of(write_spec(tmp_path, input={"path": ["/data/../etc/passwd"]}), "rayjob", shared_path=("/data",))
 
 
-def test_a_hub_id_that_is_also_a_folder_here_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_that_is_also_a_folder_here_is_that_folder(tmp_path, monkeypatch):
     """A run here would read the folder; a cluster would fetch another model from the hub."""
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -69,15 +65,13 @@ def test_a_hub_id_that_is_also_a_folder_here_is_that_folder(tmp_path: Path, monk
         text_of(write_spec(tmp_path, model={"path": "org/model"}), "rayjob")
 
 
-def test_results_that_end_with_the_process_are_refused_everywhere(tmp_path: Path) -> None:
+def test_results_that_end_with_the_process_are_refused_everywhere(tmp_path):
     for kind in KINDS:
         with pytest.raises(UserError, match=r"^output\.path"):
             text_of(write_spec(tmp_path, output={"path": "memory://x"}), kind)
 
 
-def test_on_slurm_with_several_nodes_a_folder_of_each_node_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_slurm_with_several_nodes_a_folder_of_each_node_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared = (str(tmp_path), "/home", sys.prefix)
     spec = write_spec(tmp_path, output={"path": "/var/tmp/runs"})
@@ -110,7 +104,7 @@ BAD_VALUES: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "field", "value"), BAD_VALUES)
-def test_a_value_that_can_not_be_is_refused_with_its_option(kind: str, field: str, value: Any, tmp_path: Path) -> None:
+def test_a_value_that_can_not_be_is_refused_with_its_option(kind, field, value, tmp_path):
     workers = {"count": 4, "gpus": 1.0, "cpus": 2}
     with pytest.raises(UserError) as refused:
         text_of(write_spec(tmp_path, workers=workers), kind, **{field: value})
@@ -119,7 +113,7 @@ def test_a_value_that_can_not_be_is_refused_with_its_option(kind: str, field: st
 
 
 @pytest.mark.parametrize("field", list(APPLIES))
-def test_an_option_that_would_do_nothing_is_refused(field: str, tmp_path: Path) -> None:
+def test_an_option_that_would_do_nothing_is_refused(field, tmp_path):
     spec = write_spec(tmp_path)
     sample: Any = ("x:/y",) if isinstance(getattr(Options("cron"), field), tuple) else "x"
     for kind in set(KINDS) - APPLIES[field]:
@@ -128,20 +122,20 @@ def test_an_option_that_would_do_nothing_is_refused(field: str, tmp_path: Path) 
         assert refused.value.field == f"--{field.replace('_', '-')}"
 
 
-def test_nodes_for_workers_of_several_shapes_are_refused(tmp_path: Path) -> None:
+def test_nodes_for_workers_of_several_shapes_are_refused(tmp_path):
     spec = write_spec(tmp_path, workers=[{"count": 1, "gpus": 1.0}, {"count": 2}])
     assert text_of(spec, "rayjob")
     with pytest.raises(UserError, match=r"^--nodes: the spec's workers have several shapes"):
         text_of(spec, "rayjob", nodes=2)
 
 
-def test_a_command_that_is_too_long_for_cron_is_refused(tmp_path: Path) -> None:
+def test_a_command_that_is_too_long_for_cron_is_refused(tmp_path):
     overrides = [f"name=n{'a' * 100}"] * 10
     with pytest.raises(UserError, match="cron's limit is"):
         text_of(write_spec(tmp_path), "cron", overrides)
 
 
-def test_a_spec_that_is_too_long_for_an_annotation_is_refused(tmp_path: Path) -> None:
+def test_a_spec_that_is_too_long_for_an_annotation_is_refused(tmp_path):
     spec = write_spec(tmp_path)
     Path(spec).write_text(Path(spec).read_text() + "# long\n" * 20_000)
     with pytest.raises(UserError, match="is longer than 100,000 bytes"):
@@ -159,16 +153,14 @@ def test_a_spec_that_is_too_long_for_an_annotation_is_refused(tmp_path: Path) ->
         (["SPEC", "--for", "cron", "--secret", ""], "--secret"),
     ],
 )
-def test_the_command_says_in_one_line_what_is_wrong(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_in_one_line_what_is_wrong(words, said, tmp_path, capsys):
     spec = write_spec(tmp_path)
     code, out, errors = printed(capsys, *(spec if word == "SPEC" else word for word in words))
     assert (code, out) == (UNUSABLE, "")
     assert said in errors and len(errors.splitlines()) == 1
 
 
-def test_an_unknown_kind_is_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_kind_is_refused_with_those_that_are_known(capsys):
     with pytest.raises(SystemExit) as refused:
         printed(capsys, "job.yaml", "--for", "nomad")
     assert refused.value.code == 2

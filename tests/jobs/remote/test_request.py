@@ -1,7 +1,5 @@
 """What a submitted job takes along, and what is refused because the cluster could not find it: always by the key to change."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,17 +12,11 @@ from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
 from draftmill.jobs.remote.request import EXCLUDES, SubmitOptions, request_of
 from draftmill.storage.errors import UserError
 from draftmill.version import ROOT
+from tests.jobs.specs import completion
 
 
 def spec(**changes: Any) -> JobSpec:
-    data: dict[str, Any] = {
-        "name": "job",
-        "task": {"kind": "complete"},
-        "input": {"path": "rows/*.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "speculative"},
-        "output": {"path": "s3://bucket/run"},
-    }
+    data = completion(name="job", input={"path": "rows/*.jsonl"}, output={"path": "s3://bucket/run"})
     return check_spec(data | changes)
 
 
@@ -45,7 +37,7 @@ def shipped_spec(request: Any) -> dict[str, Any]:
     return data
 
 
-def test_paths_in_the_shipped_folder_become_relative_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_paths_in_the_shipped_folder_become_relative_to_it(folder, monkeypatch):
     data = spec(
         input={"path": ["rows/*.jsonl", str(folder / "rows" / "a.jsonl")]},
         model={"path": "./model"},
@@ -60,7 +52,7 @@ def test_paths_in_the_shipped_folder_become_relative_to_it(folder: Path, monkeyp
     assert shipped_spec(inside)["input"]["path"] == "rows/a.jsonl"
 
 
-def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder: Path):
+def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder):
     data = spec(
         input={"path": "/mnt/all/rows.jsonl"}, model={"path": "org/model"}, output={"path": "/mnt/all/../all/runs/one"}
     )
@@ -92,12 +84,12 @@ def test_shared_folders_buckets_and_the_hub_need_no_shipping(folder: Path):
         ({}, {"working_dir": ".", "shared": ("here",)}, "--shared"),
     ],
 )
-def test_what_the_cluster_could_not_use_is_refused_by_its_key(changes, options, field, folder: Path):
+def test_what_the_cluster_could_not_use_is_refused_by_its_key(changes, options, field, folder):
     with pytest.raises(UserError, match=f"^({field}): "):
         request_of(spec(**changes), SubmitOptions(**options))
 
 
-def test_the_command_writes_the_spec_and_becomes_the_driver(folder: Path, tmp_path: Path):
+def test_the_command_writes_the_spec_and_becomes_the_driver(folder, tmp_path):
     data = spec(name='it\'s $HOME `x` \\ "q"')
     request = request_of(data, SubmitOptions(working_dir=".", grace_s=20, run=("--if-running", "skip")))
     stand_in = "python -c 'import os, sys; print(os.getppid()); print(open(sys.argv[2]).read(), sys.argv[3:])'"
@@ -117,7 +109,7 @@ def environment_file(folder: Path, **keys: Any) -> str:
     return str(path)
 
 
-def test_a_runtime_environment_is_handed_on_with_our_variables(folder: Path):
+def test_a_runtime_environment_is_handed_on_with_our_variables(folder):
     file = environment_file(folder, env_vars={"A": "b"}, pip=["x==1"], working_dir="rows", excludes=["*.tmp"])
     found = request_of(spec(input={"path": "rows/a.jsonl"}), SubmitOptions(runtime_env=file))
     assert shipped_spec(found)["input"]["path"] == "a.jsonl"
@@ -130,27 +122,27 @@ def test_a_runtime_environment_is_handed_on_with_our_variables(folder: Path):
     assert other["working_dir"] == str(folder), "the option comes first"
 
 
-def test_a_text_that_could_be_a_number_arrives_as_a_text(folder: Path):
+def test_a_text_that_could_be_a_number_arrives_as_a_text(folder):
     request = request_of(spec(task={"kind": "complete", "stop": ["1e3", "yes"]}), SubmitOptions(working_dir="."))
     (folder / "sent.yaml").write_text(request.entrypoint.split("\n", 1)[1].rpartition("\n")[0])
     task = load_spec(folder / "sent.yaml").task
     assert isinstance(task, Complete) and task.stop == ("1e3", "yes")
 
 
-def test_an_image_comes_with_its_own_code(folder: Path):
+def test_an_image_comes_with_its_own_code(folder):
     options = SubmitOptions(runtime_env=environment_file(folder, image_uri="registry/draftmill:1"))
     request = request_of(spec(input={"path": "s3://b/a.jsonl"}), options)
     assert set(request.environment) == {"image_uri", "env_vars"}
     assert "exec draftmill run" in request.entrypoint
 
 
-def test_secrets_in_a_runtime_environment_are_refused(folder: Path):
+def test_secrets_in_a_runtime_environment_are_refused(folder):
     file = environment_file(folder, env_vars={"AWS_SECRET_ACCESS_KEY": "x"})
     with pytest.raises(UserError, match=r"^--runtime-env: AWS_SECRET_ACCESS_KEY would be readable"):
         request_of(spec(), SubmitOptions(working_dir=".", runtime_env=file))
 
 
-def test_the_code_travels_with_the_models_that_the_spec_names_and_no_others(folder: Path):
+def test_the_code_travels_with_the_models_that_the_spec_names_and_no_others(folder):
     environment = request_of(spec(), SubmitOptions(working_dir=".")).environment
     assert environment["py_modules"] == [str(ROOT / "draftmill")]
     assert "/decoders/builtin/mdm-tiny/" in environment["excludes"]

@@ -1,7 +1,5 @@
 """The crontab entry under a real cron in the foreground: a real job from a folder with an awkward name, each minute."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -45,9 +43,7 @@ def installed(request: pytest.FixtureRequest) -> Iterator[Path]:
         daemon.wait(30)
 
 
-def test_cron_runs_the_job_and_the_next_minute_finds_it_done(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cron_runs_the_job_and_the_next_minute_finds_it_done(installed, tmp_path, monkeypatch):
     place = tmp_path / 'it\'s 100% "odd" \\n $HOME'
     place.mkdir()
     program = place / "draftmill"

@@ -1,7 +1,5 @@
 """The batch script on a real Slurm with two virtual nodes: Ray over both, a real job, requeues that resume, and cancelling."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import chdir
@@ -47,7 +45,6 @@ def batch_script(folder: Path, rows: int) -> tuple[str, Path]:
 
 
 def units(run: Path) -> dict[str, tuple[int, bytes]]:
-    """The committed units: when they were written, and their bytes."""
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(run.glob("data/unit-*.parquet"))}
 
 
@@ -56,29 +53,19 @@ def log_of(slurm: Slurm, job: str) -> str:
     return "\n".join(path.read_text() for path in slurm.folder.parent.rglob(f"nightly-{job}.log"))
 
 
-def workers_of(run: Path) -> set[str]:
-    return {str(worker) for path in run.glob("data/*.parquet") for worker in pq.read_table(path)["worker"].to_pylist()}
-
-
-def test_a_job_runs_on_ray_over_both_nodes(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_runs_on_ray_over_both_nodes(slurm, tmp_path):
     script, run = batch_script(tmp_path, rows=64)
     job = slurm.submit(script)
     wait_until(lambda: slurm.state(job) in {"COMPLETED", "FAILED"}, 800, "the job did not end")
     assert slurm.exit_code(job) == 0, log_of(slurm, job)
     assert (run / "_SUCCESS").exists(), log_of(slurm, job)
-    assert len(workers_of(run)) == 2
+    assert (
+        len({worker for path in run.glob("data/*.parquet") for worker in pq.read_table(path)["worker"].to_pylist()})
+        == 2
+    )
     assert main(["verify", str(run)]) == 0
-    assert processes_of(job) == []
-
-
-def processes_of(job: str) -> list[str]:
-    """Processes of a job's Ray that still run."""
-    mark = f"/tmp/ray-{job}-".encode()
-    return [
-        path.parent.name
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.exists() and mark in read(path) and b"slurm" not in read(path)
-    ]
+    mark, commands = f"/tmp/ray-{job}-".encode(), map(read, Path("/proc").glob("[0-9]*/cmdline"))
+    assert not [command for command in commands if mark in command and b"slurm" not in command], "its Ray still runs"
 
 
 def read(path: Path) -> bytes:
@@ -88,7 +75,7 @@ def read(path: Path) -> bytes:
         return b""
 
 
-def test_a_job_that_nears_its_limit_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_that_nears_its_limit_is_requeued_and_resumes(slurm, tmp_path):
     script, run = batch_script(tmp_path, rows=400)
     job = slurm.submit(script)
     wait_until(lambda: len(units(run)) >= 4, 800, "no units")
@@ -106,7 +93,7 @@ def test_a_job_that_nears_its_limit_is_requeued_and_resumes(slurm: Slurm, tmp_pa
     assert "requeued, restart 1 of 3" in log_of(slurm, job)
 
 
-def test_a_cancelled_job_stays_cancelled_and_what_it_committed_stays(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_cancelled_job_stays_cancelled_and_what_it_committed_stays(slurm, tmp_path):
     script, run = batch_script(tmp_path, rows=400)
     job = slurm.submit(script)
     wait_until(lambda: len(units(run)) >= 2, 800, "no units")

@@ -1,14 +1,9 @@
 """`draftmill stop` without a cluster: the driver of this machine that holds a run directory gets a SIGTERM, and no one else."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.lease import LEASE, acquire, this_process
@@ -28,7 +23,7 @@ finally:
 """
 
 
-def test_the_driver_that_holds_a_run_is_asked_to_end_and_waited_for(tmp_path: Path):
+def test_the_driver_that_holds_a_run_is_asked_to_end_and_waited_for(tmp_path):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     assert driver.stdout.readline() == "held\n"
@@ -36,19 +31,19 @@ def test_the_driver_that_holds_a_run_is_asked_to_end_and_waited_for(tmp_path: Pa
     assert driver.wait(60) == 4
 
 
-def test_nothing_to_stop_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_nothing_to_stop_is_no_error(tmp_path, capsys):
     acquire(open_store(str(tmp_path)), this_process(), 60.0).release()
     assert main(["stop", str(tmp_path)]) == 0
     assert "nothing to stop: no driver holds" in capsys.readouterr().err
 
 
-def test_a_driver_of_another_machine_is_named_and_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_driver_of_another_machine_is_named_and_not_touched(tmp_path, capsys):
     acquire(open_store(str(tmp_path)), "elsewhere:1234-5:1", 60.0)
     assert main(["stop", str(tmp_path)]) == 2
     assert "runs on elsewhere (elsewhere:1234-5:1); stop it there" in capsys.readouterr().err
 
 
-def test_a_process_that_is_younger_than_the_lease_is_not_the_driver(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_process_that_is_younger_than_the_lease_is_not_the_driver(tmp_path, capsys):
     acquire(open_store(str(tmp_path)), this_process(), 60.0)
     lease = json.loads((tmp_path / LEASE).read_text())
     innocent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
@@ -62,6 +57,6 @@ def test_a_process_that_is_younger_than_the_lease_is_not_the_driver(tmp_path: Pa
     innocent.wait()
 
 
-def test_a_submitted_jobs_name_needs_its_cluster(capsys: pytest.CaptureFixture[str]):
+def test_a_submitted_jobs_name_needs_its_cluster(capsys):
     assert main(["stop", "draftmill-job-123-1"]) == 2
     assert "--address: missing" in capsys.readouterr().err

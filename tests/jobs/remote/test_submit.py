@@ -1,39 +1,28 @@
 """Submitting, following and stopping against a fake cluster: one job a run directory, safe to repeat, its own exit code."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
 from draftmill.jobs.cli import main
-from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.log import shown
 from draftmill.jobs.remote import submit as submit_module
 from draftmill.jobs.remote.cluster import RUN, Unreachable, stem_of
 from draftmill.jobs.remote.request import SubmitRequest
 from draftmill.jobs.remote.submit import end_of, follow, start, stop_jobs
 from draftmill.storage.errors import UserError
+from tests.jobs.remote import test_request
 from tests.jobs.remote.fake_cluster import FakeCluster, FakeJob
 
 REQUEST = SubmitRequest("command", {})
 
 
 def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:
-    data: dict[str, Any] = {
-        "name": name,
-        "task": {"kind": "complete"},
-        "input": {"path": "rows.jsonl"},
-        "model": {"path": "builtin:ar-tiny"},
-        "decoder": {"kind": "speculative"},
-        "output": {"path": path},
-    }
-    return check_spec(data)
+    return test_request.spec(name=name, output={"path": path})
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +43,7 @@ def test_a_run_has_names_of_its_own_that_grow_by_one():
     assert stem_of("a", "s3://b/r", "http://one") != stem_of("a", "s3://b/r", "http://two")
 
 
-def test_the_same_submission_follows_the_job_that_runs_and_says_if_its_settings_differ(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_the_same_submission_follows_the_job_that_runs_and_says_if_its_settings_differ(caplog):
     caplog.set_level(logging.INFO)
     cluster = FakeCluster()
     name = start(cluster, spec(), REQUEST)
@@ -75,9 +62,7 @@ def test_of_two_submissions_at_the_same_moment_one_starts_the_job_and_both_follo
     assert cluster.known[name].entrypoint == "", "it is the other one's job"
 
 
-def test_a_dated_run_gets_its_date_when_it_is_submitted_and_a_job_for_each_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_dated_run_gets_its_date_when_it_is_submitted_and_a_job_for_each_date(tmp_path, monkeypatch, capsys):
     cluster = FakeCluster()
     monkeypatch.setattr(submit_module, "RayJobs", lambda *_: cluster)
     data = spec("s3://bucket/daily/{date:%Y-%m-%d}").model_dump(mode="json") | {"input": {"path": "s3://bucket/rows"}}
@@ -130,7 +115,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return fake
 
 
-def test_each_text_of_a_growing_log_is_printed_once(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]):
+def test_each_text_of_a_growing_log_is_printed_once(clock, capsys):
     job = FakeJob("j")
     cluster = FakeCluster(job)
 
@@ -145,7 +130,7 @@ def test_each_text_of_a_growing_log_is_printed_once(clock: SimpleNamespace, caps
     assert capsys.readouterr().out == job.log and cluster.reads > 1
 
 
-def test_a_long_log_is_read_less_often(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]):
+def test_a_long_log_is_read_less_often(clock, capsys):
     job = FakeJob("j", log="x" * 1_000_000)
     cluster = FakeCluster(job)
     cluster.script = lambda asked: job.end("SUCCEEDED", 0) if asked > 100 else None
@@ -155,7 +140,7 @@ def test_a_long_log_is_read_less_often(clock: SimpleNamespace, capsys: pytest.Ca
     assert cluster.reads == 21  # one in 5 s, 200,000 characters a second, and the last
 
 
-def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up(clock: SimpleNamespace):
+def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up(clock):
     job = FakeJob("j")
     cluster = FakeCluster(job)
     cluster.deaf = 20
@@ -167,7 +152,7 @@ def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up(clock: 
     assert 60 < clock.now_s < 90
 
 
-def test_an_interrupt_ends_the_following_and_not_the_job(caplog: pytest.LogCaptureFixture):
+def test_an_interrupt_ends_the_following_and_not_the_job(caplog):
     def interrupted(asked: int) -> None:
         raise KeyboardInterrupt
 
@@ -179,7 +164,7 @@ def test_an_interrupt_ends_the_following_and_not_the_job(caplog: pytest.LogCaptu
     assert cluster.known["draftmill-x-1"].status == "RUNNING"
 
 
-def test_a_job_is_stopped_by_its_name_or_its_run_directory(caplog: pytest.LogCaptureFixture):
+def test_a_job_is_stopped_by_its_name_or_its_run_directory(caplog):
     caplog.set_level(logging.INFO)
     jobs = [FakeJob("a-1", metadata={RUN: "/runs/a"}, status="FAILED"), FakeJob("a-2", metadata={RUN: "/runs/a"})]
     cluster = FakeCluster(*jobs, FakeJob("b-1", metadata={RUN: "/runs/b"}))

@@ -1,7 +1,5 @@
 """Every kind of manifest is accepted by what reads it, and a planted mistake in each is found."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
@@ -24,7 +22,6 @@ from tests.jobs.remote.validators import (
 
 
 def problems(kind: str, text: str) -> list[str]:
-    """What the reader of a kind says of it."""
     if kind in KUBERAY:
         return kuberay_problems(yaml.safe_load(text)) + pod_problems(yaml.safe_load(text))
     if kind == "cronjob":
@@ -44,7 +41,6 @@ def pod_problems(manifest: dict[str, Any]) -> list[str]:
 
 
 def command_of(crontab: str) -> str:
-    """The command of the only entry."""
     (entry,) = [line for line in crontab.splitlines() if re.match(r"[0-9*]", line)]
     return entry.split(" ", 5)[5]
 
@@ -55,7 +51,7 @@ DATED = {"path": "s3://bucket/nightly/{date:%Y-%m-%d}"}
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rich", [False, True], ids=["defaults", "many options"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_manifest_is_accepted_by_what_reads_it(kind: str, rich: bool, tmp_path: Path) -> None:
+def test_a_manifest_is_accepted_by_what_reads_it(kind, rich, tmp_path):
     options = RICH[kind] if rich else {}
     text = text_of(write_spec(tmp_path, output=DATED if rich else SPEC["output"]), kind, **options)
     assert problems(kind, text) == []
@@ -89,9 +85,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     ("kind", "right", "wrong", "said"),
     [(kind, *mistake) for kind, mistakes in MISTAKES.items() for mistake in mistakes],
 )
-def test_a_planted_mistake_is_found(
-    kind: str, right: str, wrong: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_mistake_is_found(kind, right, wrong, said, tmp_path, monkeypatch):
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
     text = text_of(write_spec(tmp_path), kind)
@@ -100,19 +94,19 @@ def test_a_planted_mistake_is_found(
     assert said in "\n".join(problems(kind, text.replace(right, wrong, 1)))
 
 
-def test_every_kind_has_a_planted_mistake() -> None:
+def test_every_kind_has_a_planted_mistake():
     assert MISTAKES.keys() == set(KINDS)
 
 
 @pytest.mark.parametrize("kind", ["rayjob", "cronjob"])
-def test_the_spec_arrives_in_the_pod_as_it_was_written(kind: str, tmp_path: Path) -> None:
+def test_the_spec_arrives_in_the_pod_as_it_was_written(kind, tmp_path):
     spec = write_spec(tmp_path)
     Path(spec).write_text("# why this job is there\n" + Path(spec).read_text())
     annotations = templates(data_of(spec, kind))[0]["metadata"]["annotations"]
     assert annotations["draftmill-spec.yaml"] == Path(spec).read_text()
 
 
-def test_a_spec_without_name_keeps_the_name_of_its_file_and_overrides_are_applied(tmp_path: Path) -> None:
+def test_a_spec_without_name_keeps_the_name_of_its_file_and_overrides_are_applied(tmp_path):
     path = tmp_path / "evening run.yaml"
     path.write_text(
         "{task: {kind: complete}, input: {path: 'builtin:python-stdlib', chunk_chars: 99}, model: {path: 'builtin:ar-tiny'}, "
@@ -126,7 +120,7 @@ def test_a_spec_without_name_keeps_the_name_of_its_file_and_overrides_are_applie
     assert load_spec(sent) == load_spec(path, overrides)
 
 
-def test_the_entry_point_has_no_word_that_needs_quotes(tmp_path: Path) -> None:
+def test_the_entry_point_has_no_word_that_needs_quotes(tmp_path):
     """KubeRay passes it through two shells, so that no quoting would survive."""
     for output in (SPEC["output"], DATED):
         manifest = data_of(write_spec(tmp_path, output=output), "rayjob")["spec"]
@@ -134,12 +128,12 @@ def test_the_entry_point_has_no_word_that_needs_quotes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_authentication_is_explicit_everywhere(kind: str, tmp_path: Path) -> None:
+def test_authentication_is_explicit_everywhere(kind, tmp_path):
     assert re.search(r"RAY_AUTH_MODE\W+(value: )?token", text_of(write_spec(tmp_path), kind))
 
 
 @pytest.mark.parametrize("kind", ["rayjob", "raycluster", "cronjob"])
-def test_pods_have_time_to_end_and_no_root(kind: str, tmp_path: Path) -> None:
+def test_pods_have_time_to_end_and_no_root(kind, tmp_path):
     for template in templates(data_of(write_spec(tmp_path), kind)):
         spec = template["spec"]
         (container,) = spec["containers"]
@@ -150,7 +144,7 @@ def test_pods_have_time_to_end_and_no_root(kind: str, tmp_path: Path) -> None:
         assert container["resources"]["requests"] == container["resources"]["limits"]
 
 
-def test_secrets_are_references(tmp_path: Path) -> None:
+def test_secrets_are_references(tmp_path):
     spec = write_spec(tmp_path)
     for kind in KUBERAY:
         for template in templates(data_of(spec, kind)):
@@ -173,9 +167,7 @@ def test_secrets_are_references(tmp_path: Path) -> None:
         ({}, {}, 1, {"cpu": "1", "memory": "8Gi"}),
     ],
 )
-def test_nodes_have_room_for_the_workers_of_the_spec(
-    workers: dict[str, Any], options: dict[str, Any], nodes: int, resources: dict[str, str], tmp_path: Path
-) -> None:
+def test_nodes_have_room_for_the_workers_of_the_spec(workers, options, nodes, resources, tmp_path):
     spec = write_spec(tmp_path, workers=workers)
     (group,) = data_of(spec, "raycluster", **options)["spec"]["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (nodes, nodes, nodes)
@@ -186,7 +178,7 @@ MINUTE = int(datetime(2026, 7, 9, 3, tzinfo=UTC).timestamp()) // 60
 
 
 @pytest.mark.parametrize(("name", "date"), [(f"nightly-{MINUTE}", "2026-07-09T03:00:00Z"), ("nightly-now", None)])
-def test_a_scheduled_run_has_the_date_of_its_schedule(name: str, date: str | None, tmp_path: Path) -> None:
+def test_a_scheduled_run_has_the_date_of_its_schedule(name, date, tmp_path):
     manifest = data_of(write_spec(tmp_path, output=DATED), "cronjob", **RICH["cronjob"])
     script = templates(manifest)[0]["metadata"]["annotations"]["draftmill-run.sh"]
     assert shell_problems(script) == []
@@ -197,7 +189,7 @@ def test_a_scheduled_run_has_the_date_of_its_schedule(name: str, date: str | Non
     assert words[words.index("--shared") + 1] == "/data it's"
 
 
-def test_a_job_without_dates_has_no_script_and_no_logical_date(tmp_path: Path) -> None:
+def test_a_job_without_dates_has_no_script_and_no_logical_date(tmp_path):
     """`draftmill run` refuses --logical-date where the output path has no date."""
     text = text_of(write_spec(tmp_path), "cronjob")
     assert "run.sh" not in text and "--logical-date" not in text and "--if-running" in text
@@ -218,7 +210,7 @@ def run_script(script: str, environment: dict[str, str], folder: Path) -> list[s
 
 @pytest.mark.parametrize("output", [SPEC["output"], DATED], ids=["one directory", "dated"])
 @pytest.mark.parametrize("kind", ["rayjob", "cronjob", "slurm", "cron"])
-def test_the_program_knows_the_command_that_a_manifest_runs(kind: str, output: dict[str, str], tmp_path: Path) -> None:
+def test_the_program_knows_the_command_that_a_manifest_runs(kind, output, tmp_path):
     text = text_of(write_spec(tmp_path, output=output), kind, ["seed=3"])
     if kind == "cronjob" and output == SPEC["output"]:
         words = templates(yaml.safe_load(text))[0]["spec"]["containers"][0]["command"]

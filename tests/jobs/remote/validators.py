@@ -3,8 +3,6 @@
 Each function returns a list of complaints, empty if a manifest is valid.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,10 +1,7 @@
 """Exports in the order of the inputs: every row once, in its place, a window of the plan in memory."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -19,7 +16,7 @@ from tests.runs.test_rerun import run_with
 
 @pytest.mark.parametrize("window", [8, 40, 10_000])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_rows_of_a_plan_come_in_the_order_of_the_input(tmp_path: Path, window: int, seed: int) -> None:
+def test_the_rows_of_a_plan_come_in_the_order_of_the_input(tmp_path, window, seed):
     rng = random.Random(seed)
     expected: list[str] = []
     (tmp_path / "in").mkdir()
@@ -37,7 +34,7 @@ def test_the_rows_of_a_plan_come_in_the_order_of_the_input(tmp_path: Path, windo
     assert sum(sizes) == made.units and max(sizes) <= -(-window // 4), "no more than a window is held"
 
 
-def test_an_export_in_the_order_of_the_input_has_every_row_once_and_what_a_rerun_mended(tmp_path: Path) -> None:
+def test_an_export_in_the_order_of_the_input_has_every_row_once_and_what_a_rerun_mended(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 24)
     spec = write_spec(tmp_path, rows=rows, batching={"window": 12}, errors={"max_rate": 1.0})
     assert run_with({"row-3", "row-17"}, "run", str(spec)) == 0

@@ -1,7 +1,5 @@
 """`draftmill measure` on finished runs: values, resuming, passes, refusals before any work, and errors of single rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,7 +15,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
-from draftmill.storage.stores.interface import Place, S3Options, Store
+from draftmill.storage.stores.interface import Place, Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.results.written_runs import failed, second_pass, spec_for, write_run, write_units
 
@@ -25,7 +23,8 @@ ROWS = [
     {"id": name, "prompt": f"p{name}", "answer": f"text of {name}", "label": number}
     for number, name in enumerate("abcdef")
 ]
-COLUMNS = {"id": "id", "prompt": "prompt", "reference": "answer"}
+BARE = {"id": "id", "prompt": "prompt"}
+COLUMNS = BARE | {"reference": "answer"}
 
 
 def right_but_f(name: str) -> list[dict[str, Any]]:
@@ -33,8 +32,13 @@ def right_but_f(name: str) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, texts: Any = right_but_f, *, rows: Any = ROWS, **sections: Any) -> Store:
-    sections = {"input": {"path": str(folder / "rows.jsonl"), "columns": COLUMNS, "keep": ["label"]}} | sections
+    folder.mkdir(exist_ok=True)
+    sections = {"input": input_of(folder, keep=["label"])} | sections
     return write_run(spec_for(folder, rows, **sections), texts)
+
+
+def input_of(folder: Path, columns: dict[str, str] = COLUMNS, **more: Any) -> dict[str, Any]:
+    return {"path": str(folder / "rows.jsonl"), "columns": columns} | more
 
 
 def measure(store: Store, *words: str) -> int:
@@ -59,9 +63,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 # ---- values
 
 
-def test_metrics_are_measured_against_the_references_that_travelled_with_the_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_are_measured_against_the_references_that_travelled_with_the_rows(tmp_path, capsys):
     store = write(tmp_path)
     (tmp_path / "rows.jsonl").unlink()  # measuring needs no input
     assert measure(store, "exact_match", "edit_similarity", "length") == 0
@@ -74,9 +76,7 @@ def test_metrics_are_measured_against_the_references_that_travelled_with_the_row
     assert "0.8333  mean of 6 samples" in capsys.readouterr().out
 
 
-def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(tmp_path, capsys):
     rows: list[dict[str, Any]] = [*ROWS[:4], {**ROWS[4], "answer": None}, ROWS[5]]
     store = write(tmp_path, lambda name: [failed()] if name == "a" else right_but_f(name), rows=rows)
     assert measure(store, "exact_match") == 0
@@ -84,38 +84,26 @@ def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(
     assert "0.7500  mean of 4 samples, 2 without a value" in capsys.readouterr().out
 
 
-def test_another_kept_column_can_hold_the_references(tmp_path: Path) -> None:
-    inputs = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}, "keep": ["answer"]}
-    store = write(tmp_path, input=inputs)
+def test_another_kept_column_can_hold_the_references(tmp_path):
+    store = write(tmp_path, input=input_of(tmp_path, BARE, keep=["answer"]))
     assert main(["measure", store.url, "--local", "--quiet", "--metric", "exact_match", "--reference", "answer"]) == 0
     assert by_id(store, "exact_match")["a"] == 1.0
 
 
-def test_several_references_and_numbers_are_references_too(tmp_path: Path) -> None:
+def test_several_references_and_numbers_are_references_too(tmp_path):
     rows: list[dict[str, Any]] = [
         {"id": "a", "prompt": "p", "answer": ["one", "text"]},
         {"id": "b", "prompt": "p", "answer": ["x"]},
     ]
-    store = write(
-        tmp_path,
-        lambda _: [{"text": "text"}],
-        rows=rows,
-        input={"path": str(tmp_path / "rows.jsonl"), "columns": COLUMNS},
-    )
+    store = write(tmp_path, lambda _: [{"text": "text"}], rows=rows, input=input_of(tmp_path))
     assert measure(store, "exact_match") == 0 and by_id(store, "exact_match") == {"a": 1.0, "b": 0.0}
     numbers = tmp_path / "numbers"
-    numbers.mkdir()
     rows = [{"id": "a", "prompt": "p", "answer": 42}, {"id": "b", "prompt": "p", "answer": 7}]
-    store = write(
-        numbers,
-        lambda _: [{"text": "so it is 42."}],
-        rows=rows,
-        input={"path": str(numbers / "rows.jsonl"), "columns": COLUMNS},
-    )
+    store = write(numbers, lambda _: [{"text": "so it is 42."}], rows=rows, input=input_of(numbers))
     assert measure(store, "number_match") == 0 and by_id(store, "number_match") == {"a": 1.0, "b": 0.0}
 
 
-def test_an_infilled_text_is_compared_with_the_original(tmp_path: Path) -> None:
+def test_an_infilled_text_is_compared_with_the_original(tmp_path):
     """The spec's metrics need references, so that the text itself travels into the results."""
     rows = [{"id": "a", "text": "The original text."}, {"id": "b", "text": "Another text, longer."}]
     sections: dict[str, Any] = {
@@ -132,8 +120,7 @@ def test_an_infilled_text_is_compared_with_the_original(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(problem("kernel") is not None, reason="no sandbox here")
-def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: Path) -> None:
-    inputs = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}}
+def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path):
     samples: dict[str, list[str | None]] = {
         "a": ["assert True", "assert False", "assert False"],
         "b": ["assert True", "assert True", None],
@@ -142,7 +129,7 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: P
     def texts(name: str) -> list[dict[str, Any]]:
         return [{"sample": n} | (failed() if text is None else {"text": text}) for n, text in enumerate(samples[name])]
 
-    store = write(tmp_path, texts, rows=ROWS[:2], input=inputs, sampling={"n": 3})
+    store = write(tmp_path, texts, rows=ROWS[:2], input=input_of(tmp_path, BARE), sampling={"n": 3})
     code = '{kind: pass_at_k, k: [1, 2], program: "{text}\\n"}'
     assert main(["measure", store.url, "--local", "--quiet", "--allow-code-execution", "--metric", code]) == 0
     table = read_metrics(store)
@@ -156,7 +143,7 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: P
 # ---- passes
 
 
-def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path: Path) -> None:
+def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path):
     store = write(tmp_path, lambda name: [failed()] if name in "bd" else right_but_f(name))
     assert measure(store, "exact_match") == 0
     before = contents(tmp_path / "run")
@@ -173,11 +160,14 @@ def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path: Path) ->
 # ---- once
 
 
-def test_measuring_again_does_nothing_and_more_metrics_get_files_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measuring_again_does_nothing_and_more_metrics_get_files_of_their_own(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "rouge") == 0
+    [name] = [stat.name for stat in store.list("metrics/set-")]
+    written = json.loads(store.get(name))["metrics"]
+    assert sorted(metric["columns"] for metric in written) == [["rouge1"], ["rouge2"], ["rougeL"]]
+    assert {metric["settings"]["kind"] for metric in written} == {"rouge"}
+    assert written[0]["settings"]["reference"] == ["answer", None]
     before = contents(tmp_path / "run")
     assert measure(store, "rougeL", "rouge") == 0
     assert contents(tmp_path / "run") == before
@@ -201,9 +191,9 @@ POINTS = [
 
 
 @pytest.mark.slow
-def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_path: Path) -> None:
+def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_path):
     store = write(tmp_path)
-    reference = write(_made(tmp_path / "other"))
+    reference = write(tmp_path / "other")
     assert measure(reference, "exact_match", "length") == 0
     left, words = [], ["measure", store.url, "--local", "--quiet", "--metric", "exact_match", "length"]
     before = contents(tmp_path / "run")
@@ -229,12 +219,7 @@ def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_p
         assert by_id(store, column) == by_id(reference, column)
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
-def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path, capsys):
     store = write(tmp_path)
     (tmp_path / "slow.py").write_text(
         f"import os, pathlib\n\ndef measure(row):\n    mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
@@ -249,7 +234,7 @@ def test_sigterm_ends_with_what_is_measured_and_exit_code_4(tmp_path: Path, caps
     assert by_id(store, "slow") == dict.fromkeys("abcdef", 1.0)
 
 
-def test_the_grace_period_ends_a_long_unit(tmp_path: Path) -> None:
+def test_the_grace_period_ends_a_long_unit(tmp_path):
     store = write(tmp_path, output={"path": str(tmp_path / "run"), "unit_rows": 6})
     (tmp_path / "stop.py").write_text(
         "import os, time\n\ndef measure(row):\n    os.kill(os.getpid(), 15)\n    time.sleep(0.3)\n    return 1\n"
@@ -262,7 +247,7 @@ def test_the_grace_period_ends_a_long_unit(tmp_path: Path) -> None:
 # ---- verify
 
 
-def test_verify_finds_damaged_files_of_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_damaged_files_of_metrics(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "exact_match") == 0
     assert main(["verify", store.url]) == 0
@@ -280,7 +265,7 @@ def test_verify_finds_damaged_files_of_metrics(tmp_path: Path, capsys: pytest.Ca
 # ---- errors of rows
 
 
-def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path, capsys):
     store = write(tmp_path)
     (tmp_path / "mine.py").write_text(
         "def measure(row):\n    if row['id'] == 'c':\n        raise ValueError('no c here')\n    return row['keep']['label']\n"
@@ -293,7 +278,7 @@ def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path: Path, capsys: p
     assert "1 error, each of one sample" in capsys.readouterr().out
 
 
-def test_a_metric_that_never_ends_on_a_row_is_stopped_and_all_other_values_are_there(tmp_path: Path) -> None:
+def test_a_metric_that_never_ends_on_a_row_is_stopped_and_all_other_values_are_there(tmp_path):
     store = write(tmp_path, workers={"stall_s": 1})
     (tmp_path / "endless.py").write_text("def measure(row):\n    while row['id'] == 'c':\n        pass\n    return 1\n")
     assert measure(store, str(tmp_path / "endless.py"), "exact_match") == 0
@@ -314,13 +299,8 @@ def refused(capsys: pytest.CaptureFixture[str], store: Store, *words: str) -> st
     return capsys.readouterr().err
 
 
-def test_what_can_not_be_measured_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = write(
-        tmp_path,
-        input={"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}, "keep": ["label"]},
-    )
+def test_what_can_not_be_measured_is_refused_before_any_work(tmp_path, capsys, monkeypatch):
+    store = write(tmp_path, input=input_of(tmp_path, BARE, keep=["label"]))
     assert "--metric rogue: 'rogue' is not a metric; did you mean rouge?" in refused(capsys, store, "rogue")
     assert "input.columns.reference: the metric 'bleu' needs references" in refused(capsys, store, "length", "bleu")
     assert "input.keep: the metric 'judge' reads question; columns in the results: label" in refused(
@@ -336,16 +316,14 @@ def test_what_can_not_be_measured_is_refused_before_any_work(
         capsys, store, "{kind: judge, model: builtin:asarm-tiny}"
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    with_reference = write(_made(tmp_path / "kept"))
+    with_reference = write(tmp_path / "kept")
     assert "--metric rougeL: rouge needs rouge_score: pip install 'draftmill[metrics]'" in refused(
         capsys, with_reference, "rougeL"
     )
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_damaged_result_ends_a_measure_at_once(
-    tmp_path: Path, is_folder: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_result_ends_a_measure_at_once(tmp_path, is_folder, capsys):
     store = write(tmp_path)
     damaged = sorted((tmp_path / "run" / "data").iterdir())[0]
     damaged.unlink()
@@ -358,7 +336,7 @@ def test_a_damaged_result_ends_a_measure_at_once(
     assert f"{damaged.name} is damaged" in said and "times" not in said
 
 
-def test_a_run_that_is_not_finished_or_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_not_finished_or_is_none_is_refused(tmp_path, capsys):
     store = write(tmp_path)
     for name in ("_manifest.json", "_SUCCESS"):
         (tmp_path / "run" / name).unlink()
@@ -367,9 +345,7 @@ def test_a_run_that_is_not_finished_or_is_none_is_refused(tmp_path: Path, capsys
     assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_a_column_measured_with_other_settings_is_never_rewritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_column_measured_with_other_settings_is_never_rewritten(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "distinct_1") == 0
     message = refused(capsys, store, "{kind: distinct, n: [1], over: tokens}")
@@ -384,7 +360,7 @@ def test_a_column_measured_with_other_settings_is_never_rewritten(
     )
 
 
-def test_another_driver_is_waited_for_by_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_driver_is_waited_for_by_nobody(tmp_path, capsys):
     from draftmill.storage.runs.lease import acquire
 
     store = write(tmp_path)
@@ -397,8 +373,8 @@ def test_another_driver_is_waited_for_by_nobody(tmp_path: Path, capsys: pytest.C
 # ---- specs
 
 
-def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path: Path) -> None:
-    plain = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}}
+def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path):
+    plain = input_of(tmp_path, BARE)
     for metrics, message in (
         (["exact_match"], r"input.columns.reference: the metric 'exact_match' needs references"),
         ([{"kind": "rouge", "typs": []}], r"metrics.0.typs: unknown key; did you mean metrics.0.types"),
@@ -416,24 +392,21 @@ def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path: Path) -> None:
             spec_for(tmp_path, ROWS, input=plain, metrics=metrics)
 
 
-def test_metrics_do_not_change_a_jobs_fingerprint(tmp_path: Path) -> None:
+def test_metrics_do_not_change_a_jobs_fingerprint(tmp_path):
     without, with_metrics = spec_for(tmp_path, ROWS), spec_for(tmp_path, ROWS, metrics=["length"])
     assert without.results_key() == with_metrics.results_key()
 
 
-def test_a_reference_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
+def test_a_reference_column_that_no_row_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"input.columns.reference: no row has a column 'golden'"):
-        write(
-            tmp_path,
-            input={"path": str(tmp_path / "rows.jsonl"), "columns": {"prompt": "prompt", "reference": "golden"}},
-        )
+        write(tmp_path, input=input_of(tmp_path, BARE | {"reference": "golden"}))
 
 
 # ---- S3
 
 
 @pytest.mark.s3
-def test_a_run_on_s3_is_measured_there(tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
+def test_a_run_on_s3_is_measured_there(tmp_path, s3_url, s3_options):
     output = {"path": s3_url, "unit_rows": 2}
     store = write(tmp_path, output=output, s3={"endpoint": s3_options.endpoint, "region": s3_options.region})
     words = ["measure", s3_url, "--local", "--quiet", "--s3-endpoint", str(s3_options.endpoint)]
@@ -444,12 +417,3 @@ def test_a_run_on_s3_is_measured_there(tmp_path: Path, s3_url: str, s3_options: 
     assert len(before) == 4
     assert main([*words, "--metric", "exact_match"]) == 0
     assert {stat.name: stat.etag for stat in store.list("metrics/")} == before
-
-
-def test_set_files_say_what_was_measured(tmp_path: Path) -> None:
-    store = write(tmp_path)
-    assert measure(store, "rougeL") == 0
-    [name] = [stat.name for stat in store.list("metrics/set-")]
-    [metric] = json.loads(store.get(name))["metrics"]
-    assert metric["columns"] == ["rougeL"] and metric["settings"]["kind"] == "rouge"
-    assert metric["settings"]["reference"] == ["answer", None]

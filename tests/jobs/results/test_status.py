@@ -1,12 +1,9 @@
 """What `draftmill status` says of the driver and of the run."""
 
-from __future__ import annotations
-
 import secrets
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,9 +32,7 @@ def test_a_driver_that_was_killed_is_not_said_to_run():
 
 def test_what_the_workers_compute_with_is_shown(monkeypatch):
     started = Counter({"NVIDIA H100, bfloat16; kernels on; graphs off: DRAFTMILL_GRAPHS is 0": 2})
-    monkeypatch.setattr(status, "read_sessions", lambda _: Sessions(started_on=started))
-    plan: Any = SimpleNamespace(rows=4, units=1, sizes=lambda: iter(()))
-    lines = list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
+    lines = lines_of(Sessions(started_on=started), monkeypatch)
     assert "  workers  2 started on NVIDIA H100, bfloat16; kernels on; graphs off: DRAFTMILL_GRAPHS is 0" in lines
 
 
@@ -45,16 +40,17 @@ def test_what_the_workers_compute_with_is_shown(monkeypatch):
     ("shared", "line"), [(6, "  prompts  75.0% of their rows taken over from other samples, not computed"), (0, None)]
 )
 def test_the_share_of_prompt_rows_that_were_taken_over_is_shown_where_there_is_any(monkeypatch, shared, line):
-    effort = Effort(EngineStats(prompt_rows=8, prompt_rows_shared=shared))
-    monkeypatch.setattr(status, "read_sessions", lambda _: Sessions(effort=effort))
+    sessions = Sessions(effort=Effort(EngineStats(prompt_rows=8, prompt_rows_shared=shared)))
+    assert [one for one in lines_of(sessions, monkeypatch) if "prompts" in one] == ([line] if line else [])
+
+
+def lines_of(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(status, "read_sessions", lambda _: sessions)
     plan: Any = SimpleNamespace(rows=4, units=1, sizes=lambda: iter(()))
-    lines = list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
-    assert [one for one in lines if "prompts" in one] == ([line] if line else [])
+    return list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
 
 
-def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(tmp_path, capsys, monkeypatch):
     place = str(tmp_path / "run")
     lease = acquire(open_store(place), this_process(), 60.0)
     (tmp_path / "run" / "plan").mkdir()

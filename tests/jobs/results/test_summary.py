@@ -1,7 +1,5 @@
 """The table at the end of a run: what failed and why, and figures of the machine only where they mean something."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ def table(results: Sums, sessions: Sessions | None = None) -> list[str]:
     return table_lines("job", "run", Manifest("f", 1, UnitFacts()), results, sessions or Sessions())
 
 
-def test_the_table_names_the_first_failed_samples_of_each_kind_and_why() -> None:
+def test_the_table_names_the_first_failed_samples_of_each_kind_and_why():
     rows = [
         row("fine"),
         row("big", "too_long", "2100 tokens;\n the model takes 2048"),
@@ -49,14 +47,14 @@ def test_the_table_names_the_first_failed_samples_of_each_kind_and_why() -> None
     assert said[5].startswith("bad_row odd\\x1b[2J: xxx") and said[5].endswith("...") and len(said) == 6
 
 
-def test_the_table_says_how_many_steps_raised() -> None:
+def test_the_table_says_how_many_steps_raised():
     for raised in (0, 3):
         sessions = Sessions(5.0, 5.0, Tally(rows=3, ok=3), Effort(EngineStats(raised=raised), 5.0, 1.0))
         lines = table(Sums(rows=3, ok=3), sessions)
         assert any("steps that raised" in line and " 3 " in line for line in lines) == bool(raised)
 
 
-def test_the_table_says_how_much_was_cut_to_fit() -> None:
+def test_the_table_says_how_much_was_cut_to_fit():
     rows = [row(str(cut)) | {"truncated_tokens": cut} for cut in (0, 5, 70)]
     lines = table(sum_up([table_from_rows(rows)]))
     assert any(" ".join(line.split()) == "cut to fit 2 samples, 75 tokens of them" for line in lines)
@@ -66,7 +64,7 @@ def test_the_table_says_how_much_was_cut_to_fit() -> None:
 @pytest.mark.parametrize(
     ("rows", "wall_s", "small"), [(4, 60.0, True), (255, 60.0, True), (256, 60.0, False), (10**6, 5.0, True)]
 )
-def test_a_small_job_shows_no_figures_of_how_well_the_machine_was_used(rows: int, wall_s: float, small: bool) -> None:
+def test_a_small_job_shows_no_figures_of_how_well_the_machine_was_used(rows, wall_s, small):
     engine = EngineStats(
         steps=10, forward_s=3.0, slot_steps=320, active_slot_steps=100, useful_rows=9, computed_rows=10
     )
@@ -78,7 +76,7 @@ def test_a_small_job_shows_no_figures_of_how_well_the_machine_was_used(rows: int
     assert ("lane efficiency" in labels) == ("makespan ratio" in labels) == (not small)
 
 
-def test_sums_of_units_add_up_in_any_order_as_text_too() -> None:
+def test_sums_of_units_add_up_in_any_order_as_text_too():
     units = [
         [
             row(f"{unit}:{number}", "odd" if number % 2 else None, f"é  why {number}") | {"unit": unit}
@@ -100,7 +98,7 @@ def test_sums_of_units_add_up_in_any_order_as_text_too() -> None:
         )
 
 
-def test_sums_with_long_examples_fit_into_a_stores_metadata() -> None:
+def test_sums_with_long_examples_fit_into_a_stores_metadata():
     rows = [row(f"{kind} {number}", f"kind {kind}", "é" * 90) for kind in range(9) for number in range(3)]
     text = sum_up([table_from_rows(rows)]).to_text()
     found = sums_of_text(text)

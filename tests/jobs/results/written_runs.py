@@ -1,7 +1,5 @@
 """Finished runs whose texts a test chooses: planned like any job, with unit files that no model decoded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,7 +46,6 @@ def write_run(spec: JobSpec, texts: Callable[[str], Written]) -> Store:
 
 
 def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
-    """Write every unit of a plan, its manifest and `_SUCCESS`."""
     kept = None if plan.keep is None else plan.keep.names
     rows_of = {row["id"]: row for row in map(json.loads, Path(plan.files[0].uri).read_text().splitlines())}
     committed = []
@@ -57,7 +54,7 @@ def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
         rows = [
             result_row(0, unit=unit, metrics=None)
             | {"id": row["id"], "pass": plan.pass_, "sample": row["sample"]}
-            | kept_of(rows_of[row["id"]], kept)
+            | ({} if kept is None else {KEEP: {name: rows_of[row["id"]].get(name) for name in kept}})
             | changes
             for row in planned.to_pylist()
             for changes in ([texts(row["id"])[row["sample"]]] if has_samples else texts(row["id"]))
@@ -72,13 +69,7 @@ def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
     write_manifest(plan.store, committed, fingerprint=plan.fingerprint, units=plan.units, rows=total)
 
 
-def kept_of(row: Row, names: Sequence[str] | None) -> dict[str, Any]:
-    """The struct of kept columns of an input row."""
-    return {} if names is None else {KEEP: {name: row.get(name) for name in names}}
-
-
 def failed() -> dict[str, Any]:
-    """The columns of a failed sample."""
     return {
         "status": "failed",
         "error_kind": "decode_error",

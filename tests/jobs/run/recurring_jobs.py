@@ -1,7 +1,5 @@
 """Recurring jobs for tests: `draftmill run --local` on a spec with a date in its output path, and drivers as processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -31,7 +29,6 @@ def nightly(folder: Path, *, rows: Path | None = None, name: str = "nightly", **
 
 
 def run(spec: Path, *options: str) -> int:
-    """The exit code of `draftmill run --local`."""
     return main(["run", str(spec), "--local", "--quiet", *options])
 
 
@@ -46,7 +43,6 @@ def interrupted(spec: Path, date: str) -> None:
 
 
 def drive(failpoints: str, log: str, *arguments: str) -> None:
-    """What a driver process does."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

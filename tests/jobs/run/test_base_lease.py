@@ -1,7 +1,5 @@
 """One driver per recurring job: of several at once one works, the others leave, wait or fail; nothing is decoded twice."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -21,7 +19,6 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended
 from draftmill.jobs.run import job
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
-from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.s3 import S3Store
 from tests.jobs.run.recurring_jobs import DATED, driver, nightly, run, units_decoded
 from tests.runs.jobs_of_tests import rows_of
@@ -64,7 +61,7 @@ def held_elsewhere(base: Path, seconds: float) -> None:
     (base / LEASE).write_text(json.dumps(lease))
 
 
-def test_the_lease_of_a_name_is_held_once_and_free_afterwards(store: Store) -> None:
+def test_the_lease_of_a_name_is_held_once_and_free_afterwards(store):
     lost, job = StopFlag().set, r"another driver holds the job .*, until 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
     with base_lease(store, lost), pytest.raises(LeaseHeld, match=job), base_lease(store, lost):
         pass
@@ -72,16 +69,14 @@ def test_the_lease_of_a_name_is_held_once_and_free_afterwards(store: Store) -> N
         pass
 
 
-def test_a_broken_spec_leaves_no_base_path_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_spec_leaves_no_base_path_behind(tmp_path, capsys):
     spec = nightly(tmp_path, model={"path": str(tmp_path / "nowhere"), "tokenizer": "none", "device": "cpu"})
     assert run(spec) == 2
     assert "model.path" in capsys.readouterr().err
     assert not (tmp_path / "nightly").exists()
 
 
-def test_waiting_starts_the_work_again_when_the_lease_is_free(
-    store: Store, run_work: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waiting_starts_the_work_again_when_the_lease_is_free(store, run_work, capsys):
     other = acquire(store, "elsewhere:boot-1:77", 3600.0)
     calls, sleeps = [], []
 
@@ -102,9 +97,7 @@ def test_waiting_starts_the_work_again_when_the_lease_is_free(
     assert capsys.readouterr().err.count("draftmill: waiting") == 1
 
 
-def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(
-    store: Store, run_work: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(store, run_work, capsys):
     other = acquire(store, "elsewhere:boot-1:77", 60.0)
     calls, sleeps = [], []
 
@@ -132,9 +125,7 @@ def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(
     assert "skipped" not in capsys.readouterr().out
 
 
-def test_what_a_run_does_where_another_machine_holds_the_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_does_where_another_machine_holds_the_job(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.05)
     spec = nightly(tmp_path)
     held_elsewhere(tmp_path / "nightly", 3600)
@@ -148,9 +139,7 @@ def test_what_a_run_does_where_another_machine_holds_the_job(
     assert "already finished" in capsys.readouterr().out
 
 
-def test_without_a_date_the_option_means_the_lease_of_the_run_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_date_the_option_means_the_lease_of_the_run_directory(tmp_path, capsys):
     spec = nightly(tmp_path, output={"path": str(tmp_path / "one"), "unit_rows": 4})
     held_elsewhere(tmp_path / "one", 3600)
     assert run(spec) == INTERRUPTED
@@ -158,9 +147,7 @@ def test_without_a_date_the_option_means_the_lease_of_the_run_directory(
 
 
 @pytest.mark.parametrize("if_running", ["skip", "wait"])
-def test_a_lease_of_a_wrong_clock_is_taken_over_unless_renewed(
-    store: Store, if_running: IfRunning, run_work: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lease_of_a_wrong_clock_is_taken_over_unless_renewed(store, if_running, run_work, capsys):
     day_ahead = DayAhead()
     other = acquire(store, "elsewhere:boot-1:77", 60.0, day_ahead)
     sleeps = []
@@ -188,7 +175,7 @@ def test_a_lease_of_a_wrong_clock_is_taken_over_unless_renewed(
         other.renew()
 
 
-def test_a_run_directory_is_no_base_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_directory_is_no_base_path(tmp_path, capsys):
     (tmp_path / "nightly").mkdir()
     (tmp_path / "nightly" / "_plan.json").write_text("{}")
     assert run(nightly(tmp_path)) == 2
@@ -196,7 +183,7 @@ def test_a_run_directory_is_no_base_path(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_of_drivers_started_at_once_one_works_and_nothing_is_decoded_twice(tmp_path: Path) -> None:
+def test_of_drivers_started_at_once_one_works_and_nothing_is_decoded_twice(tmp_path):
     spec = nightly(tmp_path)
     for day in range(1, 5):
         date, count = f"2026-11-{day:02d}", 2 + day % 2
@@ -215,7 +202,7 @@ def test_of_drivers_started_at_once_one_works_and_nothing_is_decoded_twice(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.s3
-def test_of_drivers_started_at_once_on_s3_one_works(tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
+def test_of_drivers_started_at_once_on_s3_one_works(tmp_path, s3_url, s3_options):
     spec = nightly(
         tmp_path,
         output={"path": f"{s3_url}/nightly/{DATED}", "unit_rows": 4},
@@ -238,7 +225,7 @@ def test_of_drivers_started_at_once_on_s3_one_works(tmp_path: Path, s3_url: str,
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_is_replaced_and_one_that_waits_takes_over(tmp_path: Path) -> None:
+def test_a_driver_that_is_killed_is_replaced_and_one_that_waits_takes_over(tmp_path):
     spec, log = nightly(tmp_path), tmp_path / "log"
     killed = driver(spec, log, "--logical-date", "2026-11-22", failpoints="commit.after_data=kill:1")
     killed.join(120)

@@ -1,7 +1,5 @@
 """`input.dedupe: ids`: rows that finished runs have as ok are left out, failed ones are not; any number of ids is looked up."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -14,7 +12,6 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.id_sets import IdIndex, column_of, hashes_in, hashes_of
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 from tests.jobs.run.recurring_jobs import DATED, nightly, run
 from tests.runs.jobs_of_tests import rows_of
@@ -44,9 +41,7 @@ def on(spec: Path, day: int) -> int:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("since", [None, "last_success"])
-def test_rows_of_a_growing_file_are_decoded_once_and_failed_ones_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], since: str | None
-) -> None:
+def test_rows_of_a_growing_file_are_decoded_once_and_failed_ones_again(tmp_path, capsys, since):
     log = tmp_path / "log.jsonl"
     spec = growing(tmp_path, input={"path": str(log), "since": since} | DEDUPE)
     log.write_text(rows("a", "b", "c", bad="b"))
@@ -67,7 +62,7 @@ def test_rows_of_a_growing_file_are_decoded_once_and_failed_ones_again(
     assert on(spec, 3) == 0, "a finished run stays finished"
 
 
-def test_ids_that_a_rerun_made_ok_are_known_although_the_cache_was_older(tmp_path: Path) -> None:
+def test_ids_that_a_rerun_made_ok_are_known_although_the_cache_was_older(tmp_path):
     first, base = tmp_path / "log-1.jsonl", tmp_path / "nightly"
     spec = growing(
         tmp_path, input={"path": f"{tmp_path}/log-*.jsonl", "since": "last_success"} | DEDUPE, sampling={"n": 2}
@@ -87,7 +82,7 @@ def test_ids_that_a_rerun_made_ok_are_known_although_the_cache_was_older(tmp_pat
     assert on(spec, 3) == 0 and ids_on(tmp_path, 3) == ["d", "d"]
 
 
-def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
+def test_a_damaged_cache_is_built_again(tmp_path):
     log, cache = tmp_path / "log.jsonl", tmp_path / "nightly" / "_ledger" / "2026-11-01.ids.parquet"
     spec = growing(tmp_path)
     log.write_text(rows("a", "b"))
@@ -104,7 +99,7 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
         assert cache.read_bytes() == before
 
 
-def test_an_interrupted_run_keeps_its_rows(tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_rows(tmp_path):
     log = tmp_path / "log.jsonl"
     spec = growing(tmp_path)
     log.write_text(rows("a", "b", "c", "d", "e"))
@@ -119,7 +114,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.s3
-def test_ids_in_a_bucket(tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
+def test_ids_in_a_bucket(tmp_path, s3_url, s3_options):
     landing = S3Store(f"{s3_url}/landing", s3_options)
     spec = growing(
         tmp_path,
@@ -135,7 +130,7 @@ def test_ids_in_a_bucket(tmp_path: Path, s3_url: str, s3_options: S3Options) -> 
     assert found["id"].to_pylist() == ["c"]
 
 
-def test_ids_are_found_as_in_a_plain_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_found_as_in_a_plain_set(monkeypatch):
     rng = random.Random(5)
     known = {f"id-{rng.randrange(10**9)}" for _ in range(30_000)}
     asked = [*rng.sample(sorted(known), 4000), *(f"other-{number}" for number in range(4000))]
@@ -151,7 +146,7 @@ def test_ids_are_found_as_in_a_plain_set(monkeypatch: pytest.MonkeyPatch) -> Non
         assert empty.has(["a"]).tolist() == [False]
 
 
-def test_hashes_survive_a_file_sorted_and_without_those_that_are_excluded() -> None:
+def test_hashes_survive_a_file_sorted_and_without_those_that_are_excluded():
     one: Callable[[str], bytes] = lambda name: hashes_of([name]).tobytes()  # noqa: E731
     column = column_of(hashes_of(["a", "b", "a", "c"]), without=hashes_of(["b", "x"]))
     assert column.to_pylist() == sorted([one("a"), one("c")])

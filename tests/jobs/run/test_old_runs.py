@@ -1,7 +1,5 @@
 """`draftmill list`, `prune` and `run --catch-up`: what is below a folder, what may go without a loss, which dates are missing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from datetime import UTC, datetime, timedelta
@@ -19,7 +17,7 @@ from draftmill.jobs.run.catch_up import due_dates
 from draftmill.jobs.run.pruning import KeepRule, candidates, prune_run
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
-from draftmill.storage.stores.interface import FolderLevel, S3Options
+from draftmill.storage.stores.interface import FolderLevel
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.run.recurring_jobs import DATED, KILLS, driver, interrupted, nightly, run
@@ -81,7 +79,7 @@ def files_of(run_dir: Path) -> list[str]:
 # ---- list
 
 
-def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path, capsys):
     errors = {"max_rate": 0.0}
     spec = spec_of(tmp_path, errors=errors)
     land(tmp_path, 1)
@@ -120,7 +118,7 @@ def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path: Path, capsys: p
 # ---- prune
 
 
-def test_prune_says_what_it_would_delete_and_deletes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_says_what_it_would_delete_and_deletes_nothing(folder, capsys):
     before = sorted(folder.rglob("*"))
     assert main(["prune", str(folder / "nightly"), "--keep", "3"]) == 0
     said = capsys.readouterr().out
@@ -129,9 +127,7 @@ def test_prune_says_what_it_would_delete_and_deletes_nothing(folder: Path, capsy
     assert sorted(folder.rglob("*")) == before
 
 
-def test_what_was_pruned_is_still_done_for_since_and_dedupe(
-    folder: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_pruned_is_still_done_for_since_and_dedupe(folder, finished, capsys):
     base, spec = folder / "nightly", spec_at(folder, finished)
     kept = {path: path.read_bytes() for path in (base / "2026-11-04").rglob("*") if path.is_file()}
     assert main(["prune", str(base), "--keep", "1", "--yes"]) == 0
@@ -166,7 +162,7 @@ def test_what_was_pruned_is_still_done_for_since_and_dedupe(
     assert capsys.readouterr().out.count("its results were pruned before") == 3
 
 
-def test_unfinished_and_leased_runs_stay(folder: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_and_leased_runs_stay(folder, finished, capsys):
     base = folder / "nightly"
     (base / "2026-11-01" / "_SUCCESS").unlink()
     (base / "2026-11-03" / "notes.txt").write_text("of a user")
@@ -195,13 +191,13 @@ def test_unfinished_and_leased_runs_stay(folder: Path, finished: Path, capsys: p
     ("keep", "left"),
     [(["2"], [3, 4]), (["36500d"], [1, 2, 3, 4]), (["0d"], []), (["1", "0w"], [4]), (["9"], [1, 2, 3, 4])],
 )
-def test_runs_stay_by_number_or_by_age(folder: Path, keep: list[str], left: list[int]) -> None:
+def test_runs_stay_by_number_or_by_age(folder, keep, left):
     base = folder / "nightly"
     assert main(["prune", str(base), "--keep", *keep, "--yes"]) == 0
     assert [day for day in range(1, 5) if (base / f"2026-11-0{day}" / "data").exists()] == left
 
 
-def test_wrong_options_of_prune_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_of_prune_are_refused(folder, capsys):
     for keep in ("-1", "3 days", "all", "1.5d"):
         with pytest.raises(SystemExit) as refused:
             main(["prune", str(folder / "nightly"), f"--keep={keep}"])
@@ -213,8 +209,8 @@ def test_wrong_options_of_prune_are_refused(folder: Path, capsys: pytest.Capture
 
 
 def test_a_prune_that_was_suspended_over_its_lease_deletes_nothing_of_the_driver_that_took_over(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, capsys, monkeypatch
+):
     base = folder / "nightly"
     run_dir = base / "2026-11-03"
     for other in ("2026-11-01", "2026-11-02", "2026-11-04"):
@@ -234,7 +230,7 @@ def test_a_prune_that_was_suspended_over_its_lease_deletes_nothing_of_the_driver
     assert len(left) == 4 and len(list(run_dir.rglob("*.*"))) == left[-1]
 
 
-def test_what_goes_is_what_is_there_once_the_lease_is_held(folder: Path) -> None:
+def test_what_goes_is_what_is_there_once_the_lease_is_held(folder):
     base = open_store(str(folder / "nightly"))
     run_dir = folder / "nightly" / "2026-11-01"
     first = candidates(base, KeepRule(newest=0), datetime.now(UTC))[0]
@@ -245,9 +241,7 @@ def test_what_goes_is_what_is_there_once_the_lease_is_held(folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_prune_that_is_killed_goes_on_and_loses_no_proof(
-    folder: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prune_that_is_killed_goes_on_and_loses_no_proof(folder, finished, capsys):
     base, log = folder / "nightly", folder / "log"
     command = ("prune", str(base), "--keep", "0", "--yes")
     for point in (*KILLS[1:], "prune.before_delete:3", "prune.before_delete:7"):
@@ -266,9 +260,7 @@ def test_a_prune_that_is_killed_goes_on_and_loses_no_proof(
 
 @pytest.mark.s3
 @pytest.mark.slow
-def test_runs_in_a_bucket_are_listed_and_pruned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], s3_url: str, s3_options: S3Options
-) -> None:
+def test_runs_in_a_bucket_are_listed_and_pruned(tmp_path, capsys, s3_url, s3_options):
     spec = spec_of(
         tmp_path,
         output={"path": f"{s3_url}/nightly/{DATED}", "unit_rows": 1},
@@ -305,7 +297,7 @@ def due_days(spec: Path, first: int | None = None) -> list[int]:
     return [date.day for date in due_dates(load_spec(spec), NOON, start)]
 
 
-def test_catching_up_runs_missed_and_interrupted_dates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_catching_up_runs_missed_and_interrupted_dates(tmp_path, capsys):
     spec, today = nightly(tmp_path), datetime.now(UTC)
     days = [f"{today - timedelta(days=number):%Y-%m-%d}" for number in (4, 3, 2, 1)]
     assert run(spec, "--logical-date", days[1]) == 0
@@ -323,7 +315,7 @@ def test_catching_up_runs_missed_and_interrupted_dates(tmp_path: Path, capsys: p
     assert "input.path" in capsys.readouterr().err
 
 
-def test_dates_without_data_are_not_missed(tmp_path: Path) -> None:
+def test_dates_without_data_are_not_missed(tmp_path):
     for day in (3, 4, 6):
         land(tmp_path, day).rename(tmp_path / "landing" / f"2026-11-0{day}.jsonl")
     spec = nightly(tmp_path, input={"path": f"{tmp_path}/landing/{{date:%Y-%m-%d}}.jsonl", "columns": INPUT["columns"]})
@@ -334,7 +326,7 @@ def test_dates_without_data_are_not_missed(tmp_path: Path) -> None:
         draftmill.run(spec, local=True, changes={"output.logical_date": "2026-11-05"})
 
 
-def test_with_since_no_date_is_missed_and_a_later_run_supersedes(tmp_path: Path) -> None:
+def test_with_since_no_date_is_missed_and_a_later_run_supersedes(tmp_path):
     spec = spec_of(tmp_path)
     land(tmp_path, 1)
     interrupted(spec, "2026-11-01")
@@ -344,7 +336,7 @@ def test_with_since_no_date_is_missed_and_a_later_run_supersedes(tmp_path: Path)
     assert due_days(spec) == []
 
 
-def test_dates_go_in_steps_of_the_paths_period(tmp_path: Path) -> None:
+def test_dates_go_in_steps_of_the_paths_period(tmp_path):
     def days(form: str, first: datetime | None = None) -> list[str]:
         spec = load_spec(nightly(tmp_path, output={"path": f"{tmp_path}/x/{{date:{form}}}"}))
         return [f"{date:%Y-%m-%dT%H}" for date in due_dates(spec, now, first)]
@@ -362,7 +354,7 @@ def test_dates_go_in_steps_of_the_paths_period(tmp_path: Path) -> None:
         due_dates(plain, now)
 
 
-def test_only_run_directories_are_found(tmp_path: Path) -> None:
+def test_only_run_directories_are_found(tmp_path):
     for name in ("a/_plan.json", "a/data/_plan.json", "b/c/_plan.json", ".hidden/_plan.json", "_x/_plan.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -373,6 +365,6 @@ def test_only_run_directories_are_found(tmp_path: Path) -> None:
     assert [run.name for run in runs_below(open_store(str(tmp_path / "a")))] == [""]
 
 
-def test_a_folder_without_a_name_as_a_bucket_may_have_one_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_name_as_a_bucket_may_have_one_is_passed_over(monkeypatch):
     monkeypatch.setattr("draftmill.jobs.results.runs.level_of", lambda store, name: FolderLevel(("", "_own"), {}))
     assert runs_below(open_store("memory://nameless")) == []

@@ -1,7 +1,5 @@
 """docs/schedules.md: its walk, as typed, prints what it says."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
@@ -15,9 +13,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "schedules.md"
 
 
 @pytest.mark.slow
-def test_the_walk_prints_what_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_walk_prints_what_the_page_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     walk = PAGE.read_text().partition("\n## Dates\n")[0]
     said = ""

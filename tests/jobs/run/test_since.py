@@ -1,7 +1,5 @@
 """Incremental runs: each takes what no finished run of its name has had, by contents and never by dates, on disk and on S3."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,7 +14,6 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.run.since import difference
 from draftmill.storage.inputs.rows import InputFile
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.run.recurring_jobs import DATED, driver, interrupted, nightly, run, units_decoded
@@ -50,9 +47,7 @@ def inputs_of(folder: Path, day: int) -> list[str]:
     return [file.name for file in plan.files]
 
 
-def test_each_run_takes_what_is_new_or_changed_and_counts_what_vanished(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_run_takes_what_is_new_or_changed_and_counts_what_vanished(tmp_path, capsys):
     spec, landing = incremental(tmp_path), tmp_path / "landing"
     land(landing, "a.jsonl")
     land(landing, "b.jsonl", seed=1)
@@ -76,9 +71,7 @@ def test_each_run_takes_what_is_new_or_changed_and_counts_what_vanished(
     assert "0 new, 0 changed, 0 done before, 4 vanished" in on(spec, 4, capsys), "an emptied folder is nothing new"
 
 
-def test_a_file_that_was_only_touched_is_done_and_one_of_the_same_size_and_other_content_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_was_only_touched_is_done_and_one_of_the_same_size_and_other_content_is_not(tmp_path, capsys):
     spec, landing = incremental(tmp_path), tmp_path / "landing"
     first, second = land(landing, "a.jsonl"), land(landing, "b.jsonl", seed=1)
     on(spec, 1, capsys)
@@ -92,9 +85,7 @@ def test_a_file_that_was_only_touched_is_done_and_one_of_the_same_size_and_other
     assert "0 new, 0 changed, 2 done before" in on(spec, 3, capsys), "the first version again"
 
 
-def test_every_finished_run_below_the_base_counts_whatever_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_finished_run_below_the_base_counts_whatever_its_name(tmp_path, capsys):
     spec, base = incremental(tmp_path), tmp_path / "nightly"
     land(tmp_path / "landing", "a.jsonl")
     on(spec, 1, capsys, "--set", f"output.path={base}/{DATED}/")
@@ -108,7 +99,7 @@ def test_every_finished_run_below_the_base_counts_whatever_its_name(
     assert "1 new, 0 changed, 3 done before, 0 vanished (3 finished runs)" in on(spec, 3, capsys)
 
 
-def test_files_that_moved_with_their_names_are_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_moved_with_their_names_are_done(tmp_path, capsys):
     spec, landing = incremental(tmp_path), tmp_path / "landing"
     land(landing, "a.jsonl")
     land(landing, "b.jsonl", seed=1)
@@ -121,9 +112,7 @@ def test_files_that_moved_with_their_names_are_done(tmp_path: Path, capsys: pyte
     assert inputs_of(tmp_path, 2) == ["b.jsonl"]
 
 
-def test_a_run_that_did_not_finish_does_not_count_and_a_resumed_one_keeps_its_own_inputs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_did_not_finish_does_not_count_and_a_resumed_one_keeps_its_own_inputs(tmp_path, capsys):
     spec, landing = incremental(tmp_path), tmp_path / "landing"
     land(landing, "b.jsonl")
     interrupted(spec, "2026-11-01")
@@ -146,9 +135,7 @@ def test_a_run_that_did_not_finish_does_not_count_and_a_resumed_one_keeps_its_ow
     assert "b.jsonl (missing)" in capsys.readouterr().err
 
 
-def test_what_was_deleted_does_not_count_and_a_damaged_plan_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_deleted_does_not_count_and_a_damaged_plan_is_named(tmp_path, capsys):
     spec, landing, done = incremental(tmp_path), tmp_path / "landing", tmp_path / "nightly" / "2026-11-01"
     land(landing, "a.jsonl")
     on(spec, 1, capsys)
@@ -162,9 +149,7 @@ def test_what_was_deleted_does_not_count_and_a_damaged_plan_is_named(
 
 
 @pytest.mark.slow
-def test_a_driver_of_an_incremental_job_that_is_killed_leaves_nothing_that_matters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_driver_of_an_incremental_job_that_is_killed_leaves_nothing_that_matters(tmp_path, capsys):
     spec, landing = incremental(tmp_path), tmp_path / "landing"
     land(landing, "a.jsonl")
     on(spec, 1, capsys)
@@ -179,9 +164,7 @@ def test_a_driver_of_an_incremental_job_that_is_killed_leaves_nothing_that_matte
 
 
 @pytest.mark.slow
-def test_nothing_new_takes_no_ray_and_writes_no_run_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_new_takes_no_ray_and_writes_no_run_directory(tmp_path, capsys):
     spec = incremental(tmp_path)
     land(tmp_path / "landing", "a.jsonl")
     on(spec, 1, capsys)
@@ -193,7 +176,7 @@ def test_nothing_new_takes_no_ray_and_writes_no_run_directory(
     assert sorted(path.name for path in (tmp_path / "nightly").iterdir()) == ["2026-11-01", "_lease.json"]
 
 
-def test_validate_counts_what_is_new_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_counts_what_is_new_and_writes_nothing(tmp_path, capsys):
     spec = incremental(tmp_path)
     land(tmp_path / "landing", "a.jsonl")
     on(spec, 1, capsys)
@@ -213,9 +196,7 @@ def test_validate_counts_what_is_new_and_writes_nothing(tmp_path: Path, capsys: 
         ({"input": {"path": "nowhere/*.jsonl", **SINCE}}, "input.path: nothing is at"),
     ],
 )
-def test_what_can_not_be_is_refused_with_the_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], said: str
-) -> None:
+def test_what_can_not_be_is_refused_with_the_key(tmp_path, capsys, changes, said):
     assert run(incremental(tmp_path, **changes)) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "nightly").exists()
@@ -223,9 +204,7 @@ def test_what_can_not_be_is_refused_with_the_key(
 
 @pytest.mark.slow
 @pytest.mark.s3
-def test_incremental_runs_over_a_bucket(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], s3_url: str, s3_options: S3Options
-) -> None:
+def test_incremental_runs_over_a_bucket(tmp_path, capsys, s3_url, s3_options):
     landing = S3Store(f"{s3_url}/landing", s3_options)
     spec = nightly(
         tmp_path,
@@ -247,7 +226,7 @@ def test_incremental_runs_over_a_bucket(
     assert names == {"2026-11-01", "2026-11-02", "2026-11-03", "_lease.json"}
 
 
-def test_the_difference_is_that_of_plain_sets() -> None:
+def test_the_difference_is_that_of_plain_sets():
     def file(number: int, version: int, *, etag: bool) -> InputFile:
         name = f"{number}.jsonl"
         uri, size = f"s3://b/{name}" if etag else f"/nowhere/{name}", 100 + version

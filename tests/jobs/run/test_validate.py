@@ -1,10 +1,7 @@
 """The dry run says what a job would do, and writes nothing."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,24 +22,16 @@ from draftmill.jobs.run.validate import canvas_lines, prompt_text, quantized_lin
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
+from tests.jobs.specs import completion, infilling
 
 
-def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "batch.jsonl"
+def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
     bodies = [{"prompt": "x"} | ({"best_of": 2} if number % 4 == 0 else {}) for number in range(20)]
     url = "/v1/completions"
     lines = [{"custom_id": f"r{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
     file.write_text("\n".join(json.dumps(line) for line in lines))
-    spec = {
-        "name": "dry",
-        "task": {"kind": "complete", "max_new_tokens": 2},
-        "input": {"path": str(file)},
-        "model": {"path": "builtin:ar-micro"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": str(tmp_path / "run")},
-    }
+    spec = completion(tmp_path)
     assert validate(check_spec(spec)) == 0
     said = capsys.readouterr().out
     assert said.count("  unsupported  r") == 3 and "  unsupported  r0: best_of: '2' is not supported" in said
@@ -52,16 +41,10 @@ def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
     assert "exit code 3" not in capsys.readouterr().out
 
 
-def test_a_dry_run_shows_small_weights_and_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_small_weights_and_their_bytes(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
-    spec = {
-        "task": {"kind": "complete", "max_new_tokens": 2},
-        "input": {"path": str(tmp_path / "rows.jsonl")},
-        "model": {"path": "builtin:ar-micro", "weights": "int8", "device": "cpu"},
-        "decoder": {"kind": "autoregressive"},
-        "output": {"path": str(tmp_path / "run")},
-    }
-    assert validate(check_spec(spec)) == 0
+    model = {"path": "builtin:ar-micro", "weights": "int8", "device": "cpu"}
+    assert validate(check_spec(completion(tmp_path, model=model))) == 0
     said = capsys.readouterr().out
     numbers = int(re.findall(r"([\d,]+) parameters", said)[0].replace(",", ""))
     amount, unit = re.findall(r"CPU, float32, weights int8, ([\d.]+) ([kM])B, torch", said)[0]
@@ -69,7 +52,7 @@ def test_a_dry_run_shows_small_weights_and_their_bytes(tmp_path: Path, capsys: p
     assert "exact     true" in said
 
 
-def test_a_dry_run_says_what_a_quantized_checkpoint_takes_once_it_is_unpacked(tmp_path: Path) -> None:
+def test_a_dry_run_says_what_a_quantized_checkpoint_takes_once_it_is_unpacked(tmp_path):
     quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     (tmp_path / "model.safetensors").write_bytes(bytes(700_000))
@@ -81,20 +64,11 @@ def test_a_dry_run_says_what_a_quantized_checkpoint_takes_once_it_is_unpacked(tm
     assert list(quantized_lines(resolved)) == []
 
 
-def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     rows = [{"id": "bad"}, *({"id": f"r{number}", "text": f"x = <mask:{number + 1}>;\n"} for number in range(20))]
     file.write_text("\n".join(json.dumps(row) for row in rows))
-    spec = check_spec(
-        {
-            "name": "dry",
-            "task": {"kind": "infill", "mask": {"kind": "marker"}},
-            "input": {"path": str(file)},
-            "model": {"path": "builtin:asarm-tiny"},
-            "decoder": {"kind": "assd"},
-            "output": {"path": str(tmp_path / "run")},
-        }
-    )
+    spec = check_spec(infilling(tmp_path, name="dry", task={"kind": "infill", "mask": {"kind": "marker"}}))
     assert validate(spec) == 0
     said = capsys.readouterr().out
     for part in (
@@ -118,13 +92,13 @@ def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_prompt_shows_holes_as_their_lengths() -> None:
+def test_a_prompt_shows_holes_as_their_lengths():
     a, b = byte_level().encode("a")[0], byte_level().encode("b")[0]
     canvas = Canvas(np.asarray([HOLE, a, HOLE, HOLE, b], dtype=np.int32), ((0, 1), (2, 4)))
     assert prompt_text(canvas, byte_level()) == "[1]a[2]b"
 
 
-def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> None:
+def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path):
     (tmp_path / "a.txt").write_text("twelve chars\n" * 1000)
     inputs = list_inputs(str(tmp_path / "a.txt"))
     canvas = Canvas(np.asarray([HOLE], np.int32), ((0, 1),))
@@ -134,7 +108,7 @@ def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> 
     assert estimate_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
 
 
-def test_prompts_that_will_be_cut_are_counted() -> None:
+def test_prompts_that_will_be_cut_are_counted():
     resolved: Any = SimpleNamespace(tokenizer=None, recipe=SimpleNamespace(task=Complete(kind="complete")))
     tokens = np.asarray([7, 7, 7, HOLE], np.int32)
     rows = [FirstRow(0, None, "r", 0, Canvas(tokens, ((3, 4),), truncated=cut)) for cut in (0, 7, 9)]
@@ -143,22 +117,12 @@ def test_prompts_that_will_be_cut_are_counted() -> None:
     assert not any("cut" in line for line in canvas_lines(resolved, rows[:1]))
 
 
-def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     text = {"text": "[[int]] of [[x:3-8]], [[a:word:2]]"}
-    spec = {
-        "task": {
-            "kind": "infill",
-            "mask": {"kind": "marker", "marker": "[[...]]", "length": 4},
-            "constraint": {"int": {"regex": "[0-9]+"}, "word": {"regex": "[a-z ]+"}},
-        },
-        "input": {"path": str(file)},
-        "model": {"path": "builtin:asarm-tiny"},
-        "decoder": {"kind": "any_subset"},
-        "output": {"path": str(tmp_path / "run")},
-    }
+    mask, constraint = {"kind": "marker", "marker": "[[...]]", "length": 4}, {"int": {"regex": "[0-9]+"}}
+    task = {"kind": "infill", "mask": mask, "constraint": constraint | {"word": {"regex": "[a-z ]+"}}}
+    spec = infilling(tmp_path, task=task, decoder={"kind": "any_subset"})
     file.write_text(json.dumps(text))
     assert validate(check_spec(spec)) == 0
     assert "\n  holes   4 tokens int, 3-8 tokens, 2 tokens word\n" in capsys.readouterr().out
@@ -167,7 +131,7 @@ def test_a_dry_run_shows_the_length_and_constraint_of_each_hole(
         validate(check_spec(spec))
 
 
-def test_half_precision_is_compared_with_float32_on_this_cpu() -> None:
+def test_half_precision_is_compared_with_float32_on_this_cpu():
     device = {"name": "CPU", "dtype": "bfloat16", "torch": "2.13.0"}
     lines = list(device_lines(device | {"times_float32": 5.2}))
     assert lines[0] == "device    CPU, bfloat16, torch 2.13.0"
@@ -177,7 +141,7 @@ def test_half_precision_is_compared_with_float32_on_this_cpu() -> None:
     assert "float32 is exact; bfloat16 products take 0.6 of its time" in list(device_lines(fast))[1]
 
 
-def test_a_completion_longer_than_its_model_is_noted() -> None:
+def test_a_completion_longer_than_its_model_is_noted():
     info = inspect_model(BUILTIN / "ar-tiny")
     assert length_note(Complete(kind="complete", max_new_tokens=511), info) is None
     expected = "task.max_new_tokens is 4,000, but the model takes 512 tokens with the prompt: texts end there"

@@ -1,7 +1,5 @@
 """The invariants of the scheduler's records."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS
@@ -10,7 +8,6 @@ from draftmill.jobs.schedule.units import WaitingUnits
 
 
 def waiting_units(waiting: WaitingUnits) -> list[int]:
-    """The waiting units, in no particular order."""
     places = range(waiting._next, len(waiting._order))
     fresh = [waiting._order[place] for place in places if waiting._skip[place] == place]
     return [unit for unit in [*fresh, *(unit for *_, unit in waiting._back)] if unit not in waiting._done]

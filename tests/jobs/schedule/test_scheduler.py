@@ -1,11 +1,10 @@
 """The scheduler as a state machine: hand-written stories, then random ones in a simulated world with poisoned rows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -219,23 +218,33 @@ def test_a_unit_that_took_two_workers_with_it_runs_alone_and_its_neighbour_is_cl
     assert {only.unit, other.unit} == {0, 1}
 
 
-def test_bisection_finds_the_row_that_kills_and_the_others_come_back():
+@pytest.mark.parametrize("device", [False, True], ids=["process", "device"])
+def test_bisection_finds_the_row_that_kills_and_the_others_come_back(device):
     scheduler = Scheduler(sizes(9, rows=8), workers=1)
-    commands = started(scheduler)
-    probes = 0
+    commands, probes, deaths, now_s = started(scheduler), 0, 0, 0.0
     while not (units_of(commands) and units_of(commands)[0].verdicts):
-        (work,) = units_of(commands)
-        probes += work.probe
-        if work.start <= 5 < work.stop:
-            (start,) = scheduler.on(WorkerLost(work_holder(scheduler), "segfault"))[-1:]
+        works = units_of(commands)
+        probes += sum(work.probe for work in works)
+        if not works:  # it rests
+            now_s += 10.0
+            commands = scheduler.on(Tick(now_s))
+        elif works[0].start <= 5 < works[0].stop:
+            deaths += 1
+            holder = next(lease.worker for lease in scheduler.state.leases.values())
+            (start,) = scheduler.on(WorkerLost(holder, "device-side assert", device=device))[-1:]
             assert isinstance(start, StartWorker)
             commands = scheduler.on(WorkerUp(start.worker))
         else:
-            commands = scheduler.on(ProbeDone(work.lease))
+            commands = scheduler.on(ProbeDone(works[0].lease))
         check_integrity(scheduler.state)
     (work,) = units_of(commands)
-    assert [(v.start, v.stop, v.kind) for v in work.verdicts] == [(5, 6, "worker_died")]
-    assert probes <= 8
+    (verdict,) = work.verdicts
+    assert (verdict.start, verdict.stop, verdict.kind) == (5, 6, "worker_died")
+    assert "device-side assert" in verdict.message and probes <= 8
+    if device:  # two on the machines' account, three of the whole unit, then by halves, the last one twice
+        assert deaths == 5 + 4
+    else:
+        assert now_s == 0.0
     assert scheduler.on(UnitDone(work.lease, work.unit)) == [Finish("done")]
 
 
@@ -248,34 +257,6 @@ def test_a_lost_device_is_the_machines_fault_and_its_units_rest_and_go_elsewhere
     (second,) = units_of(scheduler.on(WorkerAnswered("w1", (first.lease,))))
     assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
     assert not any(unit.suspect for unit in scheduler.state.touched.values())
-
-
-def test_a_row_under_which_every_device_is_lost_is_found_and_its_neighbours_come_back():
-    scheduler = Scheduler(sizes(9, rows=8), workers=1)
-    commands, deaths, now_s = started(scheduler), 0, 0.0
-    while not (units_of(commands) and units_of(commands)[0].verdicts):
-        works = units_of(commands)
-        if not works:
-            now_s += 10.0
-            commands = scheduler.on(Tick(now_s))
-        elif works[0].start <= 5 < works[0].stop:
-            deaths += 1
-            (start,) = scheduler.on(WorkerLost(work_holder(scheduler), "device-side assert", device=True))[-1:]
-            assert isinstance(start, StartWorker)
-            commands = scheduler.on(WorkerUp(start.worker))
-        else:
-            commands = scheduler.on(ProbeDone(works[0].lease))
-    (verdict,) = units_of(commands)[0].verdicts
-    assert (verdict.start, verdict.stop, verdict.kind) == (
-        5,
-        6,
-        "worker_died",
-    ) and "device-side assert" in verdict.message
-    assert deaths == 5 + 4, "two on the machines' account, three of the whole unit, then by halves, the last one twice"
-
-
-def work_holder(scheduler: Scheduler) -> str:
-    return next(lease.worker for lease in scheduler.state.leases.values())
 
 
 def test_task_failures_are_retried_and_then_the_guilty_row_is_quarantined():

@@ -1,7 +1,5 @@
 """Which worker takes which of the last units: fast ones the long units, and nobody is left with one that ends too late."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,7 +53,6 @@ class Team:
             self.tell(WorkerAnswered(name, tokens=int(speed * seconds)))
 
     def finish(self, name: str) -> None:
-        """A worker finishes its oldest unit."""
         work = self.held[name].pop(0)
         self.tell(UnitDone(work.lease, work.unit))
 
@@ -165,7 +162,7 @@ def test_every_share_is_in_proportion_to_the_speed_and_grows_more_certain_near_t
 
 @pytest.mark.slow
 @given(st.data())
-def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data: st.DataObject):
+def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data):
     sizes = units(
         *data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=30)),
         windows=tuple(sorted(data.draw(st.lists(st.integers(0, 3), min_size=30, max_size=30)))),
@@ -208,7 +205,7 @@ def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data: st.Dat
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_some_worker_always_takes_a_unit_that_waits(tokens: list[int], speeds: list[int]):
+def test_some_worker_always_takes_a_unit_that_waits(tokens, speeds):
     sizes = units(*tokens)
     waiting = WaitingUnits(UnitSizes(sizes), set(), len(speeds))
     loads = {f"w{number}": 0.0 for number in range(len(speeds))}

@@ -1,7 +1,5 @@
 """Sizes of units in columns: they behave like a dict."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes
 
 
-def test_sizes_are_a_mapping_in_the_order_of_the_units() -> None:
+def test_sizes_are_a_mapping_in_the_order_of_the_units():
     rng = random.Random(0)
     sizes = [UnitSize(unit, rng.randint(1, 9), rng.getrandbits(40), rng.randint(0, 5)) for unit in range(0, 999, 3)]
     plain = {size.unit: size for size in sizes}

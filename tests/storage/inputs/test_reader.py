@@ -29,6 +29,12 @@ def one_file(path: Path, data: bytes) -> InputFile:
     return list_inputs(str(path))[0]
 
 
+def arrow_file(path: Path, table: pa.Table, new: Any = pa.ipc.new_file, **options: Any) -> InputFile:
+    with new(path, table.schema, **options) as writer:
+        writer.write_table(table, max_chunksize=130)
+    return list_inputs(str(path))[0]
+
+
 def rows_of(path: Path, data: bytes, **options: Any) -> list[Row]:
     """The file's rows, after checking that every one is found again by itself."""
     file = one_file(path, data)
@@ -195,8 +201,7 @@ def test_a_field_of_a_struct_is_a_column(tmp_path, name):
     elif name == "a.parquet":
         pq.write_table(table, tmp_path / name)
     else:
-        with pa.ipc.new_file(tmp_path / name, table.schema) as writer:
-            writer.write_table(table)
+        arrow_file(tmp_path / name, table)
     (file,) = list_inputs(str(tmp_path))
     wanted = {"text": "meta.deep.text", "id": "meta.lang", "seed": "a.b", "prompt": "meta.absent", "suffix": "gone.x"}
     rows = list(iterate(file, columns=wanted))
@@ -221,17 +226,8 @@ def test_of_a_struct_in_parquet_only_the_wanted_field_is_read(tmp_path):
 
 def test_a_broken_csv_record_loses_no_neighbour(tmp_path):
     data = b'id,text\n1,ok\n2,"never ends\n3,ok\n4\n5,a,b\n6,\xff\n7,"x"y\n8,ok\n'
-    rows = rows_of(tmp_path / "a.csv", data)
-    assert [row.error.kind if row.error else (row.values or {})["id"] for row in rows] == [
-        "1",
-        "bad_row",
-        "3",
-        "bad_row",
-        "bad_row",
-        "bad_encoding",
-        "bad_row",
-        "8",
-    ]
+    found = [row.error.kind if row.error else (row.values or {})["id"] for row in rows_of(tmp_path / "a.csv", data)]
+    assert found == ["1", "bad_row", "3", "bad_row", "bad_row", "bad_encoding", "bad_row", "8"]
 
 
 def test_a_csv_header_that_cannot_be_used_is_the_users_error(tmp_path):
@@ -317,23 +313,14 @@ def parquet_file(path: Path, table: pa.Table, **options: Any) -> InputFile:
 TABLE = pa.table({"id": list(range(1000)), "text": [f"row {index}" for index in range(1000)], "other": [None] * 1000})
 
 
-def arrow_stream(path: Path, table: pa.Table) -> InputFile:
-    with pa.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=130)
-    return list_inputs(str(path))[0]
-
-
-def arrow_file(path: Path, table: pa.Table) -> InputFile:
-    with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(table, max_chunksize=130)
-    return list_inputs(str(path))[0]
+ZSTD = pa.ipc.IpcWriteOptions(compression="zstd")
 
 
 WRITERS: dict[str, Callable[[Path], InputFile]] = {
     "parquet": lambda folder: parquet_file(folder / "a.parquet", TABLE),
     "parquet in groups": lambda folder: parquet_file(folder / "a.parquet", TABLE, row_group_size=77),
-    "arrow stream": lambda folder: arrow_stream(folder / "a.arrow", TABLE),
-    "arrow file": lambda folder: arrow_file(folder / "a.arrow", TABLE),
+    "arrow stream": lambda folder: arrow_file(folder / "a.arrow", TABLE, pa.ipc.new_stream),
+    "arrow file": lambda folder: arrow_file(folder / "a.arrow", TABLE, options=ZSTD),
 }
 
 

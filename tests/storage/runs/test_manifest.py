@@ -31,11 +31,6 @@ def drawn(count: int, seed: int = 0) -> list[CommittedUnit]:
     return units
 
 
-def listed(unit: CommittedUnit) -> dict[str, object]:
-    """A unit's facts as its line in the manifest has them."""
-    return {name: fact for name, fact in dataclasses.asdict(unit).items() if name != "sums"}
-
-
 def test_facts_come_back_as_they_were_added():
     units = drawn(BLOCK + 300)
     facts = UnitFacts(units)
@@ -79,7 +74,8 @@ def test_a_manifest_written_by_way_of_a_file_has_the_same_bytes(store, monkeypat
     facts = {"fingerprint": "f00", "units": 300, "rows": 1500}
     made = write_manifest(store, units, **facts)  # type: ignore[arg-type]
     whole = store.get(MANIFEST)
-    lines = ",\n".join(json.dumps(listed(unit)) for unit in sorted(units, key=lambda unit: unit.unit))
+    rows = [dataclasses.asdict(unit) for unit in sorted(units, key=lambda unit: unit.unit)]
+    lines = ",\n".join(json.dumps({name: row[name] for name in row if name != "sums"}) for row in rows)
     assert whole.decode().partition("[\n")[2] == f"{lines}\n]}}\n"
     monkeypatch.setattr(commit, "MOST_BYTES_HELD", 100)
     monkeypatch.setattr(commit, "READ_BYTES", 1000)

@@ -172,18 +172,15 @@ class S3Server:
         return self.app.storm
 
     def new_bucket(self) -> str:
-        """Make a bucket and return its name."""
         name = f"bucket-{secrets.token_hex(4)}"
         boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1").create_bucket(Bucket=name)
         return name
 
     def calm(self) -> None:
-        """Forget faults and counted requests."""
         self.app.faults.clear()
         self.app.storm, self.app.hangs = None, False
         self.app.requests.clear()
 
     def stop(self) -> None:
-        """End the server and its thread."""
         self._server.shutdown()
         self._thread.join()

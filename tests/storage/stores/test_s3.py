@@ -116,9 +116,7 @@ def test_listing_goes_on_page_by_page(s3_store, monkeypatch):
         ("when_supported", "when_required", True),
     ],
 )
-def test_auto_follows_the_variable_of_boto3(
-    key: str, variable: str | None, is_sent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_follows_the_variable_of_boto3(key, variable, is_sent, monkeypatch):
     if variable is not None:
         monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", variable)
     assert S3Store("s3://bucket/run", S3Options(checksums=key)).with_checksums == is_sent

@@ -62,9 +62,6 @@ def asked(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, di
     return found
 
 
-# ---- whole
-
-
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 17])
 def test_what_is_written_in_any_bites_is_the_object(s3_store, s3_server, size):
     rng, rest = random.Random(size), memoryview(DATA)[:size]
@@ -120,9 +117,6 @@ def test_more_parts_than_s3_takes_are_refused(s3_store, monkeypatch):
     with pytest.raises(StoreError, match="no more than 2 parts"):
         upload(s3_store)
     assert pending(s3_store) == [] and not s3_store.exists(NAME)
-
-
-# ---- faults
 
 
 PASSING = [(kind, request) for kind in ("503", "500", "409", "reset", "lost") for request in (BEGIN, SECOND, END)]
@@ -225,9 +219,6 @@ def test_where_aborting_fails_too_the_first_reason_is_told_and_the_rest_is_logge
     assert "the parts of an upload could not be removed" in caplog.text and pending(s3_store) == [s3_store.key(NAME)]
 
 
-# ---- what has the name already
-
-
 @pytest.mark.parametrize("size", [5, len(DATA)])
 def test_an_object_is_replaced_with_permission_only(s3_store, size):
     s3_store.put(NAME, b"precious")
@@ -276,17 +267,9 @@ def test_an_object_that_appears_at_the_last_moment_stays(s3_store, monkeypatch):
     assert s3_store.get(NAME) == b"somebody's" and pending(s3_store) == []
 
 
-# ---- what killed exporters left
-
-
-def killed(store: S3Store, name: str) -> None:
-    """An exporter that is killed never leaves its block."""
-    Upload(store, name, part_bytes=PART).write(DATA)
-
-
 def test_what_a_killed_exporter_left_is_aborted_and_nobody_elses(s3_store, monkeypatch):
     for name in (NAME, NAME, f"{NAME}.gz", "out/answers"):
-        killed(s3_store, name)
+        Upload(s3_store, name, part_bytes=PART).write(DATA)  # it never leaves its block
     monkeypatch.setattr(upload_module, "ORPHAN_S", 10.0**10)
     assert abort_orphans(s3_store, NAME) == 0 and len(pending(s3_store)) == 4
     monkeypatch.setattr(upload_module, "ORPHAN_S", -10.0)

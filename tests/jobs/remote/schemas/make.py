@@ -1,7 +1,5 @@
 """Makes the schemas in this folder from a checkout of KubeRay: python -m tests.jobs.remote.schemas.make FOLDER"""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -25,17 +23,13 @@ def without_descriptions(schema: Any) -> Any:
     return [without_descriptions(one) for one in schema] if isinstance(schema, list) else schema
 
 
-def schema_of(crd: dict[str, Any]) -> dict[str, Any]:
-    """The OpenAPI schema of version v1 in a custom resource definition."""
-    version = next(one for one in crd["spec"]["versions"] if one["name"] == "v1")
-    return dict(without_descriptions(version["schema"]["openAPIV3Schema"]))
-
-
 def main(checkout: Path) -> None:
     """Write one file for each resource; equal schemas give equal bytes."""
     for name in NAMES:
         text = (checkout / "ray-operator" / "config" / "crd" / "bases" / f"ray.io_{name}.yaml").read_text()
-        schema = schema_of(yaml.load(text, Loader=yaml.CSafeLoader))
+        versions = yaml.load(text, Loader=yaml.CSafeLoader)["spec"]["versions"]
+        version = next(one for one in versions if one["name"] == "v1")
+        schema = without_descriptions(version["schema"]["openAPIV3Schema"])
         packed = gzip.compress(json.dumps(schema, sort_keys=True, separators=(",", ":")).encode(), 9, mtime=0)
         (HERE / f"{name}.v1.json.gz").write_bytes(packed)
 
