@@ -15,11 +15,19 @@ from tests.device.steps import run, run_on_cpu
 
 # launches, transfers down, transfers up, waits of the step that asks least: a graph for each forward, and one for a head's window
 LIMITS = {
-    "autoregressive": (1, 1, 1, 1), "speculative": (1, 1, 1, 1), "speculative, suffix": (1, 1, 1, 1),
-    "jacobi": (1, 1, 1, 1), "multiblock_jacobi": (1, 1, 1, 1), "any_subset": (1, 1, 1, 1),
-    "block_diffusion": (1, 1, 1, 1), "stepwise, cached": (1, 1, 1, 1), "speculative, model": (5, 5, 5, 2),
-    "assd": (2, 2, 2, 2), "assd, n-gram": (1, 1, 1, 1), "assd, fused": (2, 2, 2, 2),
-}  # fmt: skip
+    "autoregressive": (1, 1, 1, 1),
+    "speculative": (1, 1, 1, 1),
+    "speculative, suffix": (1, 1, 1, 1),
+    "jacobi": (1, 1, 1, 1),
+    "multiblock_jacobi": (1, 1, 1, 1),
+    "any_subset": (1, 1, 1, 1),
+    "block_diffusion": (1, 1, 1, 1),
+    "stepwise, cached": (1, 1, 1, 1),
+    "speculative, model": (5, 5, 5, 2),
+    "assd": (2, 2, 2, 2),
+    "assd, n-gram": (1, 1, 1, 1),
+    "assd, fused": (2, 2, 2, 2),
+}
 # These have more shapes; with more samples each comes a third time.
 MANY = {
     "stepwise, cached": 10,

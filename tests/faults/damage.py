@@ -24,11 +24,26 @@ class Raw(str):
 
 
 VALUES: Final[dict[str, Any]] = {
-    "null": None, "true": True, "zero": 0, "minus one": -1, "a fraction": 0.5, "2**40": 2**40, "10**30": 10**30,
-    "NaN": float("nan"), "infinity": float("inf"), "1e300": 1e300, "no text": "", "a text": "odd",
-    "a long text": "x" * LONG, "a lone surrogate": "\ud800", "no list": [], "a list": [1, "a", None],
-    "no object": {}, "an object": {"a": {"b": [1]}}, "deep lists": Raw("[" * DEEP + "]" * DEEP),
-}  # fmt: skip
+    "null": None,
+    "true": True,
+    "zero": 0,
+    "minus one": -1,
+    "a fraction": 0.5,
+    "2**40": 2**40,
+    "10**30": 10**30,
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "1e300": 1e300,
+    "no text": "",
+    "a text": "odd",
+    "a long text": "x" * LONG,
+    "a lone surrogate": "\ud800",
+    "no list": [],
+    "a list": [1, "a", None],
+    "no object": {},
+    "an object": {"a": {"b": [1]}},
+    "deep lists": Raw("[" * DEEP + "]" * DEEP),
+}
 
 
 def of_any_file(data: bytes, seed: int, *, cuts: int = 6, flips: int = 8) -> Iterator[Damage]:

@@ -507,9 +507,17 @@ def _runs(sound: Path) -> Iterator[Case]:
 
 
 INPUTS: Final = (
-    "rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "rows.txt", "rows.csv", "rows.tsv", "rows.parquet",
-    "rows.arrow", "stream.arrow", "batch.jsonl",
-)  # fmt: skip
+    "rows.jsonl",
+    "rows.jsonl.gz",
+    "rows.jsonl.zst",
+    "rows.txt",
+    "rows.csv",
+    "rows.tsv",
+    "rows.parquet",
+    "rows.arrow",
+    "stream.arrow",
+    "batch.jsonl",
+)
 
 
 def _inputs(sound: Path) -> Iterator[Case]:
@@ -719,7 +727,17 @@ def _rows(sound: Path) -> Iterator[Case]:
 
 
 KINDS: Final[dict[str, Callable[[Path], Iterator[Case]]]] = {
-    "config": _models, "families": _families, "tokenizer": _tokenizers, "weights": _weights, "gguf": _gguf,
-    "adapter": _adapters, "head": _heads, "spec": _specs, "run": _runs, "input": _inputs, "row": _rows,
-    "schema": _schemas, "template": _templates,
-}  # fmt: skip
+    "config": _models,
+    "families": _families,
+    "tokenizer": _tokenizers,
+    "weights": _weights,
+    "gguf": _gguf,
+    "adapter": _adapters,
+    "head": _heads,
+    "spec": _specs,
+    "run": _runs,
+    "input": _inputs,
+    "row": _rows,
+    "schema": _schemas,
+    "template": _templates,
+}

@@ -198,8 +198,18 @@ assert not strangers, strangers
 """
 
 HOSTILE_IDS = [
-    "../../escaped", "/etc/passwd", "a/b/c", "..", ".", "a\\b", "con", "x" * 3000, "~", "%2e%2e%2f", "$(touch x)",
-]  # fmt: skip
+    "../../escaped",
+    "/etc/passwd",
+    "a/b/c",
+    "..",
+    ".",
+    "a\\b",
+    "con",
+    "x" * 3000,
+    "~",
+    "%2e%2e%2f",
+    "$(touch x)",
+]
 
 
 @pytest.mark.slow

@@ -68,8 +68,16 @@ def test_the_package_is_the_installed_one(environment, folder):
     packages = packages_of(environment)
     assert {path.name for path in packages.iterdir() if "." not in path.name} <= {"draftmill", "__pycache__"}
     folders = {
-        "jobs", "actors", "decoders", "storage", "infra", "__init__.py", "constraints.txt", "py.typed", "version.py",
-    }  # fmt: skip
+        "jobs",
+        "actors",
+        "decoders",
+        "storage",
+        "infra",
+        "__init__.py",
+        "constraints.txt",
+        "py.typed",
+        "version.py",
+    }
     assert {path.name for path in (packages / "draftmill").iterdir()} - {"__pycache__"} == folders
 
 

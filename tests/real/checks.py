@@ -460,8 +460,18 @@ def check_refusals(bench: Bench) -> list[Finding]:
 
 
 CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
-    "greedy": check_greedy, "decoders": check_decoders, "again": check_again, "noise": check_common_noise,
-    "workers": check_two_workers, "resume": check_resume, "scores": check_scores, "stops": check_stops,
-    "bfloat16": check_bfloat16, "int8": check_int8, "openai": check_openai, "lm_eval": check_lm_eval,
-    "texts": check_texts, "refusals": check_refusals,
-}  # fmt: skip
+    "greedy": check_greedy,
+    "decoders": check_decoders,
+    "again": check_again,
+    "noise": check_common_noise,
+    "workers": check_two_workers,
+    "resume": check_resume,
+    "scores": check_scores,
+    "stops": check_stops,
+    "bfloat16": check_bfloat16,
+    "int8": check_int8,
+    "openai": check_openai,
+    "lm_eval": check_lm_eval,
+    "texts": check_texts,
+    "refusals": check_refusals,
+}

@@ -280,8 +280,17 @@ def test_the_recipe_distils_from_a_jobs_traces_and_goes_on_where_it_was(ray_sess
     assert ar.main(["--size", "micro-test", "--steps", "3", "--threads", "1", "--out", str(source)]) == 0
     flags = ["--model", str(source), "--out", str(out), "--threads", "1", "--steps", "3", "--batch-tokens", "256"]
     sizes = [
-        "--rounds", "4:4,4:live", "--prompts", "6", "--prompt-tokens", "10", "--new-tokens", "16", "--samples", "2",
-    ]  # fmt: skip
+        "--rounds",
+        "4:4,4:live",
+        "--prompts",
+        "6",
+        "--prompt-tokens",
+        "10",
+        "--new-tokens",
+        "16",
+        "--samples",
+        "2",
+    ]
     assert consistency.main([*flags, *sizes, "--minutes", "0"]) == 3
     assert not out.exists()
     assert consistency.main([*flags, *sizes]) == 0

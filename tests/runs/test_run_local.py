@@ -67,8 +67,16 @@ def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path)
     rows = write_rows(tmp_path / "rows.jsonl", 48, longest=40)
     spec = write_spec(tmp_path, rows=rows, batching={"max_rows": 1})
     command = [
-        sys.executable, "-m", "draftmill.jobs.cli", "run", str(spec), "--local", "--quiet", "--grace-seconds", "5",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "draftmill.jobs.cli",
+        "run",
+        str(spec),
+        "--local",
+        "--quiet",
+        "--grace-seconds",
+        "5",
+    ]
     slow = os.environ | {"DRAFTMILL_FAILPOINTS": "worker.step=sleep:60:6"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=slow)
     deadline_s = time.monotonic() + 120

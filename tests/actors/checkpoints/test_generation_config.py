@@ -15,13 +15,25 @@ from draftmill.decoders.common_settings import Sampling
 PATH = Path("generation_config.json")
 
 QWEN3 = {
-    "bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "pad_token_id": 151643,
-    "temperature": 0.6, "top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0",
-}  # fmt: skip
+    "bos_token_id": 151643,
+    "do_sample": True,
+    "eos_token_id": [151645, 151643],
+    "pad_token_id": 151643,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "transformers_version": "4.51.0",
+}
 OTHER_VALUE: dict[str, Any] = {
-    "sequence_bias": [[[5], 1.5], [[7], -2.0]], "bad_words_ids": [[1, 2], [3]], "suppress_tokens": [4],
-    "temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "do_sample": False, "repetition_penalty": 1.5,
-}  # fmt: skip
+    "sequence_bias": [[[5], 1.5], [[7], -2.0]],
+    "bad_words_ids": [[1, 2], [3]],
+    "suppress_tokens": [4],
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "do_sample": False,
+    "repetition_penalty": 1.5,
+}
 
 
 def test_every_key_of_transformers_generation_config_is_honoured_read_elsewhere_or_refused():

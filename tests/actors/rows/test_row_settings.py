@@ -52,8 +52,14 @@ def refusal(made: RowRules, values: dict[str, Any]) -> str:
 
 def test_what_a_request_asks_for_is_read_from_its_body():
     body: dict[str, Any] = {
-        "max_tokens": 7, "temperature": 0, "top_p": 0.5, "stop": ["\n", "x"], "seed": 3, "logprobs": 0, "model": "m",
-    }  # fmt: skip
+        "max_tokens": 7,
+        "temperature": 0,
+        "top_p": 0.5,
+        "stop": ["\n", "x"],
+        "seed": 3,
+        "logprobs": 0,
+        "model": "m",
+    }
     assert rules().own_settings(request(**body)) == OwnSettings(7, 0.0, 0.5, ("\n", "x"), True, COMPLETIONS)
     body = {"max_completion_tokens": 7, "logprobs": True, "top_logprobs": 0, "stop": "x", "user": "u", "stream": False}
     assert rules().own_settings(request(CHAT, **body)) == OwnSettings(7, None, None, ("x",), True, CHAT)
@@ -68,18 +74,44 @@ def test_what_a_request_asks_for_is_read_from_its_body():
 
 
 NEUTRAL: dict[str, Any] = {
-    "n": 1, "best_of": 1, "echo": False, "suffix": "", "stream": False, "tools": [], "tool_choice": "auto",
-    "response_format": {"type": "text"}, "structured_outputs": {"regex": None}, "logit_bias": {},
-    "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": False,
-    "skip_special_tokens": True, "reasoning_effort": None, "a key that nobody knows": None, "metadata": {"a": "b"},
-    "store": True, "service_tier": "auto", "stream_options": None,
-}  # fmt: skip
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "stream": False,
+    "tools": [],
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "structured_outputs": {"regex": None},
+    "logit_bias": {},
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "reasoning_effort": None,
+    "a key that nobody knows": None,
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "auto",
+    "stream_options": None,
+}
 CHANGING: dict[str, Any] = {
-    "n": 2, "best_of": 3, "echo": True, "suffix": "}", "stream": True, "tools": [{"type": "function"}],
-    "tool_choice": "required", "functions": [{}], "response_format": {"type": "xml"}, "ignore_eos": True,
-    "skip_special_tokens": False, "reasoning_effort": "low", "messages": [{"role": "user", "content": "x"}],
+    "n": 2,
+    "best_of": 3,
+    "echo": True,
+    "suffix": "}",
+    "stream": True,
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "response_format": {"type": "xml"},
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "reasoning_effort": "low",
+    "messages": [{"role": "user", "content": "x"}],
     "a key that nobody knows": 0,
-}  # fmt: skip
+}
 
 
 def test_keys_that_change_nothing_are_accepted():

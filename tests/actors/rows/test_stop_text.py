@@ -39,8 +39,18 @@ def _high_bytes() -> dict[int, int]:
 def with_byte_fallback() -> Tokenizer:
     """A vocabulary in the way of SentencePiece: words behind a mark for their space, and 256 tokens for single bytes."""
     names = [
-        "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁b", "a", "b", "ab", "▁\n",
-    ]  # fmt: skip
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁a",
+        "▁b",
+        "a",
+        "b",
+        "ab",
+        "▁\n",
+    ]
     core = Core(
         models.BPE(vocab={name: n for n, name in enumerate(names)}, merges=[], unk_token="<unk>", byte_fallback=True)
     )

@@ -144,10 +144,19 @@ def test_what_a_row_of_llada2_may_not_see_is_hidden_where_the_public_code_adds_o
 # ---- SDAR's mixtures of experts against transformers' own ------------------------------------------------------------------
 
 MOE = {
-    "vocab_size": 96, "hidden_size": 40, "intermediate_size": 56, "moe_intermediate_size": 20,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "num_experts": 6,
-    "num_experts_per_tok": 3, "norm_topk_prob": True, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "moe_intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+}
 
 
 def save_moe(folder, **changes):

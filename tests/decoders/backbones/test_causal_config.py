@@ -15,9 +15,15 @@ from draftmill.decoders.backbones.families.table import FAMILIES
 from tests.decoders.backbones.causal_models import LLAMA3_ROPE, ROTARY, SLIDING
 
 CLASSES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "dream": "Qwen2", "sdar": "Qwen3",
-    "sdar_moe": "Qwen3Moe", "fast_dllm_v2": "Qwen2",
-}  # fmt: skip
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "dream": "Qwen2",
+    "sdar": "Qwen3",
+    "sdar_moe": "Qwen3Moe",
+    "fast_dllm_v2": "Qwen2",
+}
 ONE_LAYER: dict[str, Any] = ROTARY | {"num_hidden_layers": 1}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 SMALL = dict.fromkeys(CLASSES, ONE_LAYER) | {"sdar_moe": ONE_LAYER | MOE}

@@ -56,21 +56,53 @@ def test_an_untied_xlnet_needs_its_output_layer(tmp_path):
 # ---- families of which transformers knows nothing --------------------------------------------------------------------
 
 LLADA = {
-    "model_type": "llada", "vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4,
-    "mlp_hidden_size": 48, "mlp_ratio": 4, "max_sequence_length": 64, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
-    "weight_tying": False, "mask_token_id": 60,
-}  # fmt: skip
+    "model_type": "llada",
+    "vocab_size": 61,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "mlp_hidden_size": 48,
+    "mlp_ratio": 4,
+    "max_sequence_length": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "weight_tying": False,
+    "mask_token_id": 60,
+}
 LLADA2 = {
-    "model_type": "llada2_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
-    "n_group": 4, "topk_group": 2, "moe_intermediate_size": 12, "num_shared_experts": 1, "first_k_dense_replace": 1,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 6e5, "partial_rotary_factor": 0.5,
-    "routed_scaling_factor": 2.5, "mask_token_id": 60,
-}  # fmt: skip
+    "model_type": "llada2_moe",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 6e5,
+    "partial_rotary_factor": 0.5,
+    "routed_scaling_factor": 2.5,
+    "mask_token_id": 60,
+}
 MDLM = {
-    "model_type": "mdlm", "vocab_size": 61, "model_length": 64, "hidden_dim": 32, "cond_dim": 16, "n_blocks": 2,
-    "n_heads": 4, "time_conditioning": True,
-}  # fmt: skip
+    "model_type": "mdlm",
+    "vocab_size": 61,
+    "model_length": 64,
+    "hidden_dim": 32,
+    "cond_dim": 16,
+    "n_blocks": 2,
+    "n_heads": 4,
+    "time_conditioning": True,
+}
 PLAIN: dict[str, list[dict[str, Any]]] = {
     "llada": [
         {"n_kv_heads": 1},

@@ -28,8 +28,21 @@ from tests.decoders.support import Pair, decoder_settings, engine, pairwise
 
 # (prompt, canvas) lengths: no prompt, one token, below, at and above a block of 2, 3 or 4; canvases that cut blocks short.
 LENGTHS = [
-    (0, 3), (1, 6), (2, 6), (3, 6), (4, 5), (0, 6), (1, 2), (5, 6), (3, 5), (2, 3), (4, 6), (0, 1), (1, 5), (2, 5),
-]  # fmt: skip
+    (0, 3),
+    (1, 6),
+    (2, 6),
+    (3, 6),
+    (4, 5),
+    (0, 6),
+    (1, 2),
+    (5, 6),
+    (3, 5),
+    (2, 3),
+    (4, 6),
+    (0, 1),
+    (1, 5),
+    (2, 5),
+]
 SAMPLINGS = {"greedy": GREEDY, "coupled": SAMPLED, "rejection": REJECTING, "cut": Sampling(top_k=2, top_p=0.7)}
 
 

@@ -18,8 +18,23 @@ from draftmill.decoders.constraints.regex import machine_of
 
 CHECKER = Draft202012Validator.FORMAT_CHECKER
 WORDS = [
-    "true", "false", "null", '"a', '":', '", "', "é", "\U0001f600", "12", "00", "-1", "\\n", '\\"', "[]", "{}", "}}",
-]  # fmt: skip
+    "true",
+    "false",
+    "null",
+    '"a',
+    '":',
+    '", "',
+    "é",
+    "\U0001f600",
+    "12",
+    "00",
+    "-1",
+    "\\n",
+    '\\"',
+    "[]",
+    "{}",
+    "}}",
+]
 TOKENS = [*(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS), b"ab", b"kind", b'{"', None]
 KEYS = ["a", "b", "kind", 'q"x', "é\\"]
 
@@ -91,9 +106,17 @@ class Schemas:
 
     def string(self, depth: int) -> Any:
         patterns = [
-            "cat|dog", "^.{3,12}$", "^ab", "^a$|^b$", "[0-9]", "^[^a]*$", '\\\\|"', "^(?=.*x)[a-x]+$", "b{2}$",
+            "cat|dog",
+            "^.{3,12}$",
+            "^ab",
+            "^a$|^b$",
+            "[0-9]",
+            "^[^a]*$",
+            '\\\\|"',
+            "^(?=.*x)[a-x]+$",
+            "b{2}$",
             "^\\w+\\s",
-        ]  # fmt: skip
+        ]
         if self.rng.random() < 0.3:
             return {"type": "string", "format": self.rng.choice(list(FORMATS))}
         sizes = self.some(minLength=lambda: self.rng.randint(0, 3), maxLength=lambda: self.rng.randint(6, 40))
@@ -352,9 +375,23 @@ def test_expressions_that_take_long_are_refused_early(monkeypatch, expression, r
 
 
 PATTERNS = [
-    "cat|dog", "^a$|^b$", "^ab", "^.{2,3}$", "b+c?", "(a|b)*c$", "^(?!ab)[a-c]*$", "^(?=.*b)[abc]{2,}$", "[^a]b",
-    "a{2}|", "^$", "(?i)A", "(a$)\n|b", "(b$|a)\n?$", "^(^a|$)", "[^\\W1]$",
-]  # fmt: skip
+    "cat|dog",
+    "^a$|^b$",
+    "^ab",
+    "^.{2,3}$",
+    "b+c?",
+    "(a|b)*c$",
+    "^(?!ab)[a-c]*$",
+    "^(?=.*b)[abc]{2,}$",
+    "[^a]b",
+    "a{2}|",
+    "^$",
+    "(?i)A",
+    "(a$)\n|b",
+    "(b$|a)\n?$",
+    "^(^a|$)",
+    "[^\\W1]$",
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -25,10 +25,24 @@ from tests.runs.jobs_of_tests import soak
 
 CPU = torch.device("cpu")
 CAPTURED = {
-    "autoregressive": 1, "speculative": 1, "speculative, model": 2, "speculative, suffix": 1, "jacobi": 1,
-    "multiblock_jacobi": 1, "specdiff": 1, "any_subset": 1, "parallel": 1, "assd": 1, "assd, n-gram": 1,
-    "assd, fused": 1, "stepwise, cached": 1, "ssd, cached": 1, "block_diffusion": 1, "s2d2": 1, "s2d2, fused": 1,
-}  # fmt: skip
+    "autoregressive": 1,
+    "speculative": 1,
+    "speculative, model": 2,
+    "speculative, suffix": 1,
+    "jacobi": 1,
+    "multiblock_jacobi": 1,
+    "specdiff": 1,
+    "any_subset": 1,
+    "parallel": 1,
+    "assd": 1,
+    "assd, n-gram": 1,
+    "assd, fused": 1,
+    "stepwise, cached": 1,
+    "ssd, cached": 1,
+    "block_diffusion": 1,
+    "s2d2": 1,
+    "s2d2, fused": 1,
+}
 """The decoders whose forwards are captured, and those of how many models."""
 # Of these each shape comes rarely.
 MANY = {"parallel": 24, "assd": 16, "assd, fused": 24}

@@ -51,9 +51,17 @@ CASES: dict[str, tuple[str, DecoderChoice]] = {
     "s2d2, fused": ("block-tiny", decoder_settings("s2d2", router={"kind": "min_span"}, **CAUSAL_BLOCKS)),
 }
 COUNTS = (
-    "finish", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "accept_hist", "nfe_kinds", "logprob",
+    "finish",
+    "nfe",
+    "nfe_draft",
+    "iterations",
+    "proposed",
+    "accepted",
+    "accept_hist",
+    "nfe_kinds",
+    "logprob",
     "trace",
-)  # fmt: skip
+)
 
 
 @cache

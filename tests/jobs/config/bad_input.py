@@ -77,10 +77,17 @@ def damaged(draw: st.DrawFn, data: bytes, damage: str) -> bytes:
 # ---- rows
 
 GOOD: dict[str, Any] = {
-    "text": "x = <mask:2>\nb. c. d", "prompt": "p", "completion": "c",
-    "messages": [{"role": "user", "content": "x"}], "tokens": [7, None, 9, 10], "prefix": "aa", "suffix": "bb",
-    "sentences": ["A.", "B.", "C."], "spans": [[0, 2]], "seed": 5,
-}  # fmt: skip
+    "text": "x = <mask:2>\nb. c. d",
+    "prompt": "p",
+    "completion": "c",
+    "messages": [{"role": "user", "content": "x"}],
+    "tokens": [7, None, 9, 10],
+    "prefix": "aa",
+    "suffix": "bb",
+    "sentences": ["A.", "B.", "C."],
+    "spans": [[0, 2]],
+    "seed": 5,
+}
 """Something for every task to read."""
 
 NAMES = (*GOOD, "id", "custom_id", "body", "role", "content", "", "ключ")

@@ -97,9 +97,16 @@ def test_results_are_read_unit_by_unit(tmp_path):
 
 def test_a_trace_has_one_row_per_iteration():
     row = {
-        "id": "a", "unit": 0, "pass": 1, "iteration": 2, "nfe": 1, "proposed": [5], "committed": [5, 6],
-        "positions": [1, 2], "sample": 0,
-    }  # fmt: skip
+        "id": "a",
+        "unit": 0,
+        "pass": 1,
+        "iteration": 2,
+        "nfe": 1,
+        "proposed": [5],
+        "committed": [5, 6],
+        "positions": [1, 2],
+        "sample": 0,
+    }
     assert table_from_rows([row], schema=TRACE_SCHEMA).to_pylist() == [row]
 
 
