@@ -42,8 +42,8 @@ ROOMS: Final[dict[ModelKind, tuple[Like, str]]] = {
 
 
 class FastestSettings(MaskedSettings):
-    """The lossless decoder that takes the least time, chosen anew while the job runs: the text of a baseline. Its settings are
-    those of `stepwise`, for masked-diffusion models."""
+    """The lossless decoder that takes the least time, chosen anew while the job runs; the text is that of a baseline.
+    The settings are those of `stepwise`, for masked-diffusion models."""
 
     tasks: ClassVar[Tasks] = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.fastest:algorithm"

@@ -89,3 +89,14 @@ def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(tmp_pa
     for name, tensor in trained.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
         assert torch.equal(tensor, tensor.half().float()), name
+
+
+@pytest.mark.slow
+def test_a_later_checkpoint_begins_with_the_weights_of_the_earlier_one(tmp_path):
+    flags = ["--threads", "1", "--batch-tokens", "1024", "--steps"]
+    assert ar.main(["--out", str(tmp_path / "old"), "--size", "micro-test", *flags, "2"]) == 0
+    assert ar.main(["--out", str(tmp_path / "new"), "--start", str(tmp_path / "old"), *flags, "1"]) == 0
+    assert "the weights of `old`" in (tmp_path / "new" / "README.md").read_text()
+    old, new = (causal.load_model(tmp_path / name, torch.device("cpu")).state_dict() for name in ("old", "new"))
+    moved = max(float((new[name] - old[name]).abs().max()) for name in old)
+    assert 0.0 < moved < 0.01
