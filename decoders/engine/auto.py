@@ -162,8 +162,9 @@ class AutoLength:
 
     @property
     def name(self) -> str:
-        """What such an iteration is called in the figures of a run."""
-        return f"{self._names[self.way]} {self()}" if self._now else "none"
+        """What such an iteration is called in the figures of a run. Earlier runs' drafts are as long as they foretell well."""
+        name = self._names[self.way] if self._now else "none"
+        return name if name in {"none", "run"} else f"{name} {self()}"
 
     def hold(self, *, held: bool) -> None:
         """Whether a change has to wait: while a forward runs unread, asks that follow it were formed by the present choice."""

@@ -24,12 +24,14 @@ from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.unit_io import read_planned
 from draftmill.jobs.config.paths import path_problem
+from draftmill.jobs.config.sweep_spec import RECORD
 from draftmill.jobs.drive.run_log import read_sessions
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
+from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.resolve import inputs_of
-from draftmill.jobs.results.export import COLUMNS, ERRORS, in_order, inside_problem, parquet_format, write_rows
+from draftmill.jobs.results.export import COLUMNS, ERRORS, STDOUT, in_order, inside_problem, parquet_format, write_rows
 from draftmill.jobs.results.formats import SUCCESS, PartsSink, part_name
 from draftmill.jobs.results.passes import Pass, finished_passes, latest_rows, passes_of
 from draftmill.jobs.results.summary import sums_of
@@ -40,6 +42,7 @@ from draftmill.storage.inputs.rows import InputFile, Row
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.records import without_dictionaries
+from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.secrets import redacted
 from draftmill.storage.stores.hub import HubStore
 from draftmill.storage.stores.interface import Place, Store
@@ -86,8 +89,7 @@ def publish(
     if problem := inside_problem(to, plan.store.url):
         raise UserError(problem, field=TO)
     target, facts = open_dataset(place.at(to), TO), facts_of(passes)
-    found = (stat.name for prefix in (DATA.rstrip("/"), CARD, FACTS, SUCCESS) for stat in target.list(prefix))
-    earlier = set(filter(OURS.fullmatch, found))
+    earlier = earlier_files(target, to)
     if earlier and not overwrite:
         known = read_facts(target) if FACTS in earlier else {}
         if known.get("fingerprint") != facts["fingerprint"]:
@@ -101,7 +103,8 @@ def publish(
     file_bytes = (file_mb or 128) * MIB  # memory holds one file
     sink = PartsSink(lambda name, data: send(target, f"{DATA}{name}", data), schema, metadata, file_bytes)
     (count,) = write_rows(in_order(plan, tables, order), schema.names, [sink])
-    send(target, CARD, card(facts, target.url).encode())
+    if overwrite or CARD not in earlier:  # people edit cards
+        send(target, CARD, card(facts, target.url).encode())
     for name in earlier - {FACTS, CARD, SUCCESS} - {f"{DATA}{part_name(number)}" for number in range(sink.count)}:
         target.delete(name)
     if isinstance(target, HubStore):
@@ -112,10 +115,22 @@ def publish(
     return OK
 
 
+def earlier_files(target: Dataset, to: str) -> set[str]:
+    """The files of an earlier export; UserError where the place is a run's, or has data that is not ours."""
+    if any(stat.name in {PLAN, RECORD} for prefix in (PLAN, RECORD) for stat in target.list(prefix)):
+        raise UserError(f"{to!r} is a run or a sweep, which may hold only its own files", field=TO)
+    found = {stat.name for prefix in (DATA.rstrip("/"), CARD, FACTS, SUCCESS) for stat in target.list(prefix)}
+    earlier = set(filter(OURS.fullmatch, found))
+    if others := sorted(name for name in found - earlier if name.startswith(DATA) and name.endswith(".parquet")):
+        raise UserError(f"{to!r} has {others[0]}, which a reader would take for a part of the dataset", field=TO)
+    return earlier
+
+
 def open_dataset(place: Place, field: str) -> Dataset:
     """The store of a dataset; UserError, led by `field`, for other places than a folder, hf:// and s3://."""
-    if problem := path_problem(place.url, ("hf", "s3"), "; other buckets can be inputs only"):
-        raise UserError(problem, field=field)
+    problem = path_problem(place.url, ("hf", "s3"), "; other buckets can be inputs only")
+    if problem or place.url in {"", STDOUT}:
+        raise UserError(problem or f"{place.url!r} is not a path", field=field)
     return HubStore(place.url) if place.url.startswith("hf://") else open_store(place)
 
 
@@ -128,9 +143,11 @@ def read_facts(store: Dataset) -> dict[str, Any]:
         _ = spec["task"]["kind"], spec["input"]["columns"]["id"], facts["results"]["schema_version"]
         if facts["format"] != FORMAT or not facts.keys() >= NEEDED or not spec.keys() >= {*SPEC}:
             raise ValueError
-        return facts
     except (ValueError, TypeError, KeyError):
         raise UserError(f"{store.url} has no {FACTS} of `draftmill export --to` that this version reads") from None
+    if digest(facts["results"]) != facts["fingerprint"]:
+        raise UserError(f"{store.url}: {FACTS} was changed: the hash of its results is not its fingerprint")
+    return facts
 
 
 def send(target: Dataset, name: str, data: bytes) -> None:
@@ -176,7 +193,7 @@ def facts_of(passes: Sequence[Pass]) -> dict[str, Any]:
         "format": FORMAT,
         "fingerprint": plan.fingerprint,
         "code_version": plan.code_version,
-        "rows": {"ok": sums.ok, "failed": sums.failed, "errors": sums.errors},
+        "rows": {"ok": sums.ok, "failed": sums.failed, "skipped": sums.skipped, "errors": sums.errors},
         "tokens": sums.new_tokens,
         "nfe": sums.nfe,
         "exact": all_exact(part.manifest.exact for part in passes if part.manifest is not None),

@@ -158,10 +158,10 @@ def loaded_lines(resolved: Resolved, unit_rows: int) -> Iterator[str]:
 def device_lines(device: Mapping[str, Any]) -> Iterator[str]:
     """What the model computes with, from these facts (actors/loop/device_facts.py), and whether another dtype is faster."""
     yield f"device    {device_text(device)}"
-    if drafts := device.get("drafts"):
-        yield f"drafts    chosen by time: {drafts}"
     if (times := device.get("times_float32", 0.0)) > 1:
         slower = f"{device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
         yield f"  dtype   {slower}; auto and float32 are faster"
     if times := device.get("bfloat16_times"):
         yield f"  dtype   float32 is exact; bfloat16 products take {times:.1f} of its time here, and are not exact"
+    if drafts := device.get("drafts"):
+        yield f"drafts    chosen by time: {drafts}"

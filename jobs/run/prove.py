@@ -25,7 +25,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.fingerprint import differences, shorten
 from draftmill.jobs.plan.resolve import Resolved
 from draftmill.jobs.results.passes import latest_rows
-from draftmill.jobs.results.publish import DATA, INPUT, OURS, SPEC, Dataset, facts_of, open_dataset, read_facts
+from draftmill.jobs.results.publish import DATA, FACTS, INPUT, OURS, SPEC, Dataset, facts_of, open_dataset, read_facts
 from draftmill.jobs.run.job import decode_here
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, TIMING_COLUMNS
@@ -51,7 +51,9 @@ def prove(place: Place, rows: int, *, overrides: Sequence[str] = ()) -> int:
     """
     store, files = open_source(place)
     facts = read_facts(store)
-    chosen = pick(store, files, rows)
+    chosen, total = pick(store, files, rows)
+    planned = sum(facts["rows"].get(name, 0) for name in ("ok", "failed", "skipped"))
+    is_whole = len(files) != 1 or not place.url.rstrip("/").endswith(files[0].name)
     decoded = [row for row in chosen if row["status"] == "ok"]
     again, doubt = decode_again(facts, decoded, place, overrides) if decoded else ({}, None)
     print(f"{place.url}: run {facts['fingerprint'][:12]}, draftmill {facts['code_version']}")
@@ -61,8 +63,12 @@ def prove(place: Place, rows: int, *, overrides: Sequence[str] = ()) -> int:
         verdict, why = judge(row, same_row, doubt, scores=facts["spec"]["task"]["kind"] == "score")
         counts[verdict] += 1
         sample = f", sample {row['sample']}" if row["sample"] else ""
-        print(printable(f"  {row['id']}{sample}: {verdict}{why and f': {why}'}"))
+        name = row["id"] if row["id"].isprintable() else repr(row["id"])  # so that it stays in its line
+        print(printable(f"  {name}{sample}: {verdict}{why and f': {why}'}"))
     print(f"{counted(len(chosen), 'row')}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
+    if is_whole and total != planned:
+        print(f"BROKEN: the files have {counted(total, 'row')}, and {FACTS} says {planned:,}")
+        return UNEXPECTED
     return UNEXPECTED if counts[DIFFERENT] else OK if counts[BIT] or counts[TOKENS] else UNUSABLE
 
 
@@ -70,20 +76,21 @@ def open_source(place: Place) -> tuple[Dataset, list[Stat]]:
     """The store of a dataset, and the files to prove: all of them, or the one that the place names."""
     match = re.fullmatch(rf"(?s)(.*?)/*((?:{DATA})?[^/]+\.parquet)?", place.url.rstrip("/"))
     assert match is not None, "any text matches"
-    store = open_dataset(place.at(match[1] or "."), "SOURCE")
+    store = open_dataset(place.at(match[1] or (place.url and ".")), "SOURCE")
     found = store.list(match[2] or DATA.rstrip("/"))
     return store, [stat for stat in found if (stat.name == match[2] if match[2] else OURS.fullmatch(stat.name))]
 
 
-def pick(store: Dataset, files: Sequence[Stat], rows: int) -> list[dict[str, Any]]:
-    """So many rows, evenly spread over the files; UserError if there are none, or a file is not of a dataset."""
+def pick(store: Dataset, files: Sequence[Stat], rows: int) -> tuple[list[dict[str, Any]], int]:
+    """So many rows, evenly spread over the files, and how many there are; UserError if a file is not of a dataset."""
     chosen, first, columns = [], 0, [*COMPARED, INPUT]
     try:
         opened = [
             pq.ParquetFile(io.BufferedReader(RangeFile(store, stat.name, stat.etag, stat.size))) for stat in files
         ]
         total = sum(file.metadata.num_rows for file in opened)
-        wanted = sorted({(2 * number + 1) * total // (2 * rows) for number in range(rows)}) if total else []
+        rows = min(rows, total)
+        wanted = sorted({(2 * number + 1) * total // (2 * rows) for number in range(rows)})
         for file, group in ((each, group) for each in opened for group in range(each.num_row_groups)):
             count = file.metadata.row_group(group).num_rows
             if inside := [number - first for number in wanted if first <= number < first + count]:
@@ -93,7 +100,7 @@ def pick(store: Dataset, files: Sequence[Stat], rows: int) -> list[dict[str, Any
         raise UserError(f"{store.url}: not the files of `draftmill export --to`: {error}") from None
     if not chosen:
         raise UserError(f"{store.url} has no rows")
-    return chosen
+    return chosen, total
 
 
 def decode_again(

@@ -15,6 +15,7 @@ import yaml
 import draftmill
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.jobs.cli import main
+from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.results.publish import SPEC
 from draftmill.storage.stores.interface import Place
 from tests.runs.jobs_of_tests import write_rows, write_spec
@@ -93,7 +94,10 @@ def test_a_dataset_has_each_row_with_its_input_and_a_card_for_the_hub(run, tmp_p
     _, head, body = (tmp_path / "out" / "README.md").read_text().split("---\n")
     assert yaml.safe_load(head)["configs"] == [{"config_name": "default", "data_files": "data/*.parquet"}]
     facts = json.loads((tmp_path / "out" / "draftmill.json").read_text())
-    assert facts["rows"] == {"ok": 4, "failed": 1, "errors": {"missing_column": 1}} and facts["exact"] is True
+    assert (
+        facts["rows"] == {"ok": 4, "failed": 1, "skipped": 0, "errors": {"missing_column": 1}}
+        and facts["exact"] is True
+    )
     assert facts["results"]["model"]["checkpoint"] in body and f"draftmill prove {tmp_path / 'out'}" in body
     assert "output" not in facts["spec"] and "s3" not in facts["spec"]
 
@@ -269,7 +273,8 @@ def test_other_weights_and_another_schema_prove_nothing(run, tmp_path, capsys):
     code, lines = proved(tmp_path, capsys, "--set", "model.path=builtin:ar-micro", "--rows", "1")
     assert code == 2 and ": cannot tell: model.checkpoint was " in lines[0]
     facts = json.loads((tmp_path / "draftmill.json").read_text())
-    facts_changed(tmp_path, results=facts["results"] | {"schema_version": 0})
+    results = facts["results"] | {"schema_version": 0}
+    facts_changed(tmp_path, results=results, fingerprint=digest(results))
     code, lines = proved(tmp_path, capsys, "--rows", "1")
     assert code == 2 and "cannot tell: draftmill 0.1.0 has results of another schema" in lines[0]
 
@@ -319,6 +324,41 @@ def test_what_is_no_dataset_is_refused(run, tmp_path, capsys):
     change_to_ids = pq.read_table(tmp_path / "data").select(["id"])
     pq.write_table(change_to_ids, tmp_path / "data" / "part-00000.parquet")
     assert main(["prove", str(tmp_path)]) == 2 and "not the files of `draftmill export --to`" in capsys.readouterr().err
+
+
+def test_only_a_place_of_its_own_takes_a_dataset(run, tmp_path, capsys):
+    other = run_job(tmp_path)
+    (tmp_path / "has" / "data").mkdir(parents=True)
+    (tmp_path / "has" / "data" / "mine.parquet").write_bytes(b"")
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    for place, message in (
+        (other, "is a run or a sweep"),
+        (tmp_path / "sweep", "is a run or a sweep"),
+        (tmp_path / "has", "has data/mine.parquet"),
+        ("", "'' is not a path"),
+        ("-", "'-' is not a path"),
+    ):
+        for more in ((), ("--overwrite",)):
+            assert publish(run, place, *more) == 2 and message in capsys.readouterr().err
+    assert main(["verify", str(other)]) == 0 and main(["prove", ""]) == 2
+
+
+def test_missing_and_doubled_rows_and_a_changed_spec_are_found_and_an_edited_card_stays(run, tmp_path, capsys):
+    place = tmp_path / "out"
+    assert publish(run, place) == 0
+    (place / "README.md").write_text("mine")
+    assert publish(run, place) == 0 and (place / "README.md").read_text() == "mine"
+    assert publish(run, place, "--overwrite") == 0 and "draftmill prove" in (place / "README.md").read_text()
+    table = pq.read_table(place / "data" / "part-00000.parquet")
+    for rows in (table.slice(1), pa.concat_tables([table, table.slice(0, 1)])):
+        pq.write_table(rows, place / "data" / "part-00000.parquet")
+        assert main(["prove", str(place), "--rows", str(10**20)]) == 1
+        assert f"BROKEN: the files have {rows.num_rows} rows, and draftmill.json says 5" in capsys.readouterr().out
+    pq.write_table(table, place / "data" / "part-00000.parquet")
+    facts = json.loads((place / "draftmill.json").read_text())
+    facts_changed(place, results=facts["results"] | {"seed": 9})
+    assert main(["prove", str(place)]) == 2 and "draftmill.json was changed" in capsys.readouterr().err
 
 
 def test_rows_of_a_later_pass_are_proved(tmp_path, capsys):
