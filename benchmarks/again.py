@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, help="a LoRA adapter of the model")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--blank-line", action="store_true", help="a blank line ends a text, so lengths differ")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
@@ -68,6 +69,7 @@ def main() -> None:
                 folder.mkdir()
                 rows = given.rows if slots > 1 else max(given.rows // 8, 4)
                 spec = job(folder, given.model, rows, given.new, temperature, slots)
+                spec["task"] |= {"stop": "\n\n"} if given.blank_line else {}
                 for world, changes in worlds.items():
                     if temperature or "temperature" not in world:
                         print(f"{world} | {temperature:g} | {slots} | {row_of(spec, changes, folder)}", flush=True)
