@@ -9,8 +9,7 @@ from typing import Any
 from draftmill.actors.recipe import RowRecipe
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.storage.inputs.rows import InputFile
-from draftmill.storage.runs.run_texts import FinishedRun
-from draftmill.storage.runs.unit_table import PlanPart
+from draftmill.storage.runs.unit_table import FinishedRun, PlanPart
 from draftmill.storage.stores.interface import Place
 
 

@@ -30,8 +30,7 @@ from draftmill.jobs.drive.run_log import read_sessions
 from draftmill.jobs.drive.totals import efficiency
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.plan.plan import Plan, load_plan
-from draftmill.jobs.plan.resolve import resolved_of
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolved_of
 from draftmill.jobs.run.job import run_job
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.store import open_store

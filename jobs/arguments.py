@@ -26,7 +26,7 @@ from draftmill.storage.stores.interface import Place, S3Options
 if TYPE_CHECKING:
     from draftmill.jobs.config.spec import JobSpec
     from draftmill.jobs.remote.manifest import Options
-    from draftmill.jobs.remote.request import SubmitOptions
+    from draftmill.jobs.remote.submit import SubmitOptions
     from draftmill.jobs.run.pruning import KeepRule
     from draftmill.jobs.run.session import RunOptions
 
@@ -239,7 +239,7 @@ MADE: Final[Mapping[str, Maker]] = {"place": _place, "options": _run_options}
 command(
     "run",
     "run a job, or resume it; idempotent",
-    lambda arguments: "run.job:run_job" if arguments.first is None else "run.catch_up:catch_up",
+    lambda arguments: "run.job:run_job" if arguments.first is None else "run.job:catch_up",
     *SPEC,
     *DRIVER,
     group(
@@ -263,7 +263,7 @@ command(
 
 
 def _submit_options(arguments: argparse.Namespace) -> SubmitOptions:
-    from draftmill.jobs.remote.request import SubmitOptions
+    from draftmill.jobs.remote.submit import SubmitOptions
 
     return SubmitOptions(
         code=arguments.code,
@@ -316,11 +316,11 @@ command(
 # ---- a run directory
 
 
-command("status", "show the progress of a run", "results.status:status", *RUN_DIR)
+command("status", "show the progress of a run", "results.runs:status", *RUN_DIR)
 command(
     "logs",
     "print what drivers and workers of a run noted",
-    "results.status:logs",
+    "results.runs:logs",
     *RUN_DIR,
     flag("--json", "one JSON object a line", dest="as_json"),
     flag("--follow", "go on printing while a driver works on the run"),
@@ -520,7 +520,7 @@ def _keep(arguments: argparse.Namespace) -> KeepRule:
 command(
     "list",
     "list the runs below a folder, with their state",
-    "results.status:list_runs",
+    "results.runs:list_runs",
     option("place", "DIR", "a folder or s3://bucket/prefix"),
     flag("--json", "all facts as JSON", dest="as_json"),
     S3_ENDPOINT,

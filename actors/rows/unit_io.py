@@ -44,8 +44,7 @@ from draftmill.storage.inputs.reader import fetch_ahead, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.records import TRACE_SCHEMA, schema_of, table_from_rows
-from draftmill.storage.runs.run_texts import RunTexts
-from draftmill.storage.runs.unit_table import PlannedRow, PlanTable
+from draftmill.storage.runs.unit_table import PlannedRow, PlanTable, RunTexts
 from draftmill.storage.secrets import redacted
 from draftmill.storage.stores.store import open_store
 

@@ -27,8 +27,7 @@ from draftmill.jobs.compare.report import render_page, write_page
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import SampleName
-from draftmill.jobs.plan.resolve import resolved_of
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolved_of
 from draftmill.jobs.results.formats import plain_rows
 from draftmill.jobs.results.passes import Pass, latest_rows, passes_of
 from draftmill.storage.errors import Error, UserError, printable

@@ -9,11 +9,13 @@ import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import pyarrow as pa
 
+from draftmill.decoders.common_settings import RunDrafterSettings
 from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.formatting import Notes
 from draftmill.jobs.plan.fingerprint import changed_files, differences, digest, shorten
 from draftmill.jobs.plan.packing import PlanTotals
 from draftmill.jobs.schedule.units import UnitSize
@@ -21,9 +23,11 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.kept import schema_from_json, schema_to_json
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.json_text import parse_json, shaped
+from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
-from draftmill.storage.runs.unit_table import PLAN, PlannedRow, PlanPart, PlanTable, parts_of
-from draftmill.storage.stores.interface import AlreadyExists, NotFound, Place, Store
+from draftmill.storage.runs.unit_table import PLAN, FinishedRun, PlannedRow, PlanPart, PlanTable, parts_of
+from draftmill.storage.stores.interface import AlreadyExists, NotFound, Place, Store, about
+from draftmill.storage.stores.store import open_store
 from draftmill.version import __version__
 
 FORMATS: Final = {"format": 1, "schema_version": SCHEMA_VERSION}
@@ -260,3 +264,66 @@ def _plan_of(content: dict[str, Any], spec: JobSpec, store: Store) -> Plan:
         pass_=int(content.get("pass", 1)),
         keep=schema_from_json(content.get("keep")),
     )
+
+
+# ---- the finished runs that draft (`decoder.drafter: {kind: run}`): found, checked, and what identifies them
+
+DRAFTER_FIELD = "decoder.drafter.path"
+LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRuns:
+    """The runs as workers read them, and the fingerprints of their jobs, which are a part of this job's."""
+
+    runs: tuple[FinishedRun, ...] = ()
+    fingerprints: tuple[str, ...] = ()
+
+
+def earlier_runs(spec: JobSpec, tokenizer: str, plan: Plan | None, display: Notes) -> EarlierRuns | None:
+    """The runs that the spec names, None if its drafter is another one; UserError if one of them is not finished.
+
+    `tokenizer` is the hash of this job's. A job that is resumed (it has a `plan`) does without runs that are gone, with a note:
+    under coupled acceptance its texts are the same.
+    """
+    drafter = getattr(spec.decoder, "drafter", None)
+    if not isinstance(drafter, RunDrafterSettings):
+        return None
+    runs, fingerprints = list[FinishedRun](), list[str]()
+    for path in drafter.path:
+        try:
+            fingerprint, run = finished_run(path, spec.place(path), tokenizer)
+        except UserError as error:
+            if plan is None or spec.sampling.acceptance == "rejection":
+                raise
+            display.note(f"{DRAFTER_FIELD}: {error.message}; its texts do not draft")
+            continue
+        runs.append(run)
+        fingerprints.append(fingerprint)
+    planned: Sequence[str] | None = None if plan is None else plan.results["decoder"].get("drafter", {}).get("runs")
+    if planned is not None and set(fingerprints) < set(planned):
+        fingerprints = list(planned)
+    return EarlierRuns(tuple(runs), tuple(fingerprints))
+
+
+def finished_run(path: str, place: Place, tokenizer: str) -> tuple[str, FinishedRun]:
+    """The fingerprint of the run at a place, and its results with all passes; UserError if it is not finished."""
+    if path == LAST:
+        raise UserError(
+            f"{LAST!r} is the last finished date of a recurring job, or the last finished case of a sweep; allowed: run "
+            "directories, or with `draftmill run` a date in output.path: base/{date:%Y-%m-%d}",
+            field=DRAFTER_FIELD,
+        )
+    with about(DRAFTER_FIELD):
+        store = open_store(place)
+        plan = load_plan(store)
+        if plan is None or not is_closed(store):
+            what = "no run directory" if plan is None else "not finished; `draftmill run` resumes it"
+            raise UserError(f"{path!r} is {what}", field=DRAFTER_FIELD)
+        if next(store.list("data/"), None) is None:
+            raise UserError(f"the results of {path!r} were deleted by `draftmill prune`", field=DRAFTER_FIELD)
+        passes = [(place, parts_of(plan.parts))]
+        while (later := load_plan(inner := open_store(pass_place(place, len(passes) + 1)))) and is_closed(inner):
+            passes.append((inner.place, parts_of(later.parts)))
+        column: Literal["tokens", "text"] = "tokens" if plan.results["model"]["tokenizer"] == tokenizer else "text"
+        return plan.fingerprint, FinishedRun(tuple(reversed(passes)), column)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Final
 
@@ -20,7 +21,8 @@ import pyarrow.compute as pc
 
 from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, FilePart, survey_pieces
 from draftmill.actors.recipe import RowRecipe
-from draftmill.actors.rows.makers import Maker
+from draftmill.actors.rows.fim import fills_in_middle
+from draftmill.actors.rows.makers import Maker, shares_beginnings
 from draftmill.actors.rows.prompts import FIELD as TEMPLATE
 from draftmill.actors.rows.prompts import columns_of, prompter_of, read_columns
 from draftmill.actors.rows.row import row_id
@@ -28,11 +30,11 @@ from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.checks import length_note
-from draftmill.jobs.plan.fingerprint import with_files
+from draftmill.jobs.plan.fingerprint import digest, with_files
 from draftmill.jobs.plan.id_sets import DuplicateFinder, RowPlace, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, compare_plan, create_plan, load_plan
-from draftmill.jobs.plan.resolve import Resolved
+from draftmill.jobs.plan.resolve import Resolved, begins_with_request
 from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of, lift
@@ -41,7 +43,7 @@ from draftmill.storage.inputs.lines import lacks_custom_id
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
-from draftmill.storage.runs.unit_table import ROW_SCHEMA
+from draftmill.storage.runs.unit_table import ROW_SCHEMA, part_name
 from draftmill.storage.stores.interface import Store
 
 LIMITED_HASH_BYTES = 2**30
@@ -266,3 +268,79 @@ def _twice(recipe: RowRecipe, inputs: Sequence[InputFile], first: RowPlace, seco
     name = row_id(found.values or {}, recipe.columns) or default_id(file, second[1])
     places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
     return UserError(f"the id {brief(name)} occurs twice: {places}; ids must be unique", field="input.columns.id")
+
+
+# ---- one plan for several jobs: jobs whose rows have the same canvases get copies of one unit table
+#
+# Reading and tokenizing the rows is the expensive part of planning; a copy needs neither. Each job's run directory stays
+# complete: it has its own `_plan.json` with its own fingerprint, and its own copy of the parts.
+
+OF_DRAWING = ("temperature", "top_k", "top_p", "acceptance")
+"""Keys of `sampling` that no canvas depends on."""
+
+
+def plan_groups(jobs: Sequence[Resolved]) -> list[list[int]]:
+    """Group jobs, by their numbers, whose unit tables are equal: the same rows, ids, keys, canvases and units.
+
+    Of jobs whose rows have settings of their own, only those are together that allow a row the same settings.
+    """
+    by_canvas: dict[str, list[int]] = {}
+    for number, job in enumerate(jobs):
+        by_canvas.setdefault(canvas_key(job), []).append(number)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for key, numbers in by_canvas.items():
+        recipe = jobs[numbers[0]].recipe
+        have_settings = recipe.columns.has_own_settings() or begins_with_request(recipe, jobs[numbers[0]].inputs)
+        for number in numbers:
+            groups.setdefault((key, settings_key(jobs[number]) if have_settings else ""), []).append(number)
+    return list(groups.values())
+
+
+def canvas_key(resolved: Resolved) -> str:
+    """A digest of everything that the canvases and units depend on, except the settings that rows may have of their own.
+
+    These are the inputs, the task, the tokenizer, the seed, the window, the model's length limit and ids, and whether rows
+    that begin alike come together. Everything in the fingerprint counts that is not known to be without effect.
+    """
+    spec, recipe, info, tokenizer = resolved.spec, resolved.recipe, resolved.info, resolved.tokenizer
+    key = dict(resolved.results)
+    model = key.pop("model")
+    del key["decoder"]
+    key["sampling"] = {name: value for name, value in key.get("sampling", {}).items() if name not in OF_DRAWING}
+    key["files"] = _files_key(tuple(resolved.inputs))
+    key["keep"] = list(spec.kept)  # input.keep, and what metrics need
+    key["packing"] = [spec.batching.window, spec.output.unit_rows]
+    key["tokenizer"] = [model["tokenizer"], tokenizer is None, getattr(tokenizer, "bos_id", None), list(recipe.ends)]
+    key["model"] = [info.max_length, info.vocab_size, info.mask_id, fills_in_middle(recipe.task, info)]
+    key["beginnings"] = shares_beginnings(recipe.task, info)
+    if isinstance(recipe.task, Score):  # what can be scored depends on the kind of model
+        key["model"] += [info.kind, list(info.suppressed), info.shift, info.block_size]
+    return digest(key)
+
+
+@lru_cache(maxsize=16)
+def _files_key(files: tuple[InputFile, ...]) -> str:
+    """A digest of inputs as they were listed; a hash is known only of those that were planned before."""
+    return digest([file.facts() | {"sha256": None} for file in files])
+
+
+def settings_key(resolved: Resolved) -> str:
+    """A digest of everything that decides which settings a row may have."""
+    decoder, sampling = resolved.recipe.decoder.baseline, resolved.recipe.sampling
+    return digest([decoder.draws_by_row, decoder.token_logprobs, sampling.model_dump(mode="json")])
+
+
+def copy_plan(resolved: Resolved, donor: Plan, store: Store, *, epoch: int) -> Plan:
+    """Write a plan with the units of `donor`, the plan of a job in the same group, into another run directory.
+
+    Call it only under the run directory's lease, whose epoch is `epoch`. The result is the plan that `make_plan` would make.
+    """
+    discard_parts(store, epoch)
+    parts = []
+    for number, part in enumerate(donor.parts):
+        failpoint("plan.before_part")
+        parts.append(part | {"name": part_name(number, epoch)})
+        store.put(parts[-1]["name"], donor.store.get(part["name"]))
+    failpoint("plan.before_plan")
+    results = with_files(resolved.results, donor.files)
+    return create_plan(store, resolved.recorded, results, donor.files, donor.totals, parts, keep=donor.keep)

@@ -28,6 +28,7 @@ from draftmill.actors.checkpoints.models import (
     tokenizer_hash,
     user_error,
 )
+from draftmill.actors.job import Job
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.constraints import node_of
@@ -44,23 +45,23 @@ from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.fastest import FastestSettings
 from draftmill.decoders.settings import check_model
 from draftmill.jobs.config.dates import read_date
+from draftmill.jobs.config.paths import absolute
 from draftmill.jobs.config.rules import sampling_problem
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.checks import check_chat, check_constraint, check_penalties, check_stop, check_task
-from draftmill.jobs.plan.earlier_runs import earlier_runs
 from draftmill.jobs.plan.fingerprint import digest, results_key, with_files
-from draftmill.jobs.plan.plan import Plan, compare_inputs, compare_plan, compare_settings, load_plan
+from draftmill.jobs.plan.plan import Plan, compare_inputs, compare_plan, compare_settings, earlier_runs, load_plan
+from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.inputs.kept import plain
 from draftmill.storage.inputs.reader import iterate
-from draftmill.storage.inputs.rows import InputFile
+from draftmill.storage.inputs.rows import InputFile, InputFiles
 from draftmill.storage.inputs.sources import with_known_hashes
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, is_closed
-from draftmill.storage.runs.run_texts import FinishedRun
-from draftmill.storage.runs.unit_table import PLAN
+from draftmill.storage.runs.unit_table import PLAN, FinishedRun, parts_of
 from draftmill.storage.stores.interface import Place, Store, about
 from draftmill.storage.stores.store import open_store
 
@@ -441,3 +442,40 @@ def head_hash(spec: JobSpec) -> str | None:
             field="decoder.head",
         )
     return hash_files(folder, files)
+
+
+# ---- for the workers
+
+
+def make_job(resolved: Resolved, plan: Plan) -> Job:
+    """The Job for the workers; local paths become absolute, since workers may have another working directory.
+
+    The inputs are those that this session found, whose content is the plan's: their location and date may have changed.
+    """
+    spec, batching = resolved.spec, resolved.spec.batching
+    here = {file.name: file for file in resolved.inputs}
+    current = [here.get(file.name, file) for file in plan.files]
+    return Job(
+        store=plan.store.place.at(absolute(plan.store.url)),
+        fingerprint=plan.fingerprint,
+        code_version=plan.code_version,
+        trace=spec.output.trace == "steps",
+        model=spec.model_place(),
+        recipe=resolved.recipe,
+        max_rows=None if batching.max_rows == "auto" else batching.max_rows,
+        max_tokens=None if batching.max_tokens == "auto" else batching.max_tokens,
+        unit_rows=max((size.rows for size in plan.sizes()), default=1),
+        files=InputFiles(
+            (replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),
+            spec.s3.options(),
+        ),
+        parts=parts_of(plan.parts),
+        earlier=resolved.earlier,
+        keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
+    )
+
+
+def limits_of(spec: JobSpec) -> Limits:
+    """The scheduler's limits, with the spec's settings."""
+    stall_s, start_s = (max(getattr(shape, key) for shape in spec.shapes) for key in ("stall_s", "start_s"))
+    return Limits(attempts=spec.errors.attempts, lease_s=stall_s, start_s=start_s)

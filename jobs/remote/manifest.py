@@ -24,7 +24,7 @@ from draftmill.jobs.config.spec import JobSpec, load_spec
 from draftmill.jobs.config.yaml_file import apply_override, read_mapping
 from draftmill.jobs.exit_codes import FINAL, OK
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.remote.request import normal_folder
+from draftmill.jobs.remote.submit import normal_folder
 from draftmill.jobs.remote.templates import check_printable, crontab, fill_template, yaml_document
 from draftmill.storage.errors import UserError
 

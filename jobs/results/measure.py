@@ -45,7 +45,7 @@ from draftmill.jobs.drive.totals import Totals, ratio
 from draftmill.jobs.exit_codes import INTERRUPTED, Ended
 from draftmill.jobs.formatting import counted, duration
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.worker_job import limits_of
+from draftmill.jobs.plan.resolve import limits_of
 from draftmill.jobs.results.passes import finished_passes, passes_of
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize

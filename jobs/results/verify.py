@@ -30,8 +30,7 @@ from draftmill.decoders.base import Decoder, Outcome
 from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
-from draftmill.jobs.plan.resolve import Resolved, resolve
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import Resolved, make_job, resolve
 from draftmill.jobs.results.passes import Pass, PassRows, failed_rows, finished_passes, passes_of
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.json_text import parse_json

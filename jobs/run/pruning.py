@@ -23,7 +23,7 @@ from draftmill.jobs.exit_codes import INTERRUPTED, OK
 from draftmill.jobs.formatting import counted, size_text, table_lines
 from draftmill.jobs.results.passes import PRUNED, count_failed, passes_of
 from draftmill.jobs.results.runs import FoundRun, RunFacts, facts_of, runs_below
-from draftmill.jobs.run.known_ids import IDS, ok_ids
+from draftmill.jobs.run.since import IDS, ok_ids
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import write_parquet

@@ -21,8 +21,7 @@ from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import hopeless
 from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.plan.resolve import Resolved, weight_bytes
-from draftmill.jobs.plan.worker_job import limits_of, make_job
+from draftmill.jobs.plan.resolve import Resolved, limits_of, make_job, weight_bytes
 from draftmill.jobs.results.run_input import source_of
 from draftmill.jobs.results.summary import way_shares
 from draftmill.jobs.schedule.events import Finish

@@ -20,7 +20,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.drive import driver, ray_session
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
-from draftmill.jobs.results.status import events_of
+from draftmill.jobs.results.runs import events_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT

@@ -15,7 +15,7 @@ from draftmill.jobs.cli import main, parser
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.eval.options import EvalOptions
 from draftmill.jobs.remote.manifest import Options
-from draftmill.jobs.remote.request import SubmitOptions
+from draftmill.jobs.remote.submit import SubmitOptions
 from draftmill.jobs.run.pruning import KeepRule
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.interface import Place, S3Options

@@ -14,8 +14,7 @@ from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import resolve
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolve
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.stores.store import open_store
 from tests.decoders.backbones.causal_models import save_random

@@ -17,8 +17,7 @@ from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.planning import make_plan, survey
-from draftmill.jobs.plan.resolve import resolve, resolved_of
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolve, resolved_of
 from draftmill.storage.errors import ChangedInput
 from draftmill.storage.inputs import reader, sources, tables
 from draftmill.storage.inputs.inputs import list_inputs

@@ -151,7 +151,7 @@ def test_who_looks_for_a_run_on_the_wrong_service_is_told_how_to_name_another(
         monkeypatch.delenv(name, raising=False)
     if endpoint is not None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setattr("draftmill.jobs.results.status.status", refused)
+    monkeypatch.setattr("draftmill.jobs.results.runs.status", refused)
     monkeypatch.setattr("draftmill.jobs.compare.compare.compare", refused)
     assert cli.main(arguments) == 2
     hint = "; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL" if is_said else ""

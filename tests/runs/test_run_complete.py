@@ -13,7 +13,7 @@ import yaml
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.drive.log import shown
-from draftmill.jobs.results.status import status
+from draftmill.jobs.results.runs import status
 from draftmill.jobs.run.job import run_job
 from draftmill.jobs.run.session import RunOptions
 from draftmill.jobs.run.validate import validate

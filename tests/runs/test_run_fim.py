@@ -19,8 +19,7 @@ from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.draws.keys import hole_key
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.plan.plan import load_plan
-from draftmill.jobs.plan.resolve import resolve, resolved_of
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolve, resolved_of
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.records import TIMING_COLUMNS
 from draftmill.storage.stores.store import open_store

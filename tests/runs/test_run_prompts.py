@@ -15,8 +15,7 @@ from draftmill.actors.rows.canvas import Canvas
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.resolve import resolve
-from draftmill.jobs.run.first_rows import first_rows
-from draftmill.jobs.run.validate import canvas_lines, prompt_text
+from draftmill.jobs.run.validate import canvas_lines, first_rows, prompt_text
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import World, job_spec, run_here

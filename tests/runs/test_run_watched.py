@@ -16,7 +16,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.drive.driver import Driver
 from draftmill.jobs.drive.log import JsonLines, event_record
 from draftmill.jobs.drive.metrics import METRICS
-from draftmill.jobs.results.status import Read, events_of, line_of
+from draftmill.jobs.results.runs import Read, events_of, line_of
 from draftmill.jobs.schedule.events import Finish
 from draftmill.storage.runs.lease import LeaseLost
 from draftmill.storage.stores.store import open_store

@@ -21,8 +21,7 @@ from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.jobs.cli import main
 from draftmill.jobs.exit_codes import INTERRUPTED, Ended
 from draftmill.jobs.plan.plan import Plan, load_plan
-from draftmill.jobs.plan.resolve import resolved_of
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolved_of
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.s3 import S3Store

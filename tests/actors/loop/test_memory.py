@@ -30,8 +30,7 @@ from draftmill.jobs.drive.allocation import NodeRoom, allocate
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import resolve
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolve
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric
 from draftmill.storage.stores.interface import Place

@@ -12,8 +12,7 @@ from draftmill.actors.messages import Receipt, WorkerLoaded, WorkerLost, WorkerR
 from draftmill.actors.ray.pool import RayPool, is_running
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import resolve
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolve
 from draftmill.storage.stores.store import open_store
 from tests.actors.group_processes import followers
 from tests.runs.causal_jobs import job_spec, results_of, run_here, save_model

@@ -14,7 +14,7 @@ from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import session_record
 from draftmill.jobs.drive.totals import Totals, efficiency, progress_line
 from draftmill.jobs.formatting import duration, rate_text, size_text
-from draftmill.jobs.results.status import status
+from draftmill.jobs.results.runs import status
 from draftmill.storage.runs.lease import acquire
 from draftmill.storage.stores.store import open_store
 from tests.jobs.compare.made_runs import row, write_run

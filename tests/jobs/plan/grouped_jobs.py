@@ -17,8 +17,7 @@ from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import resolve, resolved_of
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.resolve import make_job, resolve, resolved_of
 from draftmill.storage.stores.store import open_store
 
 _FIRST = ["def", "return", "self", "import", "class", "for", "in", "range", "if"]

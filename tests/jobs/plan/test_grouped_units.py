@@ -12,8 +12,8 @@ import pytest
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.planning import plan_groups
 from draftmill.jobs.plan.resolve import resolve
-from draftmill.jobs.plan.shared_plan import plan_groups
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable
 from draftmill.storage.stores.store import open_store
 from tests.jobs.plan.grouped_jobs import CHOICES, decoded_apart, planned, spec_for, write_questions

@@ -9,7 +9,7 @@ import yaml
 
 from draftmill.actors.task import Complete
 from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
-from draftmill.jobs.remote.request import EXCLUDES, SubmitOptions, request_of
+from draftmill.jobs.remote.submit import EXCLUDES, SubmitOptions, request_of
 from draftmill.storage.errors import UserError
 from draftmill.version import ROOT
 from tests.jobs.specs import completion

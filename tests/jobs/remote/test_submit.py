@@ -12,8 +12,7 @@ from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.log import shown
 from draftmill.jobs.remote import submit as submit_module
 from draftmill.jobs.remote.cluster import RUN, Unreachable, stem_of
-from draftmill.jobs.remote.request import SubmitRequest
-from draftmill.jobs.remote.submit import end_of, follow, start, stop_jobs
+from draftmill.jobs.remote.submit import SubmitRequest, end_of, follow, start, stop_jobs
 from draftmill.storage.errors import UserError
 from tests.jobs.remote import test_request
 from tests.jobs.remote.fake_cluster import FakeCluster, FakeJob

@@ -13,8 +13,8 @@ from draftmill.actors.messages import Effort
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.cli import main
 from draftmill.jobs.drive.run_log import Sessions
-from draftmill.jobs.results import status
-from draftmill.jobs.results.status import state_of, status_lines
+from draftmill.jobs.results import runs
+from draftmill.jobs.results.runs import state_of, status_lines
 from draftmill.storage.runs.lease import acquire, driver_of, this_process
 from draftmill.storage.stores.store import MemoryStore, open_store
 
@@ -45,7 +45,7 @@ def test_the_share_of_prompt_rows_that_were_taken_over_is_shown_where_there_is_a
 
 
 def lines_of(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(status, "read_sessions", lambda _: sessions)
+    monkeypatch.setattr(runs, "read_sessions", lambda _: sessions)
     plan: Any = SimpleNamespace(rows=4, units=1, sizes=lambda: iter(()))
     return list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
 
@@ -59,7 +59,7 @@ def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(tmp_path, caps
     planned = f"{place} is being planned, driver {this_process()}\n"
     assert (printed.out, printed.err) == (planned, f"draftmill: {planned}")
     monkeypatch.setattr(
-        "draftmill.jobs.results.status.time.sleep", lambda s: lease.release()
+        "draftmill.jobs.results.runs.time.sleep", lambda s: lease.release()
     )  # the driver ends while it is followed
     assert main(["logs", place, "--follow"]) == 0
     interrupted = f"{place} was interrupted while it was planned: run it again\n"

@@ -13,7 +13,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import load_spec
 from draftmill.jobs.results.runs import runs_below
 from draftmill.jobs.run import pruning
-from draftmill.jobs.run.catch_up import due_dates
+from draftmill.jobs.run.job import due_dates
 from draftmill.jobs.run.pruning import KeepRule, candidates, prune_run
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire

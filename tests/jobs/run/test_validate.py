@@ -17,8 +17,15 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.plan.checks import length_note
-from draftmill.jobs.run.first_rows import FirstRow, device_lines, estimate_rows
-from draftmill.jobs.run.validate import canvas_lines, prompt_text, quantized_lines, validate
+from draftmill.jobs.run.validate import (
+    FirstRow,
+    canvas_lines,
+    device_lines,
+    estimate_rows,
+    prompt_text,
+    quantized_lines,
+    validate,
+)
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
