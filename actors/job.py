@@ -10,7 +10,7 @@ from draftmill.actors.recipe import RowRecipe
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.unit_table import FinishedRun, PlanPart
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 
 
 @dataclass(frozen=True, slots=True)

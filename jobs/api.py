@@ -47,7 +47,7 @@ from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
 from draftmill.storage.runs.records import without_dictionaries
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 
 if TYPE_CHECKING:
     import datasets

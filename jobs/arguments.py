@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 from draftmill.jobs.eval.options import HINT, SEEDS, EvalOptions, documents, parse_settings, seeds
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.store import Place, S3Options
 
 if TYPE_CHECKING:
     from draftmill.jobs.config.spec import JobSpec

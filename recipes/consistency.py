@@ -32,8 +32,7 @@ from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.run.job import run_job
 from draftmill.jobs.run.session import RunOptions
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 from recipes import (
     causal,
     causal_folder,

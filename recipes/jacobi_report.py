@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from draftmill.storage.runs.records import read_results
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import Store
 from recipes import causal_folder, corpus, evaluation, folder
 from recipes.evaluation import Quality
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from draftmill.storage.runs.records import read_results
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import Store
 from recipes.packing import IDS, Trajectory
 
 

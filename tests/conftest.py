@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.store import S3Options
 
 if TYPE_CHECKING:
     from tests.storage.stores.s3_server import S3Server

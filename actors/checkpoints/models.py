@@ -27,8 +27,7 @@ from draftmill.actors.checkpoints.made_folders import (
 )
 from draftmill.storage.errors import UserError
 from draftmill.storage.json_text import read_object
-from draftmill.storage.stores.interface import Place, Stat, Store, about, is_local
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, Stat, Store, about, is_local, open_store
 
 FIELD = "model.path"
 BUILTIN = Path(__file__).resolve().parents[2] / "decoders" / "builtin"

@@ -23,7 +23,7 @@ from draftmill.decoders.common_settings import DrafterPlace, Estimate, Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.store import Place, S3Options
 
 if TYPE_CHECKING:
     from draftmill.decoders.backbones.base import Model

@@ -29,8 +29,7 @@ from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
-from draftmill.storage.stores.interface import Place
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, open_store
 
 COLUMNS = ("id", "sample", "status", "text", "tokens", KEEP)
 """The result columns that metrics read; a user's file gets all columns."""

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from draftmill.actors.task import as_tuple
 from draftmill.decoders.common_settings import MODEL, Dtype, PathMark, Settings
-from draftmill.storage.stores.interface import is_local
+from draftmill.storage.stores.store import is_local
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.@-]*$", max_length=100)]
 

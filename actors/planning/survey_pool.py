@@ -38,7 +38,7 @@ from draftmill.storage.inputs.kept import KeptTypes, NewTypes
 from draftmill.storage.inputs.reader import count_lines, has_lines
 from draftmill.storage.inputs.rows import FIELD, FileSlice, InputFile
 from draftmill.storage.inputs.tables import group_slices
-from draftmill.storage.stores.interface import about
+from draftmill.storage.stores.store import about
 
 ITEM_TABLES = 8
 """Tables of an item, at most: 8,192 rows, or 32 million characters."""

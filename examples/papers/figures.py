@@ -13,7 +13,7 @@ from draftmill.jobs.compare.comparison import Comparison, RunFigures, compare_ru
 from draftmill.jobs.compare.rows import RunRows, read_rows
 from draftmill.jobs.compare.runs import FinishedRun, find_runs, open_run
 from draftmill.jobs.compare.statistics import Interval, Statistic, grouped_sums, intervals_of, wilson
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from draftmill.jobs.compare.statistics import ALPHA, LEVEL, MIN_ROWS, Interval
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted, table_lines
 from draftmill.storage.errors import printable
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 
 Table = list[list[str]]
 """A header and rows of cells."""

@@ -15,8 +15,7 @@ from draftmill.jobs.results.passes import Pass, finished_passes, passes_of
 from draftmill.storage.errors import DamagedRun, UserError
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST
-from draftmill.storage.stores.interface import Place, Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, Store, open_store
 
 
 @dataclass(frozen=True, slots=True)

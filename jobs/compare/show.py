@@ -34,8 +34,7 @@ from draftmill.storage.errors import Error, UserError, printable
 from draftmill.storage.parquet import read_parquet
 from draftmill.storage.runs.commit import trace_name
 from draftmill.storage.runs.records import read_results
-from draftmill.storage.stores.interface import NotFound, Place
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import NotFound, Place, open_store
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from draftmill.decoders.common_settings import PathMark
 from draftmill.jobs.config.dates import EXAMPLE, date_problem, given_problem, with_date
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import expand_braces, glob_pattern
-from draftmill.storage.stores.interface import is_local
+from draftmill.storage.stores.store import is_local
 
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255

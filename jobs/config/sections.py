@@ -13,7 +13,7 @@ from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, PathMark, S
 from draftmill.jobs.config.dates import format_date, read_date
 from draftmill.storage.inputs.where import parse_where
 from draftmill.storage.secrets import has_authorization, redacted
-from draftmill.storage.stores.interface import S3Options
+from draftmill.storage.stores.store import S3Options
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]

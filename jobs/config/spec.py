@@ -47,7 +47,7 @@ from draftmill.jobs.config.sections import (
 )
 from draftmill.jobs.config.yaml_file import apply_change, read_mapping, split_override
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.store import Place, S3Options
 
 RESULT_SECTIONS = frozenset({"seed", "task", "decoder", "sampling", "prompt", "chat"})
 RESULT_INPUT_KEYS = ("columns", "limit", "chunk_chars", "delimiter", "truncate", "keep", "dedupe", "where")

@@ -20,8 +20,7 @@ from draftmill.jobs.drive.log import print_result
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire, holder, pid_here, take_away, this_process
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import tidy
+from draftmill.storage.stores.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ def _withdraw(lease: Lease) -> None:
     """Restore the run directory, if it holds nothing new but the lease and the store can be reached."""
     with suppress(StoreError):
         lease.withdraw()
-        tidy(lease.store)
+        lease.store.tidy()
 
 
 def gives_way(held: LeaseHeld, if_running: IfRunning, waited_for: str | None) -> bool:

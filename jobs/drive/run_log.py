@@ -29,7 +29,7 @@ from draftmill.storage.errors import StoreError
 from draftmill.storage.json_text import parse_as, shaped
 from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.unit_facts import CommittedUnit
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import Store
 
 FLUSH_EVERY_S = 10.0
 PROGRESS_EVERY_S = 60.0

@@ -38,8 +38,7 @@ from draftmill.jobs.run.job import complete_job
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import is_closed
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store, tidy
+from draftmill.storage.stores.store import Store, open_store
 
 if TYPE_CHECKING:  # these import lm_eval (extra `lm-eval`), which takes some seconds
     from lm_eval.api.task import Task
@@ -143,7 +142,7 @@ def _evaluate(spec: EvalSpec, options: EvalOptions, asker: DraftmillLM, tasks: C
     )
     _print_results(results, answers)
     print_result(f"{store.url}/{file}")
-    tidy(store)
+    store.tidy()
 
 
 def _print_results(results: dict[str, Any], answers: Mapping[str, Sequence[dict[str, Any]]]) -> None:

@@ -40,8 +40,7 @@ from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import AlreadyExists
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import AlreadyExists, open_store
 
 Kind = Literal["complete", "infill", "score"]
 

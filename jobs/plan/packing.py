@@ -39,7 +39,7 @@ from draftmill.storage.runs.unit_table import (
     part_bytes,
     part_name,
 )
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import Store
 
 UNIT_TOKENS = 2**19
 """Maximum tokens of a unit; bounds the memory and time of what is committed, retried and bisected together."""

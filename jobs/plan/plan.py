@@ -26,8 +26,7 @@ from draftmill.storage.json_text import parse_json, shaped
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.runs.unit_table import PLAN, FinishedRun, PlannedRow, PlanPart, PlanTable, parts_of
-from draftmill.storage.stores.interface import AlreadyExists, NotFound, Place, Store, about
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import AlreadyExists, NotFound, Place, Store, about, open_store
 from draftmill.version import __version__
 
 FORMATS: Final = {"format": 1, "schema_version": SCHEMA_VERSION}

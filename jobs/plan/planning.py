@@ -44,7 +44,7 @@ from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, part_name
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import Store
 
 LIMITED_HASH_BYTES = 2**30
 """With `input.limit`, a job may read few rows of a huge file: files larger than this are identified by size and date alone."""

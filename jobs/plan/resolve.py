@@ -62,8 +62,7 @@ from draftmill.storage.inputs.sources import with_known_hashes
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, is_closed
 from draftmill.storage.runs.unit_table import PLAN, FinishedRun, parts_of
-from draftmill.storage.stores.interface import Place, Store, about
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, Store, about, open_store
 
 
 @dataclass(frozen=True, slots=True)

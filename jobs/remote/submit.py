@@ -45,8 +45,7 @@ from draftmill.jobs.remote.cluster import (
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import holder, pid_here
 from draftmill.storage.secrets import is_secret_variable
-from draftmill.storage.stores.interface import Place, Store, is_local
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, Store, is_local, open_store
 from draftmill.version import ROOT, __version__
 
 _log = logging.getLogger(__name__)

@@ -40,9 +40,8 @@ from draftmill.jobs.results.passes import Pass, finished_passes, joined, latest_
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.records import SCHEMA_VERSION
-from draftmill.storage.stores.interface import AlreadyExists, Place, is_local
 from draftmill.storage.stores.local import link_new, sync_folder
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import AlreadyExists, Place, is_local, open_store
 
 if TYPE_CHECKING:
     from draftmill.jobs.results.formats import Target

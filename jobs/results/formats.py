@@ -20,7 +20,7 @@ from draftmill.actors.rows.requests import CHAT
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.parquet import parquet_writer
-from draftmill.storage.stores.interface import is_local
+from draftmill.storage.stores.store import is_local
 
 if TYPE_CHECKING:  # it imports boto3
     from draftmill.storage.stores.upload import Upload

@@ -51,7 +51,7 @@ from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet, measured_units, metric_sets, record_set
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import Store
 from draftmill.version import __version__
 
 

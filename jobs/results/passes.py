@@ -27,8 +27,7 @@ from draftmill.storage.runs.commit import Manifest, read_manifest
 from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.unit_table import PLAN, ROW_SCHEMA
-from draftmill.storage.stores.interface import FolderLevel, Store, level_of
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import FolderLevel, Store, open_store
 
 FOLDER = PASSES
 
@@ -101,7 +100,7 @@ def require_plan(store: Store) -> Plan:
         return plan
     if store.exists(RECORD):
         raise UserError(f"{store.url} is a sweep; its run directories are {store.url.rstrip('/')}/{CASES}/NAME")
-    if is_unplanned(level_of(store)):
+    if is_unplanned(store.level()):
         held = holder(store)
         raise NoPlanYet(store, None if held is None else held.owner)
     raise UserError(

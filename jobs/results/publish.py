@@ -45,8 +45,7 @@ from draftmill.storage.runs.records import without_dictionaries
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.secrets import redacted
 from draftmill.storage.stores.hub import HubStore
-from draftmill.storage.stores.interface import Place, Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, Store, open_store
 
 Dataset: TypeAlias = Store | HubStore
 

@@ -30,8 +30,7 @@ from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.metric_files import KEYS, read_metrics
 from draftmill.storage.runs.records import without_dictionaries
-from draftmill.storage.stores.interface import AlreadyExists, Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import AlreadyExists, Store, open_store
 
 BATCH_ROWS: Final = 65_536
 """About how many rows of the run are read for one file."""

@@ -36,9 +36,8 @@ from draftmill.storage.json_text import parse_json
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import FolderLevel, Place, Stat, Store, level_of
 from draftmill.storage.stores.parallel import parallel_map, thread_pool
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import FolderLevel, Place, Stat, Store, open_store
 
 MOST_LEVELS = 12
 """How deep runs are searched for; a folder tree below that is not one of runs."""
@@ -73,7 +72,7 @@ def runs_below(store: Store, *, levels: int = MOST_LEVELS) -> list[FoundRun]:
         runs: list[FoundRun] = []
         names = [""]
         for depth in range(levels + 1):
-            listed = zip(names, threads.map(lambda name: level_of(store, name), names), strict=True)
+            listed = zip(names, threads.map(store.level, names), strict=True)
             names = []
             for name, level in listed:
                 if PLAN in level.files or (name and is_unplanned(level)):
@@ -251,7 +250,7 @@ def list_runs(folder: Place, *, as_json: bool = False) -> int:
     store = open_store(folder)
     found = runs_below(store)
     if not found:
-        level = level_of(store)
+        level = store.level()
         if not level.folders and not level.files:
             raise UserError(f"nothing is at {store.url}")
     runs = [promise.result() for _, promise in parallel_map(store, found, facts_of)]
@@ -316,7 +315,7 @@ def events_of(store: Store, read: Read | None = None) -> Iterator[Event]:
     """The events of every pass in the order of time; skips those of `read`, and updates it."""
     known = {} if read is None else read
     streams: dict[str, list[Stat]] = {}
-    for folder in ["", *(f"{FOLDER}{name}/" for name in sorted(level_of(store, FOLDER.rstrip("/")).folders))]:
+    for folder in ["", *(f"{FOLDER}{name}/" for name in sorted(store.level(FOLDER.rstrip("/")).folders))]:
         for stat in store.list(f"{folder}attempts/"):
             if stat.name.endswith(".jsonl") and "-part-" in stat.name:
                 streams.setdefault(stat.name.partition("-part-")[0], []).append(stat)

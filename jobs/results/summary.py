@@ -23,7 +23,7 @@ from draftmill.storage.runs.commit import Manifest
 from draftmill.storage.runs.metric_files import KEYS, MetricError, metric_sets, read_metric_errors, read_metrics
 from draftmill.storage.runs.records import read_results
 from draftmill.storage.runs.sums import EXAMPLES, SUMMED, Sums, brief_line, sum_up
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import Store
 
 KINDS = 5
 """Number of error kinds in the table; the most frequent ones are shown."""

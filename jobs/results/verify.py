@@ -41,9 +41,8 @@ from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units,
 from draftmill.storage.runs.records import REMEDY, SCHEMA_VERSION, read_results
 from draftmill.storage.runs.sums import Sums, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit
-from draftmill.storage.stores.interface import NotFound, Place, Store
 from draftmill.storage.stores.parallel import parallel_map
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import NotFound, Place, Store, open_store
 
 SHOWN = 20
 """Number of problems printed in full; the rest are only counted."""

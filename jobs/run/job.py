@@ -61,8 +61,7 @@ from draftmill.storage.errors import Error, StoreError, UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
-from draftmill.storage.stores.interface import Place, Store
-from draftmill.storage.stores.store import delete_strays, open_store, probe
+from draftmill.storage.stores.store import Place, Store, open_store, probe
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
         probe(store)
         try:
             with hold_lease(store, stop.set) as lease, Display(outcome.log) as display, ExitStack() as ray:
-                delete_strays(store)
+                store.delete_strays()
                 # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
                 if resolved.plan is None and job.input.dedupe is None:
                     (refusal,) = ray.enter_context(backend.opening(display, [resolved]))
@@ -185,7 +184,7 @@ def measure_run(store: Store, ready: CheckedMetrics | None, options: RunOptions)
     stop = StopFlag()
     try:
         with hold_lease(store, stop.set), Display() as display:
-            delete_strays(store)
+            store.delete_strays()
             measure_units(store, ready, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
     except RayDidNotStart as error:
         raise StoreError(f"{error}; run it again to resume") from error

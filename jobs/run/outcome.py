@@ -24,7 +24,7 @@ from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserError
 from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.secrets import presentable
-from draftmill.storage.stores.interface import Store
+from draftmill.storage.stores.store import Store
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from draftmill.jobs.run.job import decode_here
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, TIMING_COLUMNS
 from draftmill.storage.stores.block_cache import RangeFile
-from draftmill.storage.stores.interface import Place, Stat
+from draftmill.storage.stores.store import Place, Stat
 
 BIT, TOKENS, DIFFERENT, UNKNOWN = "equal to the bit", "equal tokens", "different", "cannot tell"
 

@@ -29,8 +29,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.lease import LEASE, LeaseHeld
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import AlreadyExists, Place, Stat, Store
-from draftmill.storage.stores.store import open_store, remove_empty_folders
+from draftmill.storage.stores.store import AlreadyExists, Place, Stat, Store, open_store
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ def prune_run(candidate: Candidate, on_lost: Callable[[str], None]) -> None:
             failpoint("prune.before_delete")
             lease.check()
             store.delete(stat.name)
-    remove_empty_folders(store)
+    store.remove_empty_folders()
 
 
 def _prove(candidate: Candidate, objects: Sequence[Stat]) -> None:

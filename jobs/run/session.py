@@ -31,8 +31,8 @@ from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import done_units, read_unit, write_manifest
 from draftmill.storage.runs.lease import Lease, this_process
 from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, unit_name
-from draftmill.storage.stores.interface import Store, is_local
 from draftmill.storage.stores.parallel import parallel_map
+from draftmill.storage.stores.store import Store, is_local
 from draftmill.version import __version__
 
 

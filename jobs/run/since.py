@@ -33,8 +33,8 @@ from draftmill.storage.inputs.sources import with_hashes
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.commit import MANIFEST
 from draftmill.storage.runs.unit_table import PLAN
-from draftmill.storage.stores.interface import Store, level_of
 from draftmill.storage.stores.parallel import parallel_map
+from draftmill.storage.stores.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +209,6 @@ def ok_ids(store: Store) -> pa.Table:
 def _version(run: FoundRun) -> dict[str, str]:
     """What a cached table was made of: this run, not another one that had its name, and so many later passes with more ids."""
     assert run.success is not None, run.name
-    folders = level_of(run.store, "passes").folders if "passes" in run.level.folders else ()
-    passes = sum(MANIFEST in level_of(run.store, f"passes/{name}").files for name in folders)
+    folders = run.store.level("passes").folders if "passes" in run.level.folders else ()
+    passes = sum(MANIFEST in run.store.level(f"passes/{name}").files for name in folders)
     return {"format": "1", "success": run.success.etag, "passes": str(passes)}

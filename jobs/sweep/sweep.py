@@ -51,8 +51,7 @@ from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.commit import done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import LeaseHeld
-from draftmill.storage.stores.interface import NotFound, Store
-from draftmill.storage.stores.store import delete_strays, open_store, probe
+from draftmill.storage.stores.store import NotFound, Store, open_store, probe
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
         closed = [case for case in cases if case.is_closed]
         session = SweepSession(options, backend, display, last=closed[-1] if closed else None)
         with hold_lease(store, session.lost):
-            delete_strays(store)
+            store.delete_strays()
             with backend.opening(display, [case.resolved for case in ready]) as refusals:
                 for case, error in zip(ready, refusals, strict=True):
                     if error is not None:

@@ -19,8 +19,7 @@ from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.huggingface import list_dataset
 from draftmill.storage.inputs.rows import FIELD, InputFile
 from draftmill.storage.stores.fsspec_store import DRIVERS, UNSEEN, FsspecStore
-from draftmill.storage.stores.interface import Place, ReadStore, Stat, about, is_local
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, ReadStore, Stat, about, is_local, open_store
 
 STDLIB = "builtin:python-stdlib"
 STDLIB_CHUNK_CHARS = 384

@@ -33,7 +33,7 @@ from draftmill.storage.inputs.sources import (
 )
 from draftmill.storage.inputs.tables import Columns, pick_table_rows, table_rows, table_schema
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, ahead
-from draftmill.storage.stores.interface import about
+from draftmill.storage.stores.store import about
 
 Places = Sequence[tuple[int, int | None]]
 """Rows of a file: number, and offset where there is one."""

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from draftmill.storage.errors import RowError, UserError, printable
-from draftmill.storage.stores.interface import S3_DEFAULTS, S3Options
+from draftmill.storage.stores.store import S3_DEFAULTS, S3Options
 
 FIELD = "input.path"
 

@@ -30,9 +30,9 @@ from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.inputs import STDLIB, is_object, local_path, open_bucket
 from draftmill.storage.inputs.rows import FIELD, InputFile, damage_error
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, Block, RangeFile, SeekableFile
-from draftmill.storage.stores.interface import Conflict, Place, ReadStore, about, is_local
 from draftmill.storage.stores.local import translate_errors
 from draftmill.storage.stores.parallel import thread_pool
+from draftmill.storage.stores.store import Conflict, Place, ReadStore, about, is_local
 
 T = TypeVar("T")
 

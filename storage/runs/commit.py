@@ -31,7 +31,7 @@ from draftmill.storage.runs.lease import Lease, LeaseLost
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damage_error
 from draftmill.storage.runs.sums import Sums, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, FileBody, Stat, Store
+from draftmill.storage.stores.store import AlreadyExists, Body, Conflict, FileBody, Stat, Store
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"

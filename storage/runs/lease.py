@@ -21,7 +21,7 @@ import psutil
 
 from draftmill.storage.errors import AnotherDriver, DamagedRun, StoreError, printable
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat, Store
+from draftmill.storage.stores.store import AlreadyExists, Conflict, NotFound, Stat, Store
 
 LEASE = "_lease.json"
 

@@ -29,8 +29,8 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.json_text import parse_as
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.commit import require_identity
-from draftmill.storage.stores.interface import AlreadyExists, Store
 from draftmill.storage.stores.parallel import parallel_map
+from draftmill.storage.stores.store import AlreadyExists, Store
 
 KEYS: Final = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("sample", pa.int32(), nullable=False)])
 """The first columns of every file; all others are float64, null where a row has no value."""

@@ -13,8 +13,8 @@ import pyarrow as pa
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.parquet import read_parquet
-from draftmill.storage.stores.interface import NotFound, Store
 from draftmill.storage.stores.parallel import parallel_map
+from draftmill.storage.stores.store import NotFound, Store
 
 SCHEMA_VERSION = 1
 

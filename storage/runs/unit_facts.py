@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from draftmill.storage.runs.done_units import BLOCK
 from draftmill.storage.runs.sums import Sums, sums_of_text
-from draftmill.storage.stores.interface import MOST_ETAG, is_short_etag
+from draftmill.storage.stores.store import MOST_ETAG, is_short_etag
 
 _COUNTS: Final = ("rows", "ok", "failed", "skipped", "bytes")
 _COLUMNS: Final = np.dtype(

@@ -28,8 +28,7 @@ from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.runs.records import damage_error
 from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.stores.block_cache import open_object
-from draftmill.storage.stores.interface import Place, Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, Store, open_store
 
 PLAN = "_plan.json"
 FOLDER = "plan/"

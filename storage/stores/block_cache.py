@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from draftmill.storage.stores.interface import NotFound, ReadStore, Store
+from draftmill.storage.stores.store import NotFound, ReadStore, Store
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.secrets import presentable
-from draftmill.storage.stores.interface import Conflict, NotFound, Stat
+from draftmill.storage.stores.store import Conflict, NotFound, Stat
 
 DRIVERS: Final = {"gs": ("gcsfs", "generation"), "az": ("adlfs", "etag"), "abfs": ("adlfs", "etag")}
 """By scheme, the driver's package, and the fact about an object that identifies its version."""

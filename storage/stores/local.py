@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.stores.interface import (
+from draftmill.storage.stores.store import (
     AlreadyExists,
     Body,
     Conflict,
@@ -20,6 +20,7 @@ from draftmill.storage.stores.interface import (
     NotFound,
     Place,
     Stat,
+    Store,
     check_name,
 )
 
@@ -31,8 +32,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
 TEMPORARY = ".tmp-"
 
+STRAY_S = 3600.0
+"""No live writer takes that many seconds for a file."""
 
-class LocalStore:
+
+class LocalStore(Store):
     """A folder as a store; made when first written. Durable: data and names are fsynced before a verb returns."""
 
     def __init__(self, path: str | os.PathLike[str], place: Place | None = None) -> None:
@@ -103,7 +107,7 @@ class LocalStore:
                 with suppress(FileNotFoundError):  # deleted since the listing
                     yield self._stat(name, self.root / name)
 
-    def level(self, folder: str) -> FolderLevel:
+    def level(self, folder: str = "") -> FolderLevel:
         folders, files = [], {}
         for name, entry in self._entries(folder):
             if entry.is_dir():
@@ -126,14 +130,14 @@ class LocalStore:
         with translate_errors(self._path(name)) as path:
             path.unlink(missing_ok=True)
 
-    def delete_strays(self, *, older_s: float = 3600.0) -> None:
+    def delete_strays(self) -> None:
         """Delete the temporary files of killed writers; no live writer takes that many seconds for a file."""
         for folder, _, files in os.walk(self.root):
             for name in files:
                 if name.startswith(TEMPORARY):
                     path = Path(folder, name)
                     with suppress(OSError):  # files that can't be deleted do no harm
-                        if time.time() - path.stat().st_mtime > older_s:
+                        if time.time() - path.stat().st_mtime > STRAY_S:
                             path.unlink()
 
     def tidy(self) -> None:

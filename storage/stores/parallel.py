@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from draftmill.storage.errors import StoreError
-from draftmill.storage.stores.interface import Store, is_local
+from draftmill.storage.stores.store import Store, is_local
 
 T = TypeVar("T")
 R = TypeVar("R")

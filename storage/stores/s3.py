@@ -34,7 +34,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.secrets import presentable
-from draftmill.storage.stores.interface import (
+from draftmill.storage.stores.store import (
     AlreadyExists,
     Body,
     Conflict,
@@ -44,6 +44,7 @@ from draftmill.storage.stores.interface import (
     Place,
     S3Options,
     Stat,
+    Store,
 )
 
 TOKEN = "write-token"
@@ -67,7 +68,7 @@ class _BeyondEnd(StoreError):
     """A range begins at or after the object's end."""
 
 
-class S3Store:
+class S3Store(Store):
     """A bucket, or a prefix in one, as a Store. `sleep` (seconds) waits between attempts."""
 
     def __init__(self, url: str, options: S3Options, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -137,7 +138,7 @@ class S3Store:
             for item in page.get("Contents", ()):
                 yield self._item_stat(item)
 
-    def level(self, folder: str) -> FolderLevel:
+    def level(self, folder: str = "") -> FolderLevel:
         """One request for each thousand folders and objects."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         folders, files = [], {}
@@ -160,9 +161,6 @@ class S3Store:
     def _item_stat(self, item: dict[str, Any]) -> Stat:
         name = item["Key"].removeprefix(self._prefix)
         return Stat(name, item["Size"], _etag(item), {}, item["LastModified"].timestamp())
-
-    def exists(self, name: str) -> bool:
-        return self.stat(name) is not None
 
     def stat(self, name: str) -> Stat | None:
         try:

@@ -23,8 +23,8 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from draftmill.storage.errors import StoreError
-from draftmill.storage.stores.interface import AlreadyExists
 from draftmill.storage.stores.s3 import TOKEN, S3Store, sha256, status_of
+from draftmill.storage.stores.store import AlreadyExists
 
 PART_BYTES = 16 * 2**20
 MAX_PARTS = 10_000

@@ -15,7 +15,7 @@ from draftmill.decoders.backbones.packed import FixedLinear
 from draftmill.decoders.backbones.xlnet import XLNetBackbone
 from draftmill.decoders.draws.sampling import sample
 from draftmill.decoders.registry import find_heads
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.references import kernels as reference
 from tests.decoders.support import decoder_settings

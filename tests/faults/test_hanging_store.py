@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from draftmill.jobs.cli import main
-from draftmill.storage.stores.interface import S3_DEFAULTS, Place, S3Options, Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import S3_DEFAULTS, Place, S3Options, Store, open_store
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

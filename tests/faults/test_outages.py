@@ -12,8 +12,8 @@ import pytest
 from draftmill.jobs.cli import main
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, UNEXPECTED, UNUSABLE
 from draftmill.storage.stores import s3
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import S3Options
 from tests.runs.jobs_of_tests import rows_of, soak, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 from tests.storage.stores.s3_server import S3Server

@@ -18,7 +18,7 @@ from draftmill.jobs.remote.manifest import Options
 from draftmill.jobs.remote.submit import SubmitOptions
 from draftmill.jobs.run.pruning import KeepRule
 from draftmill.jobs.run.session import RunOptions
-from draftmill.storage.stores.interface import Place, S3Options
+from draftmill.storage.stores.store import Place, S3Options
 from tests.jobs.specs import completion
 
 RUN = "RUN --s3-endpoint http://s3"

@@ -28,8 +28,7 @@ from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.secrets import HIDDEN, redacted
 from draftmill.storage.stores import s3 as s3_module
-from draftmill.storage.stores.interface import Place, S3Options
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, S3Options, open_store
 from tests.actors.tokenizers_for_tests import model_info
 from tests.runs.causal_jobs import TOKENIZER
 from tests.runs.jobs_here import without_ray

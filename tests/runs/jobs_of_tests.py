@@ -14,8 +14,7 @@ import yaml
 
 from draftmill.storage.runs.commit import read_manifest
 from draftmill.storage.runs.records import TIMING_COLUMNS, read_results
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 
 GOLDEN = Path(__file__).parents[1] / "data" / "xlnet_asarm"
 VOCABULARY = json.loads((GOLDEN / "config.json").read_text())["vocab_size"]

@@ -26,9 +26,8 @@ from draftmill.storage.inputs.tables import BatchCache
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores import block_cache
 from draftmill.storage.stores.block_cache import BlockCache
-from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, open_store
 from tests.runs.causal_jobs import job_spec, results_of, save_model
 from tests.storage.stores.fsspec_driver import register
 

@@ -13,9 +13,8 @@ from draftmill.jobs.results.formats import PartsSink, plain_rows
 from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.errors import StoreError
 from draftmill.storage.runs.records import SCHEMA, table_from_rows
-from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.local import LocalStore
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, open_store
 from tests.jobs.compare.made_runs import row, write_run
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with

@@ -14,8 +14,8 @@ from draftmill.jobs.results.export import check_places, errors_beside
 from draftmill.jobs.results.passes import latest_rows
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores import upload
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import S3Options
 from tests.runs.test_export import decode_prompts
 from tests.storage.stores.s3_forward import VARIABLE
 from tests.storage.stores.s3_server import S3Server

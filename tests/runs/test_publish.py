@@ -17,7 +17,7 @@ from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.results.publish import SPEC
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
 from tests.storage.stores.fake_hub import TOKEN, serving

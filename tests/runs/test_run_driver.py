@@ -28,8 +28,7 @@ from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.runs.commit import commit_unit, done_units
 from draftmill.storage.runs.records import read_results, table_from_rows
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder
 from tests.jobs.drive.test_cost import log_in
 

@@ -13,8 +13,7 @@ import yaml
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import at_date, check_spec
 from draftmill.storage.runs.commit import read_manifest
-from draftmill.storage.stores.interface import Place
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, open_store
 from tests.runs import jobs_of_tests
 from tests.runs.causal_jobs import make_world
 

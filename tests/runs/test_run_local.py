@@ -24,10 +24,9 @@ from draftmill.storage.errors import StoreError
 from draftmill.storage.failpoints import FailpointError, reset_failpoints
 from draftmill.storage.runs.commit import done_units
 from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
-from draftmill.storage.stores.interface import S3_DEFAULTS, Place
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import S3_DEFAULTS, Place, open_store
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 

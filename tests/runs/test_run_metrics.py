@@ -12,8 +12,7 @@ from draftmill.actors.sandbox.sandbox import problem
 from draftmill.jobs.cli import main
 from draftmill.jobs.results import measure as finished_measure
 from draftmill.storage.runs.metric_files import read_metric_errors, read_metrics
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 from tests.jobs.results.test_measure import by_id, contents, right_but_f, write
 from tests.jobs.results.written_runs import spec_for, write_run
 from tests.runs.causal_jobs import World, run_here

@@ -15,8 +15,8 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.storage.runs.commit import SUCCESS, read_manifest
-from draftmill.storage.stores.interface import S3Options
 from draftmill.storage.stores.s3 import ATTEMPTS, S3Store
+from draftmill.storage.stores.store import S3Options
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 from tests.storage.stores.s3_server import S3Server
 

@@ -15,7 +15,7 @@ from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import LEASE
-from draftmill.storage.stores.interface import AlreadyExists, Body, Conflict, NotFound, Place, Stat
+from draftmill.storage.stores.store import AlreadyExists, Body, Conflict, NotFound, Place, Stat, Store
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -112,7 +112,7 @@ class Process:
         raise Crash(self.name)
 
 
-class Handle:
+class Handle(Store):
     """The store as one process sees it. Hashable by identity, as stores are."""
 
     url = "sim://run"
@@ -166,9 +166,6 @@ class Handle:
             "list", prefix, lambda: [self.disk.objects[n][1] for n in sorted(self.disk.objects) if n.startswith(prefix)]
         )
         return iter(found)
-
-    def exists(self, name: str) -> bool:
-        return self.stat(name) is not None
 
     def stat(self, name: str) -> Stat | None:
         return self._access("stat", name, lambda: self.disk.objects.get(name, (b"", None))[1])

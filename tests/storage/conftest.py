@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from draftmill.storage.failpoints import VARIABLE, reset_failpoints
-from draftmill.storage.stores.interface import S3Options, Store
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import S3Options, Store, open_store
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.runs.lease import LeaseHeld
-from draftmill.storage.stores.interface import AlreadyExists, Stat
+from draftmill.storage.stores.store import AlreadyExists, Stat
 
 
 def test_a_user_error_leads_with_its_field():

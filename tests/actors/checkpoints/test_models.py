@@ -22,8 +22,7 @@ from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
 from draftmill.decoders.backbones.heads.files import read_sizes
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.storage.errors import UserError
-from draftmill.storage.stores.interface import Place, S3Options
-from draftmill.storage.stores.store import MemoryStore
+from draftmill.storage.stores.store import MemoryStore, Place, S3Options
 
 ASARM = BUILTIN / "asarm-tiny"
 

@@ -33,8 +33,7 @@ from draftmill.jobs.plan.planning import make_plan
 from draftmill.jobs.plan.resolve import make_job, resolve
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric
-from draftmill.storage.stores.interface import Place
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder, run_all, work
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decoder_settings, engine, token_info

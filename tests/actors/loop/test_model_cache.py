@@ -12,7 +12,7 @@ import torch
 from draftmill.actors.job import ModelPlace
 from draftmill.actors.loop.loading import ModelCache, Networks, load_networks
 from draftmill.decoders.causal.settings import HeadDrafterSettings
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 from tests.decoders.support import decoder_settings
 
 BUILTIN = Path(__file__).parents[3] / "decoders" / "builtin"

@@ -18,8 +18,7 @@ from draftmill.storage.runs.commit import commit_unit, write_manifest
 from draftmill.storage.runs.metric_files import KEYS, MeasuredMetric, MetricSet, commit_metrics, record_set
 from draftmill.storage.runs.records import SCHEMA_VERSION, read_results, table_from_rows
 from draftmill.storage.runs.unit_facts import unit_name
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 from tests.jobs.specs import completion
 
 START = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)

@@ -13,8 +13,7 @@ from scipy import stats
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.fingerprint import digest
-from draftmill.storage.stores.interface import Place
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, open_store
 from tests.conftest import ROOT
 from tests.jobs.compare.made_runs import failed, fill_store, row, write_metrics, write_run, write_sweep
 from tests.runs.jobs_of_tests import write_rows, write_spec

@@ -19,7 +19,7 @@ from draftmill.jobs.compare.pairing import pairing_of, sizes_for
 from draftmill.jobs.compare.rows import COUNTS, RunRows
 from draftmill.jobs.compare.runs import FinishedRun, open_run
 from draftmill.jobs.compare.statistics import Interval
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 from tests.jobs.compare.made_runs import row, write_run
 
 SHIFT = 0.25

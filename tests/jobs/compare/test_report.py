@@ -31,8 +31,7 @@ from draftmill.jobs.compare.report import (
 )
 from draftmill.jobs.compare.runs import find_runs, open_run
 from draftmill.jobs.drive.totals import Totals
-from draftmill.storage.stores.interface import Place
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, open_store
 from tests.conftest import ROOT
 from tests.jobs.compare.made_runs import START, failed, row, write_metrics, write_run, write_sweep
 from tests.jobs.drive.test_cost import Hand, log_in

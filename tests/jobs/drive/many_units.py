@@ -41,8 +41,8 @@ from draftmill.jobs.run import session
 from draftmill.storage.runs.commit import MANIFEST, read_manifest
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
 from draftmill.storage.runs.unit_table import FOLDER, PLAN, ROW_SCHEMA
-from draftmill.storage.stores.interface import Body, Stat
 from draftmill.storage.stores.local import LocalStore
+from draftmill.storage.stores.store import Body, Stat
 from tests.jobs.specs import infilling
 
 WINDOW, WORKERS = 50_000, 8

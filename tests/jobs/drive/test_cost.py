@@ -9,8 +9,7 @@ from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import DeviceSums, Totals, device_time_rows, hours_text, purposes_of
 from draftmill.jobs.results.runs import device_time_lines
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 
 
 class Hand:

@@ -7,8 +7,7 @@ import pytest
 from draftmill.jobs.drive.leases import give_back, hold_lease, keep_once
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
-from draftmill.storage.stores.interface import Body, Stat
-from draftmill.storage.stores.store import MemoryStore
+from draftmill.storage.stores.store import Body, MemoryStore, Stat
 
 
 class Unreachable(MemoryStore):

@@ -15,8 +15,7 @@ from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import LINES_PER_FILE, RunLog
 from draftmill.jobs.drive.totals import Totals
 from draftmill.storage.errors import StoreError, StoreRefused
-from draftmill.storage.stores.interface import Stat, Store
-from draftmill.storage.stores.store import MemoryStore, open_store
+from draftmill.storage.stores.store import MemoryStore, Stat, Store, open_store
 from tests.jobs.drive.test_cost import Hand, log_in
 
 SECRET = "b8c1f0a94d7e"

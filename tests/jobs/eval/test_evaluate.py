@@ -16,8 +16,7 @@ import yaml
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.eval.options import EvalOptions
-from draftmill.storage.stores.interface import Place, S3Options
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, S3Options, open_store
 from tests.conftest import ROOT
 from tests.jobs.eval.tasks_of_tests import (
     DOCUMENTS,

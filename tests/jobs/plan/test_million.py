@@ -16,7 +16,7 @@ from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.jobs.plan import packing
 from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.storage.runs.commit import done_units, unit_name
-from draftmill.storage.stores.interface import Stat
+from draftmill.storage.stores.store import Stat
 
 UNITS, WINDOW, BYTES = 1_000_000, 50_000, 0
 

@@ -26,8 +26,7 @@ from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.inputs.sources import with_hashes
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 from tests.jobs.specs import infilling
 

@@ -15,8 +15,7 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
-from draftmill.storage.stores.interface import Place, Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Place, Store, open_store
 from tests.jobs.results.written_runs import failed, second_pass, spec_for, write_run, write_units
 
 ROWS = [

@@ -16,8 +16,7 @@ from draftmill.jobs.plan.resolve import resolve
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.commit import commit_unit, write_manifest
 from draftmill.storage.runs.records import schema_of, table_from_rows
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 from tests.storage.inputs.tables import result_row
 
 Row = dict[str, Any]

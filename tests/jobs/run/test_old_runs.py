@@ -17,9 +17,8 @@ from draftmill.jobs.run.job import due_dates
 from draftmill.jobs.run.pruning import KeepRule, candidates, prune_run
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
-from draftmill.storage.stores.interface import FolderLevel
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import FolderLevel, MemoryStore, open_store
 from tests.jobs.run.recurring_jobs import DATED, KILLS, driver, interrupted, nightly, run
 from tests.runs.jobs_of_tests import write_rows
 
@@ -366,5 +365,5 @@ def test_only_run_directories_are_found(tmp_path):
 
 
 def test_a_folder_without_a_name_as_a_bucket_may_have_one_is_passed_over(monkeypatch):
-    monkeypatch.setattr("draftmill.jobs.results.runs.level_of", lambda store, name: FolderLevel(("", "_own"), {}))
+    monkeypatch.setattr(MemoryStore, "level", lambda store, name: FolderLevel(("", "_own"), {}))
     assert runs_below(open_store("memory://nameless")) == []

@@ -15,7 +15,7 @@ from draftmill.storage.errors import StoreRefused, UserError
 from draftmill.storage.inputs.inputs import format_of, glob_pattern, list_inputs
 from draftmill.storage.inputs.reader import fetch_ahead, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, InputFiles, default_id
-from draftmill.storage.stores.interface import S3_DEFAULTS, Place, S3Options
+from draftmill.storage.stores.store import S3_DEFAULTS, Place, S3Options
 
 
 def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:

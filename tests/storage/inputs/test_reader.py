@@ -21,7 +21,7 @@ from draftmill.storage.inputs.lines import MAX_LEVELS
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row
 from draftmill.storage.inputs.tables import BatchCache, group_batches
-from draftmill.storage.stores.interface import Place
+from draftmill.storage.stores.store import Place
 
 
 def one_file(path: Path, data: bytes) -> InputFile:

@@ -30,8 +30,7 @@ from draftmill.storage.runs.commit import (
 from draftmill.storage.runs.lease import LeaseLost, acquire
 from draftmill.storage.runs.records import TRACE_SCHEMA, read_results, table_from_rows
 from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 from tests.storage.inputs.tables import unit_table
 
 

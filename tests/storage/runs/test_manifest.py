@@ -11,7 +11,7 @@ from draftmill.storage.runs import commit
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, read_manifest, write_manifest
 from draftmill.storage.runs.done_units import BLOCK
 from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, UnitFacts, unit_name
-from draftmill.storage.stores.interface import MOST_ETAG
+from draftmill.storage.stores.store import MOST_ETAG
 
 
 def drawn(count: int, seed: int = 0) -> list[CommittedUnit]:

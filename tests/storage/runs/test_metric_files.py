@@ -22,8 +22,7 @@ from draftmill.storage.runs.metric_files import (
     read_metrics,
     record_set,
 )
-from draftmill.storage.stores.interface import Store
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.store import Store, open_store
 
 
 def one_set(*columns: str, **estimates: dict[str, Any]) -> MetricSet:

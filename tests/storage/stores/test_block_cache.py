@@ -19,9 +19,8 @@ from draftmill.storage.stores.block_cache import (
     RangeFile,
     ahead,
 )
-from draftmill.storage.stores.interface import Place
 from draftmill.storage.stores.s3 import S3Store
-from draftmill.storage.stores.store import MemoryStore
+from draftmill.storage.stores.store import MemoryStore, Place
 
 PATIENCE_S = 60.0
 

@@ -3,9 +3,8 @@
 import pytest
 
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
-from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, S3Options
 from draftmill.storage.stores.s3 import ATTEMPTS, S3Store
-from draftmill.storage.stores.store import probe
+from draftmill.storage.stores.store import AlreadyExists, Conflict, NotFound, S3Options, probe
 
 pytestmark = pytest.mark.s3
 

@@ -15,8 +15,7 @@ from draftmill.storage.errors import StoreError, StoreFull, StoreRefused, UserEr
 from draftmill.storage.failpoints import FailpointError
 from draftmill.storage.stores import local
 from draftmill.storage.stores.block_cache import BLOCK_BYTES, open_object
-from draftmill.storage.stores.interface import AlreadyExists, Conflict, NotFound, Stat
-from draftmill.storage.stores.store import MemoryStore, delete_strays, open_store, probe
+from draftmill.storage.stores.store import AlreadyExists, Conflict, MemoryStore, NotFound, Stat, open_store, probe
 
 
 def test_what_is_created_is_read_back(store):
@@ -272,6 +271,6 @@ def test_what_killed_writers_left_is_swept_when_nobody_can_still_write_it(tmp_pa
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
-    delete_strays(store)
+    store.delete_strays()
     assert not old.exists() and new.exists() and store.get("data/a") == b"x"
-    delete_strays(open_store(str(tmp_path / "nowhere")))
+    open_store(str(tmp_path / "nowhere")).delete_strays()

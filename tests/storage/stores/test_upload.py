@@ -12,8 +12,8 @@ import pytest
 
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.stores import upload as upload_module
-from draftmill.storage.stores.interface import AlreadyExists, S3Options
 from draftmill.storage.stores.s3 import ATTEMPTS, REFUSED_ATTEMPTS, S3Store, sha256
+from draftmill.storage.stores.store import AlreadyExists, S3Options
 from draftmill.storage.stores.upload import MAX_PARTS, PART_BYTES, Upload, abort_orphans, part_size
 from tests.storage.stores.s3_forward import VARIABLE
 from tests.storage.stores.s3_server import S3Server
