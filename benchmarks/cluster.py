@@ -384,7 +384,7 @@ def simulate(workers: int, samples: int, unit_rows: int | None, seed: int) -> di
         "memory_mb": round(peak_mb() - before_mb, 1),
         "process_mb": round(peak_mb(), 1),
         **world.lost,
-        "committed": sorted(driver.committed.facts.numbers().tolist()),
+        "committed": list(driver.committed.listed),
     }
 
 

@@ -108,9 +108,12 @@ class LocalBackend:
             self._model_cache = ModelCache()
         return LocalPool(job, resources, model_cache=self._model_cache)
 
-    def retire(self, pool: WorkerPool) -> None:
-        """End a pool whose job is over; a backend that keeps workers gives them to its next pool."""
-        pool.release()
+    def end(self, pool: WorkerPool, *, is_over: bool) -> None:
+        """End a pool; a backend that keeps workers gives them to its next pool, if the job of this one is over."""
+        if is_over:
+            pool.release()
+        else:
+            pool.close()
 
     def end_spare(self) -> None:
         """End what is kept for the next pool, workers or networks: others need their place."""
@@ -215,8 +218,8 @@ class RayBackend:
         (resources,) = allocation.kinds  # all measure alike
         return RayPool(job.on_ray(resources), allocation, worker_class=MeasureWorker, early=spare)
 
-    def retire(self, pool: WorkerPool) -> None:
-        if self._keep:
+    def end(self, pool: WorkerPool, *, is_over: bool) -> None:
+        if self._keep and is_over:
             self._spare = pool.release()
         else:
             pool.close()

@@ -34,7 +34,7 @@ from draftmill.actors.messages import (
 )
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.totals import Totals
-from draftmill.jobs.exit_codes import INTERRUPTED
+from draftmill.jobs.exit_codes import INTERRUPTED, TOO_MANY_FAILED, Ended
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
@@ -54,8 +54,9 @@ from draftmill.jobs.schedule.events import (
     WorkerUp,
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.storage.errors import StoreError, StoreFull, UserError
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits
+from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts
 
 _log = logging.getLogger(__name__)
 
@@ -192,6 +193,22 @@ def _end_by_force(signals: socket.socket, most_s: float) -> None:
     os._exit(INTERRUPTED)
 
 
+def raise_unfinished(finish: Finish, stop: StopFlag, progress: Callable[[], str]) -> None:
+    """Raise the error that says how unfinished work ended: Ended, UserError or StoreError; `progress` says how far it is."""
+    match finish.how:
+        case "full":
+            raise StoreFull(f"{finish.message}; make room, then run it again to continue")
+        case "unusable":
+            raise UserError(finish.message)
+        case "failed":
+            raise StoreError(f"{finish.message}; run it again to resume")
+        case "hopeless":
+            remedy = "raise errors.max_rate or errors.max_count to continue"
+            raise Ended(f"stopped with {progress()}: {finish.message}; {remedy}", TOO_MANY_FAILED)
+        case "drained":
+            raise Ended(f"interrupted with {progress()}; run it again to resume", INTERRUPTED, by_signal=stop.by_signal)
+
+
 class Watcher:
     """Looks on in a run, and decides nothing. Each method must return at once; by default it does nothing."""
 
@@ -228,7 +245,7 @@ class Driver:
     room: Callable[[], int] = lambda: 0
     need: Callable[[int], None] = lambda units: None
     watchers: list[Watcher] = field(default_factory=list)
-    committed: CommittedUnits = field(default_factory=CommittedUnits)
+    committed: UnitFacts = field(default_factory=UnitFacts)
     _looked_s: float | None = None
     _watched_s: float = 0.0
     _deadline_s: float | None = None
@@ -353,7 +370,7 @@ class Driver:
             self._tell(ProbeDone(item.lease))
         else:
             failpoint("driver.receipt")
-            if item.unit not in self.committed:
+            if item.unit not in self.committed.listed:
                 self._note_commit(item, item.committed)
             self._tell(UnitDone(item.lease, item.unit))
 

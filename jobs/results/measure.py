@@ -39,17 +39,16 @@ from draftmill.jobs.config.paths import absolute, with_absolute
 from draftmill.jobs.config.rules import metric_problem, reference_of
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.backend import Backend
-from draftmill.jobs.drive.driver import Driver, StopFlag
+from draftmill.jobs.drive.driver import Driver, StopFlag, raise_unfinished
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.totals import Totals, ratio
-from draftmill.jobs.exit_codes import INTERRUPTED, Ended
 from draftmill.jobs.formatting import counted, duration
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.resolve import limits_of
 from draftmill.jobs.results.passes import finished_passes, passes_of
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import UserError
 from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet, measured_units, metric_sets, record_set
 from draftmill.storage.stores.store import Store
 from draftmill.version import __version__
@@ -298,19 +297,11 @@ def measure_units(
             finish = Driver(scheduler, pool, MeasureDisplay(display), totals, stop, grace_s).run()
             is_done = finish.how == "done"
         finally:
-            if is_done:
-                backend.retire(pool)
-            else:
-                pool.close()
-    if finish.how == "unusable":
-        raise UserError(finish.message)
-    if finish.how in {"failed", "full"}:
-        raise StoreError(f"{finish.message}; run it again to resume")
-    if not is_done:
-        count = sum(part.plan.units for part in passes)
-        done = count - len(units_to_measure(store, ready))
-        message = f"interrupted with {done:,} of {count:,} units measured; run it again to resume"
-        raise Ended(message, INTERRUPTED, by_signal=stop.by_signal)
+            backend.end(pool, is_over=is_done)
+    count = sum(part.plan.units for part in passes)
+    raise_unfinished(
+        finish, stop, lambda: f"{count - len(units_to_measure(store, ready)):,} of {count:,} units measured"
+    )
 
 
 def _allocate_measurers(backend: Backend, ready: CheckedMetrics, units: int) -> Allocation:

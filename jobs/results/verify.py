@@ -36,7 +36,6 @@ from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, Manifest, trace_name, unit_number
-from draftmill.storage.runs.done_units import DoneUnits
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
 from draftmill.storage.runs.records import REMEDY, SCHEMA_VERSION, read_results
 from draftmill.storage.runs.sums import Sums, sum_up
@@ -261,11 +260,8 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
             success = parse_json(store.get(SUCCESS))
         if success != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
             problems.append("_SUCCESS is damaged or belongs to another job")
-    listed = DoneUnits()
-    for unit in manifest.units.numbers().tolist():
-        listed.add(unit)
     names = (stat.name for stat in store.list("data/") if stat.name.endswith(".parquet"))
-    strangers = sorted(name for name in names if unit_number(name) not in listed)
+    strangers = sorted(name for name in names if unit_number(name) not in manifest.units.listed)
     if strangers:
         problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
     return problems

@@ -54,7 +54,7 @@ from draftmill.jobs.results.passes import (
 from draftmill.jobs.results.run_input import with_run_rows
 from draftmill.jobs.results.runs import FoundRun, base_store, facts_of, finished_runs, runs_of
 from draftmill.jobs.results.summary import metric_lines
-from draftmill.jobs.run.outcome import RunOutcome, close, judge, raise_unfinished
+from draftmill.jobs.run.outcome import RunOutcome, close, judge
 from draftmill.jobs.run.session import Run, RunOptions, decode
 from draftmill.jobs.run.since import difference, done_inputs, new_files, runs_store, sifting, with_last_run
 from draftmill.storage.errors import Error, StoreError, UserError
@@ -133,15 +133,13 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
                         raise refusal
                 plan = resolved.plan or plan_run(resolved, store, backend, display, epoch=lease.epoch, path=path)
                 run = Run(resolved, plan, options, lease, stop, display, backend, watchers=[outcome])
-                finish = decode(run)
-                if finish.how == "done" and ready is not None:
+                decode(run)
+                if ready is not None:
                     measure_units(store, ready, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
         except RayDidNotStart as error:
             is_planned = load_plan(store) is not None
             hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
             raise StoreError(f"{error}; {hint}") from error
-        if finish.how != "done":
-            raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
         close(job, store)
     return job.output.path
 
@@ -156,9 +154,7 @@ def decode_here(
         resolved = resolve(job, store, display, loaders=loaders)
         check(resolved)
         plan = make_plan(resolved, store, display, epoch=lease.epoch)
-        finish = decode(Run(resolved, plan, RunOptions(local=True), lease, stop, display, backend))
-    if finish.how != "done":
-        raise_unfinished(store, plan, finish, by_signal=stop.by_signal)
+        decode(Run(resolved, plan, RunOptions(local=True), lease, stop, display, backend))
     return passes_of(store)
 
 
@@ -240,9 +236,7 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
             print_result(f"{store.url}: no failed samples")
             judge(spec, passes)
             return OK
-        finish = decode(Run(resolved, plan, options, lease, stop, display, backend))
-    if finish.how != "done":
-        raise_unfinished(plan.store, plan, finish, by_signal=stop.by_signal)
+        decode(Run(resolved, plan, options, lease, stop, display, backend))
     measure_run(store, ready_for(spec, plan), options)
     close(spec, store, shown=-1)
     return OK

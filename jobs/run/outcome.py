@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.driver import Watcher
@@ -16,12 +16,11 @@ from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import HOUR_S, Totals, purposes_of
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, most_failed, too_many_failed
-from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
+from draftmill.jobs.plan.plan import NothingLeft, load_plan
 from draftmill.jobs.results.passes import Pass, count_failed, finished_passes, passes_of
 from draftmill.jobs.results.summary import error_rows, metric_lines, read_summary, table_lines
-from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.storage.errors import AnotherDriver, StoreError, StoreFull, UserError
+from draftmill.storage.errors import AnotherDriver, StoreError, UserError
 from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.store import Store
@@ -193,23 +192,3 @@ def _reasons(last: Pass) -> str:
     assert last.manifest is not None
     rows = error_rows(read_summary(last.store, last.manifest))[1:]
     return "".join(f"\n  {label.strip()}: {text}" if label else f"\n  {text}" for label, text in rows)
-
-
-def raise_unfinished(store: Store, plan: Plan, finish: Finish, *, by_signal: bool) -> NoReturn:
-    """Raise the error that says how an unfinished run ended: Ended, or a StoreError."""
-    if finish.how == "full":
-        raise StoreFull(full_disk_text(finish))
-    if finish.how == "unusable":
-        raise UserError(finish.message)
-    if finish.how == "failed":
-        raise StoreError(f"{finish.message}; run it again to resume")
-    done = f"{len(done_units(store)):,} of {plan.units:,} units done"
-    if finish.how == "hopeless":
-        remedy = "raise errors.max_rate or errors.max_count to continue"
-        raise Ended(f"stopped with {done}: {finish.message}; {remedy}", TOO_MANY_FAILED)
-    raise Ended(f"interrupted with {done}; run it again to resume", INTERRUPTED, by_signal=by_signal)
-
-
-def full_disk_text(finish: Finish) -> str:
-    """What to do about a full disk."""
-    return f"{finish.message}; make room, then run it again to continue"

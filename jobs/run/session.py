@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from draftmill.actors.job import Allocation
 from draftmill.jobs.drive.allocation import fitting_threads
 from draftmill.jobs.drive.backend import Backend
-from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, WorkerPool
+from draftmill.jobs.drive.driver import Driver, StopFlag, Watcher, WorkerPool, raise_unfinished
 from draftmill.jobs.drive.leases import IfRunning
 from draftmill.jobs.drive.metrics import MetricsWatcher
 from draftmill.jobs.drive.progress import Display
@@ -24,13 +24,12 @@ from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.resolve import Resolved, limits_of, make_job, weight_bytes
 from draftmill.jobs.results.run_input import source_of
 from draftmill.jobs.results.summary import way_shares
-from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import done_units, read_unit, write_manifest
 from draftmill.storage.runs.lease import Lease, this_process
-from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, unit_name
+from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import Store, is_local
 from draftmill.version import __version__
@@ -68,8 +67,8 @@ class Run:
     watchers: Sequence[Watcher] = ()
 
 
-def decode(run: Run) -> Finish:
-    """Decode the units that are not done yet, and write the manifest if that completes the plan."""
+def decode(run: Run) -> None:
+    """Decode the units that are not done yet, and write the manifest; raises what `raise_unfinished` does."""
     plan, display = run.plan, run.display
     display.log.attach(plan.store, run.lease.epoch, run.resolved.spec.name)
     display.event(
@@ -84,19 +83,14 @@ def decode(run: Run) -> Finish:
     try:
         done = done_units(plan.store)
         left = UnitSizes(size for size in plan.sizes() if size.unit not in done)
-        finish, committed = Finish("done"), CommittedUnits()
         if done:
             display.note(f"resuming: {len(done):,} of {plan.units:,} units are done")
-        if left:
-            finish, committed = _decode_units(run, left)
-        if finish.how == "done":
-            _write_manifest(run, committed, done)
-        return finish
+        _write_manifest(run, _decode_units(run, left) if left else UnitFacts(), done)
     finally:
         display.log.write_out()
 
 
-def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
+def _decode_units(run: Run, left: UnitSizes) -> UnitFacts:
     resolved, plan, display, backend, loads = run.resolved, run.plan, run.display, run.backend, run.loads
     spec, log, files = resolved.spec, display.log, FilesHere(plan.store)
     totals = Totals(
@@ -146,11 +140,9 @@ def _decode_units(run: Run, left: UnitSizes) -> tuple[Finish, CommittedUnits]:
                 log.patience_s = min(log.patience_s, INTERRUPTED_S)
             log.write_out(totals)
             driver.watch(lambda watcher: watcher.over(totals, driver.scheduler))
-            if is_over:
-                backend.retire(pool)
-            else:
-                pool.close()
-    return finish, driver.committed
+            backend.end(pool, is_over=is_over)
+    raise_unfinished(finish, run.stop, lambda: f"{len(done_units(plan.store)):,} of {plan.units:,} units done")
+    return driver.committed
 
 
 def allocate_workers(backend: Backend, resolved: Resolved, units: int) -> Allocation:
@@ -218,20 +210,20 @@ class FilesHere:
         self._missing.append(name)
 
 
-def _write_manifest(run: Run, committed: CommittedUnits, earlier: Collection[int]) -> None:
+def _write_manifest(run: Run, units: UnitFacts, earlier: Collection[int]) -> None:
     """Write the manifest: this session's units come from the receipts, earlier ones from the store.
 
     A disk keeps no metadata: there the logs have the facts of files that are the same, and only other files are read.
     """
-    plan, store, units = run.plan, run.plan.store, committed.facts
+    plan, store = run.plan, run.plan.store
     if is_local(store.url):
         for unit in logged_units(store) if earlier else ():
-            if unit.unit in earlier and unit.unit not in committed:
+            if unit.unit in earlier and unit.unit not in units.listed:
                 stat = store.stat(unit_name(unit.unit))
                 if stat is not None and (stat.etag, stat.size) == (unit.etag, unit.bytes):
                     with suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged line
-                        committed.add(unit)
-    names = (unit_name(unit) for unit in earlier if unit not in committed)
+                        units.add(unit)
+    names = (unit_name(unit) for unit in earlier if unit not in units.listed)
     for _, facts in parallel_map(store, names, lambda name: committed_facts(plan, name), reads=True):
         units.add(facts.result())
     source = source_of(run.resolved.spec, plan.files, store) if plan.pass_ == 1 else None

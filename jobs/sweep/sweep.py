@@ -31,7 +31,6 @@ from draftmill.jobs.exit_codes import (
     INTERRUPTED,
     OK,
     TOO_MANY_FAILED,
-    UNEXPECTED,
     UNUSABLE,
     Ended,
     code_of,
@@ -45,7 +44,6 @@ from draftmill.jobs.plan.resolve import Resolved, remembering, resolve
 from draftmill.jobs.results.measure import CheckedMetrics, measure_units, ready_for, units_to_measure
 from draftmill.jobs.results.passes import count_failed, passes_of
 from draftmill.jobs.results.summary import figure_text, metric_means, read_summary
-from draftmill.jobs.run.outcome import full_disk_text
 from draftmill.jobs.run.session import Run, RunOptions, decode
 from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, UserError
 from draftmill.storage.failpoints import failpoint
@@ -154,21 +152,8 @@ class SweepSession:
             run = Run(
                 self._drafted(case), case.plan, self.options, lease, stop, self.display, self.backend, loads=loads
             )
-            finish = decode(run)
-            match finish.how:
-                case "done":
-                    case.code, self.last = judge_case(case), case
-                case "hopeless":
-                    hint = "raise errors.max_rate or errors.max_count to continue"
-                    case.fail(TOO_MANY_FAILED, f"{finish.message}; {hint}")
-                case "full":
-                    case.fail(INTERRUPTED, full_disk_text(finish))
-                case "unusable":
-                    case.fail(UNUSABLE, finish.message)
-                case "failed":
-                    case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
-                case _:
-                    case.code = INTERRUPTED
+            decode(run)
+            case.code, self.last = judge_case(case), case
 
     def _drafted(self, case: SweepCase) -> Resolved:
         """The case with the texts of the last finished one as drafts, if it wants them."""
@@ -217,7 +202,7 @@ class SweepSession:
         except RayDidNotStart:
             raise
         except Ended as end:
-            case.code = end.code
+            case.code, case.problem = end.code, None if end.code == INTERRUPTED else str(end)
         except (UserError, StoreError) as error:
             case.fail(code_of(error), error)
         if case.problem is not None:

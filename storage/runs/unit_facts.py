@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.storage.runs.done_units import BLOCK
+from draftmill.storage.runs.done_units import BLOCK, DoneUnits
 from draftmill.storage.runs.sums import Sums, sums_of_text
 from draftmill.storage.stores.store import MOST_ETAG, is_short_etag
 
@@ -56,13 +56,14 @@ def unit_name(unit: int) -> str:
 class UnitFacts(Collection[CommittedUnit]):
     """Committed units in the order in which they were added.
 
-    The facts lie in columns; a CommittedUnit is made of them when it is asked for. `sums` are those over all units; None if those
-    of a unit are unknown.
+    The facts lie in columns; a CommittedUnit is made of them when it is asked for. `listed` are the numbers of all units, `sums`
+    the sums over them; None if those of a unit are unknown.
     """
 
     def __init__(self, units: Iterable[CommittedUnit] = ()) -> None:
         self._blocks: list[NDArray[np.void]] = []
         self._count = 0
+        self.listed = DoneUnits()
         self.sums: Sums | None = Sums()
         self._order: NDArray[np.int64] | None = None  # places in the blocks, of a sorted view
         for unit in units:
@@ -81,6 +82,7 @@ class UnitFacts(Collection[CommittedUnit]):
             self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
         self._blocks[-1][self._count % BLOCK] = row
         self._count += 1
+        self.listed.add(unit.unit)
         self._add_sums(unit.sums)
 
     def _add_sums(self, text: str) -> None:
@@ -129,44 +131,10 @@ class UnitFacts(Collection[CommittedUnit]):
     def in_order(self) -> UnitFacts:
         """The same units, sorted by number: a view of them, to which nothing can be added."""
         view = UnitFacts()
-        view._blocks, view._count, view.sums = self._blocks, self._count, self.sums
+        view._blocks, view._count, view.listed, view.sums = self._blocks, self._count, self.listed, self.sums
         view._order = np.argsort(view.numbers(), kind="stable")
         return view
 
     def _columns(self, name: str) -> Iterator[NDArray[Any]]:
         for first in range(0, self._count, BLOCK):
             yield self._blocks[first // BLOCK][name][: self._count - first]
-
-
-class CommittedUnits(Mapping[int, CommittedUnit]):
-    """Committed units by number, each once, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self.facts = UnitFacts()
-        self._places: dict[int, NDArray[np.int32]] = {}  # 1 + place in `facts`, by block of numbers
-
-    def add(self, unit: CommittedUnit) -> None:
-        """Add a unit that is not there yet."""
-        assert unit.unit not in self
-        self.facts.add(unit)
-        block = self._places.setdefault(unit.unit // BLOCK, np.zeros(BLOCK, dtype=np.int32))
-        block[unit.unit % BLOCK] = len(self.facts)
-
-    def _place(self, unit: object) -> int:
-        if not isinstance(unit, int) or unit // BLOCK not in self._places:
-            return 0
-        return int(self._places[unit // BLOCK][unit % BLOCK])
-
-    def __contains__(self, unit: object) -> bool:
-        return self._place(unit) > 0
-
-    def __getitem__(self, unit: int) -> CommittedUnit:
-        if unit not in self:
-            raise KeyError(unit)
-        return self.facts[self._place(unit) - 1]
-
-    def __iter__(self) -> Iterator[int]:
-        return (int(unit) for unit in self.facts.numbers())
-
-    def __len__(self) -> int:
-        return len(self.facts)

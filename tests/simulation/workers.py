@@ -89,7 +89,7 @@ class SimSite:
         """See draftmill.jobs.drive.backend.Backend; the job is who hires, as `make_job` is faked."""
         return SimPool(job)
 
-    def retire(self, pool: SimPool) -> None:
+    def end(self, pool: SimPool, *, is_over: bool) -> None:
         """See draftmill.jobs.drive.backend.Backend."""
         pool.close()
 

@@ -33,7 +33,7 @@ from draftmill.jobs.drive.leases import give_back, keep_once
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog
 from draftmill.jobs.run import session
-from draftmill.storage.errors import StoreError
+from draftmill.storage.errors import Error
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire
 from tests.simulation.disk import Broken, Crash, Disk, Handle, Job, Process, hold
@@ -183,7 +183,7 @@ class World:
             return self._hold_and_decode(process, store)
         except Crash:
             return "crashed"
-        except (LeaseHeld, LeaseLost, StoreError) as error:
+        except (LeaseHeld, LeaseLost, Error) as error:
             return type(error).__name__
         finally:
             self.lease = before
@@ -198,7 +198,8 @@ class World:
         self.lease, stop = lease, Stop()
         try:
             self.stops.append(stop)
-            return session.decode(self.run_of(process, store, lease, stop)).how
+            session.decode(self.run_of(process, store, lease, stop))
+            return "done"
         finally:
             self.stops = [other for other in self.stops if other is not stop]
             self.lease = None  # the keeper has ended

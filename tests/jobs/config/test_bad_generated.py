@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,9 +25,9 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.jobs import cli
 from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
+from draftmill.jobs.exit_codes import INTERRUPTED, Ended
 from draftmill.jobs.plan.planning import check_survey, survey
 from draftmill.jobs.results.passes import latest_rows, passes_of
-from draftmill.jobs.schedule.events import Finish
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
@@ -82,7 +83,7 @@ def test_a_generated_job_is_planned_or_exits_with_2(folder, text):
     (folder / "spec.yaml").write_bytes(text)
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(io.StringIO()):
-        patch.setattr("draftmill.jobs.run.job.decode", lambda run: Finish("drained"))
+        patch.setattr("draftmill.jobs.run.job.decode", Mock(side_effect=Ended("cut off", INTERRUPTED)))
         code = cli.main(["run", "spec.yaml", "--quiet"])
     assert code in {2, 4} and clear(said.getvalue()), (code, said.getvalue())
     assert code == 4 or not (folder / "run").exists(), "a job that is refused leaves nothing"

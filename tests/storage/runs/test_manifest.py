@@ -5,12 +5,12 @@ import json
 import random
 
 import pytest
+from draftmill.storage.runs.done_units import BLOCK
 
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs import commit
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, read_manifest, write_manifest
-from draftmill.storage.runs.done_units import BLOCK
-from draftmill.storage.runs.unit_facts import CommittedUnit, CommittedUnits, UnitFacts, unit_name
+from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
 from draftmill.storage.stores.store import MOST_ETAG
 
 
@@ -38,6 +38,7 @@ def test_facts_come_back_as_they_were_added():
     assert facts == UnitFacts(units) != UnitFacts(units[:-1]) and facts != UnitFacts([*units[:-1], units[0]])
     assert list(facts.in_order()) == sorted(units, key=lambda unit: unit.unit)
     assert facts.numbers().tolist() == [unit.unit for unit in units]
+    assert list(facts.listed) == sorted(unit.unit for unit in units)
     for fact in ("rows", "ok", "failed", "skipped", "bytes"):
         assert facts.total(fact) == sum(getattr(unit, fact) for unit in units)
     assert facts.exacts() == {True, False, None} and UnitFacts([units[0]]).exacts() == {units[0].exact}
@@ -54,19 +55,6 @@ def test_facts_come_back_as_they_were_added():
 def test_facts_of_another_form_are_refused(odd):
     with pytest.raises(ValueError):
         UnitFacts([dataclasses.replace(drawn(2)[0], **odd)])
-
-
-def test_committed_units_are_a_mapping():
-    units = [
-        dataclasses.replace(unit, unit=unit.unit * 1000, object=unit_name(unit.unit * 1000)) for unit in drawn(200)
-    ]
-    found, plain = CommittedUnits(), {unit.unit: unit for unit in units}
-    for unit in units:
-        found.add(unit)
-    assert dict(found) == plain and list(found) == list(plain) and len(found) == 200
-    assert 999 not in found and -1 not in found and found.get(999) is None
-    with pytest.raises(KeyError):
-        found[1]
 
 
 def test_a_manifest_written_by_way_of_a_file_has_the_same_bytes(store, monkeypatch):
