@@ -360,7 +360,7 @@ def simulate(workers: int, samples: int, unit_rows: int | None, seed: int) -> di
     began_s = time.process_time()
     driver = Driver(
         scheduler=Scheduler(units, workers=world.room(), limits=Limits(lease_s=STALL_S)),
-        pool=world,
+        pool=world,  # type: ignore[arg-type]
         display=Display(log),
         totals=totals,
         stop=StopFlag(),

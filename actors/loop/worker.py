@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from draftmill.actors.checkpoints.models import FIELD, fetch_model, user_error
 from draftmill.actors.faults import DeviceLostError
@@ -28,11 +28,9 @@ from draftmill.actors.loop.memory import fit, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import (
     LEAST_S,
-    Effort,
     Failure,
     PoolEvent,
     Receipt,
-    Tally,
     TurnReport,
     WorkerLoaded,
     WorkerLost,
@@ -46,30 +44,10 @@ from draftmill.decoders.base import Decoder
 from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import failpoint
 
+if TYPE_CHECKING:
+    from draftmill.actors.measuring.measure import MeasureRunner
 
-class Runner(Protocol):
-    """What works on the units of a worker: a UnitRunner, or a MeasureRunner of finished units."""
-
-    facts: dict[str, Any]
-
-    @property
-    def held(self) -> int: ...
-
-    @property
-    def spent(self) -> tuple[int, ...]: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    def add(self, unit: WorkUnit) -> None: ...
-
-    def drop(self, lease: int) -> None: ...
-
-    def step(self) -> list[Receipt | Failure]: ...
-
-    def take_effort(self) -> tuple[Effort, Tally]: ...
-
-    def close(self) -> None: ...
+    Runner: TypeAlias = UnitRunner | MeasureRunner
 
 
 class Turns:

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from draftmill.actors.job import Allocation
 from draftmill.actors.messages import (
     Failure,
     HomeLeaving,
@@ -30,7 +29,6 @@ from draftmill.actors.messages import (
     WorkerLoaded,
     WorkerLost,
     WorkerReported,
-    WorkUnit,
 )
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.totals import Totals
@@ -58,6 +56,12 @@ from draftmill.storage.errors import StoreError, StoreFull, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts
 
+if TYPE_CHECKING:
+    from draftmill.actors.loop.worker import LocalPool
+    from draftmill.actors.ray.pool import RayPool
+
+    WorkerPool: TypeAlias = LocalPool | RayPool
+
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.2
@@ -66,30 +70,6 @@ CLOSING_S = 5.0
 """Seconds of the grace period reserved for ending the workers, writing the log and shutting down Ray."""
 
 TOO_MANY = "more samples failed than `errors` allows"
-
-
-class Workers(Protocol):
-    """What the driver needs of a pool (draftmill.actors.ray.pool.RayPool)."""
-
-    def start(self, name: str) -> None: ...
-
-    def assign(self, name: str, unit: WorkUnit) -> None: ...
-
-    def revoke(self, name: str, lease: int) -> None: ...
-
-    def kill(self, name: str) -> None: ...
-
-    def poll(self, timeout_s: float) -> list[PoolEvent]: ...
-
-
-class WorkerPool(Workers, Protocol):
-    """What a run needs of it."""
-
-    def resize(self, allocation: Allocation) -> None: ...
-
-    def release(self) -> list[Any]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -234,7 +214,7 @@ class Driver:
     """
 
     scheduler: Scheduler
-    pool: Workers
+    pool: WorkerPool
     display: Display
     totals: Totals
     stop: StopFlag

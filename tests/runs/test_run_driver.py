@@ -124,7 +124,7 @@ def driver(
     left = [UnitSize(unit, ROWS, 10 - unit) for unit in range(units) if unit not in done]
     return Driver(
         scheduler=Scheduler(left, workers=workers, limits=Limits(rest_s=0.0)),
-        pool=FakePool(lambda: StoreClerk(store, units, poison)),
+        pool=FakePool(lambda: StoreClerk(store, units, poison)),  # type: ignore[arg-type]
         display=Display(log),
         totals=Totals(units=units, rows=units * ROWS, units_before=len(done), rows_before=len(done) * ROWS),
         stop=StopFlag(),
