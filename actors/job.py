@@ -36,8 +36,8 @@ class ModelPlace:
 class Job:
     """One job, the same for all of its workers.
 
-    `store` is the run directory. `max_rows` and `max_tokens` bound a worker's batch; if None, the worker chooses, knowing that
-    units have up to `unit_rows` rows.
+    `store` is the run directory. `bounds` are a worker's max_rows and max_tokens; of None it chooses one, knowing
+    that units have up to `unit_rows` rows.
     `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the serialised Arrow
     schema of the input columns that are copied into the results, None if there are none. Texts of `earlier` runs draft.
     """
@@ -48,8 +48,7 @@ class Job:
     trace: bool
     model: ModelPlace
     recipe: RowRecipe
-    max_rows: int | None
-    max_tokens: int | None
+    bounds: tuple[int | None, int | None]
     unit_rows: int
     files: Sequence[InputFile]
     parts: tuple[PlanPart, ...]

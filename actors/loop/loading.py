@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import ModelPlace
+from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, has_tokenizer, load_tokenizer
 from draftmill.actors.task import Score, Task
 from draftmill.decoders.backbones.heads.files import check_heads, check_speculator, head_place, read_sizes
 from draftmill.decoders.base import Decoder, ModelInfo
 from draftmill.decoders.causal.settings import HeadDrafterSettings, SpecDiffSettings
-from draftmill.decoders.common_settings import DrafterPlace, Estimate, Sampling
-from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.common_settings import DrafterPlace, Estimate
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import Place, S3Options
@@ -195,28 +196,35 @@ def network_keys(
 
 def build(
     networks: Networks,
+    recipe: RowRecipe,
+    folder: Path,
+    tokenizer: Tokenizer | None,
     info: ModelInfo,
-    task: Task,
-    decoder: DecoderSettings,
-    sampling: Sampling,
+    bounds: tuple[int | None, int | None] = (None, None),
     *,
-    stops: Stops | None,
-    max_rows: int,
-    max_tokens: int,
+    unit_rows: int = 1,
     trace: bool = False,
-    has_constraints: bool = False,
 ) -> Decoder:
-    """Return the decoder for the task. Raises ValueError, with the field's path, if settings and model do not fit."""
+    """Return the decoder for the task, with the model in `folder`. ValueError, with the field's path, if both do not fit.
+
+    `bounds` are max_rows and max_tokens; None is chosen for the device, and for units of up to `unit_rows` rows.
+    """
+    from draftmill.decoders.engine.cuda_graphs import rows_of_launches
     from draftmill.decoders.engine.setup import Setup
     from draftmill.decoders.registry import build_decoder, build_scorer
 
+    task, sampling, backbone = recipe.task, recipe.sampling, networks.backbone
+    on_gpu = backbone.device.type != "cpu"
+    most = most_canvases(task, recipe.decoder, unit_rows)
+    max_rows = bounds[0] or auto_rows(most, gpu_rows=rows_of_launches(backbone.num_weights) if on_gpu else None)
+    has_constraints = getattr(task, "constraint", None) is not None or recipe.columns.constraint is not None
     setup = Setup(
-        backbone=networks.backbone,
+        backbone=backbone,
         info=info,
         sampling=sampling,
         max_rows=max_rows,
-        max_tokens=max_tokens,
-        stops=stops,
+        max_tokens=bounds[1] or max_rows * (2048 if on_gpu else 512),
+        stops=stops_of(task, sampling, folder, tokenizer, info),
         heads=networks.heads,
         drafter=networks.drafter,
         drafter_info=networks.drafter_info,
@@ -224,8 +232,19 @@ def build(
         has_constraints=has_constraints or bool(sampling.changes_logits),
     )
     if isinstance(task, Score):
-        return build_scorer(setup, decoder, task.estimate or Estimate())
-    return build_decoder(setup, decoder)
+        return build_scorer(setup, recipe.decoder, task.estimate or Estimate())
+    return build_decoder(setup, recipe.decoder)
+
+
+def auto_rows(unit_rows: int, *, gpu_rows: int | None) -> int:
+    """Slots of a worker for `max_rows: auto`; `unit_rows` are the canvases of its largest unit.
+
+    A CPU gains little beyond 64 rows, and slots that the two units it holds can't keep full are wasted. A GPU gains by every row
+    until its work takes as long as the launches do, at `gpu_rows` rows: a small model has half as many slots, of two rows each.
+    """
+    if gpu_rows is None:
+        return max(16, min(64, unit_rows))
+    return min(gpu_rows // 2, 2 * unit_rows)
 
 
 def most_canvases(task: Task, decoder: DecoderSettings, rows: int) -> int:

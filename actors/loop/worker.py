@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from draftmill.actors.checkpoints.models import FIELD, fetch_model, user_error
 from draftmill.actors.faults import DeviceLostError
 from draftmill.actors.job import Allocation, Job, WorkerResources
-from draftmill.actors.loop.loading import ModelCache, Networks, build, load_networks, most_canvases
+from draftmill.actors.loop.loading import ModelCache, build, load_networks
 from draftmill.actors.loop.memory import fit, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import (
@@ -37,7 +37,6 @@ from draftmill.actors.messages import (
     WorkerReported,
     WorkUnit,
 )
-from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.decoders.base import Decoder
@@ -171,43 +170,10 @@ def build_parts(
     info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
     networks = load_networks(folder, place, recipe.decoder, model_cache=model_cache)
-    on_gpu = networks.backbone.device.type != "cpu"
-    max_rows = job.max_rows or slots_of(networks, most_canvases(recipe.task, recipe.decoder, job.unit_rows))
-    stops = stops_of(recipe.task, recipe.sampling, folder, tokenizer, info)
-    decoder = build(
-        networks,
-        info,
-        recipe.task,
-        recipe.decoder,
-        recipe.sampling,
-        stops=stops,
-        max_rows=max_rows,
-        max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
-        trace=job.trace,
-        has_constraints=getattr(recipe.task, "constraint", None) is not None or recipe.columns.constraint is not None,
-    )
+    decoder = build(networks, recipe, folder, tokenizer, info, job.bounds, unit_rows=job.unit_rows, trace=job.trace)
     has_head, exact = networks.heads is not None, networks.exact
     unit_io = RowUnitIO(job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=has_head, exact=exact)
     return decoder, unit_io
-
-
-def slots_of(networks: Networks, most: int) -> int:
-    """Slots of a worker for `max_rows: auto` on the device of its networks; `most` are the canvases of its largest unit."""
-    from draftmill.decoders.engine.cuda_graphs import rows_of_launches
-
-    on_gpu = networks.backbone.device.type != "cpu"
-    return auto_rows(most, gpu_rows=rows_of_launches(networks.backbone.num_weights) if on_gpu else None)
-
-
-def auto_rows(unit_rows: int, *, gpu_rows: int | None) -> int:
-    """Slots of a worker for `max_rows: auto`; `unit_rows` are the canvases of its largest unit.
-
-    A CPU gains little beyond 64 rows, and slots that the two units it holds can't keep full are wasted. A GPU gains by every row
-    until its work takes as long as the launches do, at `gpu_rows` rows: a small model has half as many slots, of two rows each.
-    """
-    if gpu_rows is None:
-        return max(16, min(64, unit_rows))
-    return min(gpu_rows // 2, 2 * unit_rows)
 
 
 @dataclass(slots=True, eq=False)

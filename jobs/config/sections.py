@@ -124,6 +124,12 @@ class BatchingSettings(Settings):
     max_rows: Auto | Positive = Field(default="auto", description="most slots of a worker")
     window: Positive = Field(default=65536, description="rows that are sorted together")
 
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """A worker's max_rows and max_tokens; None if it chooses."""
+        rows, tokens = self.max_rows, self.max_tokens
+        return None if rows == "auto" else rows, None if tokens == "auto" else tokens
+
 
 class ErrorSettings(Settings):
     """How many samples may fail, and how often a unit is tried."""

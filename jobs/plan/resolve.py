@@ -451,7 +451,7 @@ def make_job(resolved: Resolved, plan: Plan) -> Job:
 
     The inputs are those that this session found, whose content is the plan's: their location and date may have changed.
     """
-    spec, batching = resolved.spec, resolved.spec.batching
+    spec = resolved.spec
     here = {file.name: file for file in resolved.inputs}
     current = [here.get(file.name, file) for file in plan.files]
     return Job(
@@ -461,8 +461,7 @@ def make_job(resolved: Resolved, plan: Plan) -> Job:
         trace=spec.output.trace == "steps",
         model=spec.model_place(),
         recipe=resolved.recipe,
-        max_rows=None if batching.max_rows == "auto" else batching.max_rows,
-        max_tokens=None if batching.max_tokens == "auto" else batching.max_tokens,
+        bounds=spec.batching.bounds,
         unit_rows=max((size.rows for size in plan.sizes()), default=1),
         files=InputFiles(
             (replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, current, strict=True)),

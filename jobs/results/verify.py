@@ -352,7 +352,8 @@ Result = tuple[list[int], list[float] | None, float | None]
 
 def check_invariance(resolved: Resolved, plan: Plan, manifest: Manifest, *, samples: int) -> float:
     """Decode `samples` stored samples alone; prints and returns the share with equal results."""
-    job = replace(make_job(resolved, plan), max_rows=1, trace=False)
+    job = make_job(resolved, plan)
+    job = replace(job, bounds=(1, job.bounds[1]), trace=False)
     decoder, unit_io = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
     scores = isinstance(plan.spec.task, Score)

@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 
 from draftmill.actors.checkpoints.generation import HONOURED
 from draftmill.actors.checkpoints.models import user_error
-from draftmill.actors.loop.loading import build, load_networks, most_canvases
+from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
 from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id, row_key
-from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
@@ -343,23 +342,12 @@ def loaded_lines(resolved: Resolved, unit_rows: int) -> Iterator[str]:
     import torch
 
     from draftmill.actors.loop.device_facts import device_facts
-    from draftmill.actors.loop.worker import slots_of
 
     spec, recipe, threads = resolved.spec, resolved.recipe, torch.get_num_threads()
-    batching = spec.batching
     try:
         networks = load_networks(resolved.folder, spec.model_place(), recipe.decoder)
-        most = most_canvases(recipe.task, recipe.decoder, unit_rows)
-        decoder = build(
-            networks,
-            resolved.info,
-            recipe.task,
-            recipe.decoder,
-            recipe.sampling,
-            stops=stops_of(recipe.task, recipe.sampling, resolved.folder, resolved.tokenizer, resolved.info),
-            max_rows=slots_of(networks, most) if batching.max_rows == "auto" else batching.max_rows,
-            max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
-        )
+        where = resolved.folder, resolved.tokenizer, resolved.info
+        decoder = build(networks, recipe, *where, spec.batching.bounds, unit_rows=unit_rows)
         room = fit(decoder, threads=threads)
     except ValueError as error:
         raise user_error(error, "model.path") from None
