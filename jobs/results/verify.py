@@ -250,7 +250,7 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     if (units, rows) != (plan.units, plan.rows):
         problems.append(f"the manifest holds {units} units and {rows} rows, the plan {plan.units} and {plan.rows}")
     sums = {"units": units} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
-    if manifest.said != sums:
+    if manifest.totals != sums:
         problems.append("the manifest's totals differ from the sums over its units")
     success = None
     if not store.exists(SUCCESS):

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
+from pydantic import InstanceOf
 
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.failpoints import failpoint
@@ -179,7 +179,7 @@ def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> Com
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a finished job holds: every unit once, in order. `said` are the totals as the file has them, if it was read.
+    """What a finished job holds: every unit once, in order. `totals` are those that the file has, if it was read.
 
     `source` says of a job whose input is a run which run that is, and how many of its rows were read and kept. `sums` are those
     over all rows; None if they are unknown. `ways` are the shares of the tokens by what drafted, where the clock chose it.
@@ -187,11 +187,11 @@ class Manifest:
 
     fingerprint: str
     schema_version: int
-    units: UnitFacts
-    said: Mapping[str, int] | None = field(default=None, compare=False)
-    source: Mapping[str, Any] | None = None
+    units: InstanceOf[UnitFacts]
+    totals: dict[str, int] | None = field(default=None, compare=False)
+    source: dict[str, Any] | None = None
     sums: Sums | None = field(default=None, compare=False)
-    ways: Mapping[str, float] | None = None
+    ways: dict[str, float] | None = None
 
     def total(self, fact: str) -> int:
         """Sum of rows, ok, failed, skipped or bytes over all units."""
@@ -209,26 +209,13 @@ def all_exact(parts: Iterable[bool | None]) -> bool | None:
     return False if False in values else None if None in values or not values else True
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """What the file has before its units."""
-
-    fingerprint: str
-    schema_version: int
-    totals: dict[str, int] | None = None
-    source: dict[str, Any] | None = None
-    sums: Sums | None = None
-    ways: dict[str, float] | None = None
-
-
 def read_manifest(store: Store) -> Manifest | None:
     """Return the manifest, None if the job has not finished; DamagedRun if it is damaged."""
     if not store.exists(MANIFEST):
         return None
     units = UnitFacts()
     try:
-        head = shaped(_Head, _read_units(store, units))
-        return Manifest(head.fingerprint, head.schema_version, units, head.totals, head.source, head.sums, head.ways)
+        return shaped(Manifest, _read_units(store, units) | {"units": units})
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         remedy = f"delete it and {SUCCESS}, and `draftmill run` writes them again"
         raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
@@ -296,8 +283,8 @@ def write_manifest(
     units: int,
     rows: int,
     lease: Lease | None = None,
-    source: Mapping[str, Any] | None = None,
-    ways: Mapping[str, float] | None = None,
+    source: dict[str, Any] | None = None,
+    ways: dict[str, float] | None = None,
 ) -> Manifest:
     """Write `_manifest.json` and then `_SUCCESS`, or raise StoreError and write neither: totals must equal the plan's.
 
@@ -322,8 +309,7 @@ def is_closed(store: Store) -> bool:
 
 
 def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
-    numbers = manifest.units.numbers()
-    assert len(np.unique(numbers)) == len(numbers), "a unit is listed twice"
+    assert len(manifest.units.listed) == len(manifest.units), "a unit is listed twice"
     num_units, num_rows = len(manifest.units), manifest.total("rows")
     if (num_units, num_rows) != (units, rows):
         raise StoreError(f"not complete: {num_units} of {units} units and {num_rows} of {rows} rows are committed")

@@ -5,11 +5,11 @@ import json
 import random
 
 import pytest
-from draftmill.storage.runs.done_units import BLOCK
 
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs import commit
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS, read_manifest, write_manifest
+from draftmill.storage.runs.done_units import BLOCK
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
 from draftmill.storage.stores.store import MOST_ETAG
 
@@ -84,7 +84,7 @@ def test_a_manifest_with_other_line_ends_is_read(store):
     for text in (json.dumps(json.loads(store.get(MANIFEST))), json.dumps(json.loads(store.get(MANIFEST)), indent=2)):
         store.put(MANIFEST, text.encode())
         found = read_manifest(store)
-        assert found is not None and found == made and found.said == json.loads(text)["totals"]
+        assert found is not None and found == made and found.totals == json.loads(text)["totals"]
 
 
 def test_damage_in_any_line_is_named(store):
