@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from draftmill.actors.loop.worker import LocalPool
     from draftmill.actors.ray.pool import RayPool
 
-    WorkerPool: TypeAlias = LocalPool | RayPool
-
 _log = logging.getLogger(__name__)
+
+WorkerPool: TypeAlias = "LocalPool | RayPool"
 
 POLL_S = 0.2
 

@@ -9,9 +9,10 @@ import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import pyarrow as pa
+from pydantic import ConfigDict, Field, SkipValidation
 
 from draftmill.decoders.common_settings import RunDrafterSettings
 from draftmill.jobs.config.spec import JobSpec, check_spec
@@ -63,15 +64,17 @@ class Plan:
     every row of the inputs, a later pass the rows that failed in the one before.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
+
     fingerprint: str
     code_version: str
     spec: JobSpec
     results: dict[str, Any]
-    files: tuple[InputFile, ...]
+    files: Annotated[tuple[InputFile, ...], Field(alias="inputs")]
     totals: PlanTotals
     parts: list[dict[str, Any]] = field(repr=False)
-    store: Store = field(repr=False)
-    pass_: int = 1
+    store: SkipValidation[Store] = field(repr=False)
+    pass_: Annotated[int, Field(alias="pass")] = 1
     keep: pa.Schema | None = None
 
     @property
@@ -226,43 +229,21 @@ def _compact(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """The keys of `_plan.json` whose shape nothing else checks."""
-
-    fingerprint: str
-    code_version: str
-    totals: PlanTotals
-    results: dict[str, Any]
-    inputs: tuple[InputFile, ...]
-    parts: list[PlanPart]
-
-
 def _plan_of(content: dict[str, Any], spec: JobSpec, store: Store) -> Plan:
     """The plan in the content of `_plan.json`; ValueError, KeyError, TypeError or OverflowError if it is damaged."""
-    held = shaped(_Content, content)
-    if digest(held.results) != held.fingerprint:
+    parts, keep = shaped(tuple[PlanPart, ...], content["parts"]), schema_from_json(content.get("keep"))
+    plan = shaped(Plan, content | {"spec": spec, "store": store, "keep": keep})
+    if digest(plan.results) != plan.fingerprint:
         raise ValueError("its fingerprint is not that of its results")
     first = 0
-    for part, listed in zip(held.parts, content["parts"], strict=True):
+    for part, listed in zip(parts, plan.parts, strict=True):
         rows = listed["unit_rows"]
         if (part.first, part.units, part.rows) != (first, len(rows), sum(rows)):
             raise ValueError(f"{part.name} does not hold the units after {first}")
         first += part.units
-    if first != held.totals.units:
-        raise ValueError(f"it has {first} units, not {held.totals.units}")
-    return Plan(
-        fingerprint=held.fingerprint,
-        code_version=held.code_version,
-        spec=spec,
-        results=held.results,
-        files=held.inputs,
-        totals=held.totals,
-        parts=content["parts"],
-        store=store,
-        pass_=int(content.get("pass", 1)),
-        keep=schema_from_json(content.get("keep")),
-    )
+    if first != plan.totals.units:
+        raise ValueError(f"it has {first} units, not {plan.totals.units}")
+    return plan
 
 
 # ---- the finished runs that draft (`decoder.drafter: {kind: run}`): found, checked, and what identifies them
