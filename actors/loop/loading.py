@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
-from draftmill.actors.job import ModelPlace
-from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.job import ModelPlace, RowRecipe
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, has_tokenizer, load_tokenizer
 from draftmill.actors.task import Score, Task

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.job import ModelPlace
+from draftmill.actors.job import ModelPlace, RowRecipe
 from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
 from draftmill.actors.loop.runner import UnitRunner
@@ -27,7 +27,6 @@ from draftmill.actors.messages import Failure, Receipt, Tally, WorkUnit
 from draftmill.actors.metrics.base import Answer, MeasuredRow, Measuring, Meter, RowByRow, Values, try_metric
 from draftmill.actors.metrics.settings import PLACE, Judge, Metric, OwnMetric, PassAtK
 from draftmill.actors.metrics.texts import METERS
-from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.samples import Sample
 from draftmill.actors.rows.text import load_tokenizer

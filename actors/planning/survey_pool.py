@@ -27,8 +27,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from draftmill.actors.checkpoints.models import TOKENIZER_FILES
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.planning.surveying import HASH, SURVEYED, FilePart, survey_pieces
-from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.row import id_hashes
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer

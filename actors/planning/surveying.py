@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
-from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import CanvasSize
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns

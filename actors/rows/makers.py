@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.canvas import Canvas, CanvasMaker, CanvasSize, RowMaker, runs
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import IDS, Infilling, Template, fills_in_middle, template_of

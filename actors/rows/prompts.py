@@ -20,7 +20,7 @@ from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, Undefine
 from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Const, Getattr, Getitem, Name, Node
 
-from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.chat import LimitedEnvironment, environment
 from draftmill.actors.rows.row import Messages, Values, check_text, missing, prompt_of, string_of
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Complete, Infill, Prompt, Score, Task

@@ -53,7 +53,7 @@ from draftmill.jobs.results.passes import latest_rows
 from draftmill.jobs.results.summary import machine_rows, sample_rows, sums_of
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
-from draftmill.storage.runs.sums import Sums, brief_line
+from draftmill.storage.runs.records import Sums, brief_line
 from draftmill.storage.stores.store import Place, is_local, open_store
 
 MADE_BY: Final = '<meta name="generator" content="draftmill'

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from draftmill.actors.job import ModelPlace
+from draftmill.actors.job import ModelPlace, RowRecipe
 from draftmill.actors.metrics.settings import Metrics
-from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Prompt, Task
 from draftmill.decoders.causal.settings import HeadDrafterSettings
 from draftmill.decoders.common_settings import Sampling, Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.row_settings import RowRules, penalties_of
 from draftmill.actors.rows.text import Tokenizer

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, FilePart, survey_pieces
-from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.makers import Maker, shares_beginnings
 from draftmill.actors.rows.prompts import FIELD as TEMPLATE
@@ -37,8 +37,7 @@ from draftmill.jobs.plan.plan import NothingLeft, Plan, compare_plan, create_pla
 from draftmill.jobs.plan.resolve import Resolved, begins_with_request
 from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.fields import field_of, lift
-from draftmill.storage.inputs.kept import KeptTypes
+from draftmill.storage.inputs.kept import KeptTypes, field_of, lift
 from draftmill.storage.inputs.lines import lacks_custom_id
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id

@@ -28,9 +28,8 @@ from draftmill.actors.checkpoints.models import (
     tokenizer_hash,
     user_error,
 )
-from draftmill.actors.job import Job
+from draftmill.actors.job import Job, RowRecipe
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
-from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.constraints import node_of
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.makers import Maker, maker_for

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 import pyarrow as pa
 import yaml
 
-from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.unit_io import read_planned
 from draftmill.jobs.config.paths import path_problem

@@ -21,8 +21,7 @@ from draftmill.jobs.formatting import counted, duration, rate_text
 from draftmill.jobs.results.passes import Pass, latest_rows
 from draftmill.storage.runs.commit import Manifest
 from draftmill.storage.runs.metric_files import KEYS, MetricError, metric_sets, read_metric_errors, read_metrics
-from draftmill.storage.runs.records import read_results
-from draftmill.storage.runs.sums import EXAMPLES, SUMMED, Sums, brief_line, sum_up
+from draftmill.storage.runs.records import EXAMPLES, SUMMED, Sums, brief_line, read_results, sum_up
 from draftmill.storage.stores.store import Store
 
 KINDS = 5

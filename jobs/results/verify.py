@@ -37,8 +37,7 @@ from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, Manifest, trace_name, unit_number
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
-from draftmill.storage.runs.records import REMEDY, SCHEMA_VERSION, read_results
-from draftmill.storage.runs.sums import Sums, sum_up
+from draftmill.storage.runs.records import REMEDY, SCHEMA_VERSION, Sums, read_results, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import NotFound, Place, Store, open_store

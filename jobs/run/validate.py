@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from draftmill.actors.checkpoints.generation import HONOURED
 from draftmill.actors.checkpoints.models import user_error
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
-from draftmill.actors.recipe import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
@@ -50,7 +50,7 @@ from draftmill.storage.errors import MOST_NAMES, RowError, UserError, printable
 from draftmill.storage.inputs.inputs import is_object, local_path
 from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
-from draftmill.storage.runs.sums import EXAMPLES, Sums
+from draftmill.storage.runs.records import EXAMPLES, Sums
 from draftmill.storage.stores.store import open_store
 
 SHOWN_CHARS = 4000

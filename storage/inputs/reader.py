@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs import lines
-from draftmill.storage.inputs.fields import lift, types_in
 from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS
+from draftmill.storage.inputs.kept import lift, types_in
 from draftmill.storage.inputs.rows import FIELD, WHOLE, FileSlice, InputFile, Row, failed_row
 from draftmill.storage.inputs.sources import (
     SEEK_BUFFER_BYTES,
@@ -136,7 +136,7 @@ def count_lines(file: InputFile, start: int, stop: int) -> tuple[int, int]:
 
 
 def _with_fields(rows: Iterator[Row], columns: Mapping[str, str] | None) -> Iterator[Row]:
-    """The rows, with wanted nested fields added as separate columns (storage/inputs/fields.py)."""
+    """The rows, with wanted nested fields added as separate columns (storage/inputs/kept.py)."""
     inner = [name for name in (columns or {}).values() if "." in name]
     for row in rows:
         if inner and row.values is not None:

@@ -28,8 +28,7 @@ from draftmill.storage.json_text import parse_as, parse_json, shaped
 from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
 from draftmill.storage.runs.done_units import DoneUnits
 from draftmill.storage.runs.lease import Lease, LeaseLost
-from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damage_error
-from draftmill.storage.runs.sums import Sums, sum_up
+from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, Sums, damage_error, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
 from draftmill.storage.stores.store import AlreadyExists, Body, Conflict, FileBody, Stat, Store
 

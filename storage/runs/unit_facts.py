@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.storage.runs.done_units import BLOCK, DoneUnits
-from draftmill.storage.runs.sums import Sums, sums_of_text
+from draftmill.storage.runs.records import Sums, sums_of_text
 from draftmill.storage.stores.store import MOST_ETAG, is_short_etag
 
 _COUNTS: Final = ("rows", "ok", "failed", "skipped", "bytes")
@@ -45,7 +45,7 @@ class CommittedUnit:
     exact: bool | None = None
     """Whether its worker's results have the same bits in any batch; None if unknown."""
     sums: str = field(default="", compare=False)
-    """Sums over its rows (storage/runs/sums.py); "" if unknown, as in facts from a manifest: it has those of all units."""
+    """Sums over its rows (storage/runs/records.py); "" if unknown, as in facts from a manifest: it has those of all units."""
 
 
 def unit_name(unit: int) -> str:

@@ -12,7 +12,7 @@ from draftmill.jobs.drive import run_log
 from draftmill.jobs.drive.driver import Driver
 from draftmill.jobs.run import session
 from draftmill.storage.runs import commit as committer
-from draftmill.storage.runs.sums import Sums
+from draftmill.storage.runs.records import Sums
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
 from tests.simulation.world import TTL_S, SimThread, World

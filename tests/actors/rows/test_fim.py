@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Core
 
-from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.fim import Infilling, TextPart, cut, template_of, together
 from draftmill.actors.rows.makers import FimMaker, maker_for

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.recipe import RowRecipe
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.makers import Maker, PromptMaker, maker_for
 from draftmill.actors.rows.prompts import columns_of, read_columns
 from draftmill.actors.rows.requests import CHAT

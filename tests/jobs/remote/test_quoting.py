@@ -11,8 +11,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from draftmill.jobs.remote.manifest import slug
-from draftmill.jobs.remote.templates import comment, crontab, shell, yaml_document, yaml_text
+from draftmill.jobs.remote.manifest import comment, crontab, shell, slug, yaml_document, yaml_text
 from tests.jobs.remote.made import data_of, templates, text_of, write_spec
 
 NASTY = [

@@ -9,8 +9,7 @@ from draftmill.decoders.base import EngineStats
 from draftmill.jobs.drive.run_log import Sessions
 from draftmill.jobs.results.summary import is_small, table_lines
 from draftmill.storage.runs.commit import Manifest
-from draftmill.storage.runs.records import table_from_rows
-from draftmill.storage.runs.sums import MOST_CHARS, Sums, sum_up, sums_of_text
+from draftmill.storage.runs.records import MOST_CHARS, Sums, sum_up, sums_of_text, table_from_rows
 from draftmill.storage.runs.unit_facts import UnitFacts
 
 
