@@ -42,14 +42,10 @@ from draftmill.jobs.schedule.events import (
     KillWorker,
     LetGo,
     MoreRoom,
-    ProbeDone,
     Quarantine,
     Revoke,
     StartWorker,
     Tick,
-    UnitDone,
-    WorkerAnswered,
-    WorkerUp,
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import StoreError, StoreFull, UserError
@@ -312,7 +308,7 @@ class Driver:
             case WorkerLoaded(worker, node, pid, facts):
                 self.totals.worker_up(worker, facts)
                 self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
-                self._tell(WorkerUp(worker))
+                self._tell(event)
             case WorkerLost(worker, reason):
                 known, counts = self.scheduler.state.workers.get(worker), self.scheduler.finished is None
                 self.totals.worker_ended(worker, died=counts, lost=known is not None and bool(known.leases))
@@ -333,7 +329,7 @@ class Driver:
                 self.watch(lambda watcher: watcher.reported(worker, report))
                 for item in report.answers:
                     self._answer(item)
-                self._tell(WorkerAnswered(worker, report.spent, report.moved, report.effort.engine.committed))
+                self._tell(event)
 
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):
@@ -346,13 +342,12 @@ class Driver:
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
             self.display.event("failed", message, level=logging.WARNING, unit=item.unit, worker=item.worker, **facts)
             self._tell(item)
-        elif item.committed is None:
-            self._tell(ProbeDone(item.lease))
         else:
-            failpoint("driver.receipt")
-            if item.unit not in self.committed.listed:
-                self._note_commit(item, item.committed)
-            self._tell(UnitDone(item.lease, item.unit))
+            if item.committed is not None:
+                failpoint("driver.receipt")
+                if item.unit not in self.committed.listed:
+                    self._note_commit(item, item.committed)
+            self._tell(item)
 
     def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
         self.look(receipt.worker, committed)

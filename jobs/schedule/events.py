@@ -1,7 +1,7 @@
 """The scheduler's inputs (events) and outputs (commands): frozen, plain, comparable data.
 
-What workers report of failures and of their end is an event as it comes (actors/messages.py). Times are in seconds of the
-driver's clock; only `Tick` carries one.
+What workers report is an event as it comes (actors/messages.py); the answers in a report come before it, each by itself. Times
+are in seconds of the driver's clock; only `Tick` carries one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from draftmill.actors.messages import Failure, NodeLeaving, QuarantinedRows, WorkerLost, WorkUnit
+from draftmill.actors.messages import (
+    Failure,
+    NodeLeaving,
+    QuarantinedRows,
+    Receipt,
+    WorkerLoaded,
+    WorkerLost,
+    WorkerReported,
+    WorkUnit,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +29,6 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerUp:
-    """A requested worker has loaded its model and takes units."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
 class MoreRoom:
     """Machines have joined: there is now room for `workers` workers in total."""
 
@@ -34,39 +36,12 @@ class MoreRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAnswered:
-    """A worker answered; most samples of the `spent` leases have a slot, and it has generated `tokens` since its last answer.
-
-    `moved` if it made progress since its last answer: this renews its leases. An answer without progress does not.
-    """
-
-    worker: str
-    spent: tuple[int, ...] = ()
-    moved: bool = True
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class UnitDone:
-    """The unit's file is in the store. This holds even if the lease is no longer valid."""
-
-    lease: int
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeDone:
-    """The rows of a probe were decoded, and the worker survived."""
-
-    lease: int
-
-
-@dataclass(frozen=True, slots=True)
 class Drain:
     """Stop leasing units; finish when the running ones have ended."""
 
 
-Event = Tick | WorkerUp | WorkerLost | NodeLeaving | MoreRoom | WorkerAnswered | UnitDone | ProbeDone | Failure | Drain
+Event = Tick | WorkerLoaded | WorkerLost | NodeLeaving | MoreRoom | WorkerReported | Receipt | Failure | Drain
+"""A Receipt holds even if its lease is no longer valid: the unit's file is in the store."""
 
 
 @dataclass(frozen=True, slots=True)

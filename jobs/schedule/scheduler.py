@@ -15,7 +15,7 @@ A unit that was once suspected stays `alone`: its worker holds nothing else, so 
 
 The states of a worker: starting (requested, not yet up), up, leaving (its machine will be removed: it finishes what it decodes,
 gets nothing more, and another worker replaces it), and gone (forgotten). A worker holds at most four leases.
-If `WorkerAnswered` does not renew a lease for `lease_s`, because its worker is silent or makes no progress, the worker is killed.
+If `WorkerReported` does not renew a lease for `lease_s`, because its worker is silent or makes no progress, the worker is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
-from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Failure, NodeLeaving, QuarantinedRows, WorkerLost
+from draftmill.actors.messages import (
+    CHANGED_INPUT,
+    STORE_FULL,
+    Failure,
+    NodeLeaving,
+    QuarantinedRows,
+    Receipt,
+    WorkerLoaded,
+    WorkerLost,
+    WorkerReported,
+)
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
@@ -35,14 +45,10 @@ from draftmill.jobs.schedule.events import (
     KillWorker,
     LetGo,
     MoreRoom,
-    ProbeDone,
     Quarantine,
     Revoke,
     StartWorker,
     Tick,
-    UnitDone,
-    WorkerAnswered,
-    WorkerUp,
 )
 from draftmill.jobs.schedule.unit_leases import (
     COPIES,
@@ -87,7 +93,7 @@ class Scheduler:
             return []
         self._out = []
         # Most events by far change nothing; with many workers, assigning units is expensive.
-        if isinstance(event, WorkerAnswered) and not self.state.note_answer(event, self.now_s, self.limits.lease_s):
+        if isinstance(event, WorkerReported) and not self.state.note_report(event, self.now_s, self.limits.lease_s):
             return []
         if isinstance(event, Tick) and not self._tick(event.now_s):
             return []
@@ -105,7 +111,7 @@ class Scheduler:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case WorkerUp(name) if name in self.state.workers:
+            case WorkerLoaded(name) if name in self.state.workers:
                 self.state.workers[name].up = True
                 self._failed_starts = 0
             case WorkerLost(name, reason, idle, device):
@@ -114,9 +120,9 @@ class Scheduler:
                 self._leaves(self.state.workers[name], left_s)
             case MoreRoom(workers):
                 self.wanted = max(self.wanted, workers)
-            case UnitDone(number, unit):
+            case Receipt(lease=number, unit=unit, committed=committed) if committed is not None:
                 self._unit_done(number, unit)
-            case ProbeDone(number) if number in self.state.leases:
+            case Receipt(lease=number) if number in self.state.leases:
                 self._deaths_in_a_row = 0
                 self._end_probe(self.state.release(number), None)
             case Failure():

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from draftmill.actors.messages import MOST_UNITS, QuarantinedRows, WorkUnit
-from draftmill.jobs.schedule.events import WorkerAnswered
+from draftmill.actors.messages import MOST_UNITS, QuarantinedRows, WorkerReported, WorkUnit
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
 from draftmill.storage.runs.done_units import DoneUnits
 
@@ -247,23 +246,24 @@ class SchedulerState:
             self.workers[lease.worker].spent.discard(number)
         return lease
 
-    def note_answer(self, answer: WorkerAnswered, now_s: float, lease_s: float) -> bool:
+    def note_report(self, event: WorkerReported, now_s: float, lease_s: float) -> bool:
         """Enter what a worker has done, which renews its leases; returns whether it may now have room for other units.
 
-        Ignores `spent` leases that the worker no longer holds.
+        A report without progress renews none. Ignores `spent` leases that the worker no longer holds.
         """
-        worker = self.workers.get(answer.worker)
+        worker, report = self.workers.get(event.worker), event.report
+        tokens = report.effort.engine.committed
         if worker is None:
             return False
-        for number in worker.leases if answer.moved else ():
+        for number in worker.leases if report.moved else ():
             self.leases[number].expires_s = now_s + lease_s
         if worker.leases:
-            worker.generated += answer.tokens
-            worker.since += answer.tokens
+            worker.generated += tokens
+            worker.since += tokens
             worker.busy_s += now_s - worker.heard_s
             worker.heard_s = now_s
-            worker.moved_s = now_s if answer.tokens else worker.moved_s
-        before, worker.spent = worker.spent, set(answer.spent).intersection(worker.leases)
+            worker.moved_s = now_s if tokens else worker.moved_s
+        before, worker.spent = worker.spent, set(report.spent).intersection(worker.leases)
         return worker.spent != before
 
     def tokens_left(self, worker: Worker) -> float:

@@ -9,10 +9,11 @@ from draftmill.decoders.base import EngineStats
 from draftmill.jobs.drive.driver import Driver, StopFlag
 from draftmill.jobs.drive.metrics import METRICS, Metric, MetricsWatcher
 from draftmill.jobs.drive.totals import Totals
-from draftmill.jobs.schedule.events import Assign, Tick, WorkerUp
+from draftmill.jobs.schedule.events import Assign, Tick
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSize
 from tests.jobs.drive.test_cost import Hand
+from tests.jobs.schedule.reports import worker_up
 
 
 class Exporter:
@@ -75,7 +76,7 @@ def at_work(clock: Hand) -> tuple[Scheduler, Totals]:
     """Four units, one of them held by the only worker."""
     scheduler = Scheduler([UnitSize(unit, 4, 10) for unit in range(4)], workers=1)
     scheduler.on(Tick(0.0))
-    commands = scheduler.on(WorkerUp("w0"))
+    commands = scheduler.on(worker_up("w0"))
     assert [type(command) for command in commands] == [Assign]
     totals = Totals(units=4, rows=16, clock=clock)
     totals.worker_up("w0", {"load_s": 5.0})

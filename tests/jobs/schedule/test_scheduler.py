@@ -19,19 +19,16 @@ from draftmill.jobs.schedule.events import (
     KillWorker,
     LetGo,
     MoreRoom,
-    ProbeDone,
     Quarantine,
     Revoke,
     StartWorker,
     Tick,
-    UnitDone,
-    WorkerAnswered,
-    WorkerUp,
 )
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.unit_leases import Limits
 from draftmill.jobs.schedule.units import UnitSize
 from tests.jobs.schedule.integrity import check_integrity
+from tests.jobs.schedule.reports import answered, probe_done, unit_done, worker_up
 
 
 def sizes(*tokens: int, rows: int = 4) -> list[UnitSize]:
@@ -41,7 +38,7 @@ def sizes(*tokens: int, rows: int = 4) -> list[UnitSize]:
 def started(scheduler: Scheduler) -> list[Command]:
     """Bring up every worker that the scheduler asks for first; returns what follows."""
     commands = scheduler.on(Tick(0.0))
-    return [c for start in commands if isinstance(start, StartWorker) for c in scheduler.on(WorkerUp(start.worker))]
+    return [c for start in commands if isinstance(start, StartWorker) for c in scheduler.on(worker_up(start.worker))]
 
 
 def assigned(commands: list[Command]) -> list[tuple[str, int]]:
@@ -61,7 +58,7 @@ def holding(scheduler: Scheduler, *, spent: int) -> list[WorkUnit]:
     """Bring up w0 and let it hold the units that it gets, of which the first `spent` have got their slots."""
     held = units_of(started(scheduler))
     while len(held) <= spent:
-        held += units_of(scheduler.on(WorkerAnswered("w0", tuple(work.lease for work in held))))
+        held += units_of(scheduler.on(answered("w0", tuple(work.lease for work in held))))
     return held
 
 
@@ -71,7 +68,7 @@ def test_a_worker_on_a_machine_that_goes_ends_before_it_and_its_unit_goes_elsewh
     assert scheduler.on(NodeLeaving("w0", left_s=30.0)) == [StartWorker("w1")]
     assert scheduler.on(Tick(24.0)) == []
     assert scheduler.on(Tick(25.5)) == [LetGo("w0", lost=True)]
-    (again,) = units_of(scheduler.on(WorkerUp("w1")))
+    (again,) = units_of(scheduler.on(worker_up("w1")))
     assert (again.unit, again.attempt) == (first.unit, 1)
     assert scheduler.on(WorkerLost("w0", "its node is gone")) == []
     scheduler = Scheduler(sizes(5), workers=1)
@@ -90,7 +87,7 @@ def test_workers_without_units_end_where_machines_come_and_go_and_are_not_starte
     held = units_of(started(scheduler))
     assert len(held) == 4
     for work in held[1:]:
-        scheduler.on(UnitDone(work.lease, work.unit))
+        scheduler.on(unit_done(work.lease, work.unit))
     # one unit is left; one of the idle workers has taken a copy of it
     busy = {lease.worker for lease in scheduler.state.leases.values()}
     assert len(busy) == 2
@@ -100,7 +97,7 @@ def test_workers_without_units_end_where_machines_come_and_go_and_are_not_starte
     assert len(gone) == 2 and not busy & set(gone)
     assert scheduler.on(Tick(100.0)) == [], "no worker is started again, and none that holds a unit ends"
     check_integrity(scheduler.state)
-    assert scheduler.on(UnitDone(held[0].lease, held[0].unit))[-1] == Finish("done")
+    assert scheduler.on(unit_done(held[0].lease, held[0].unit))[-1] == Finish("done")
 
 
 def test_as_many_workers_stay_as_units_are_left_even_if_these_rest():
@@ -115,9 +112,9 @@ def test_as_many_workers_stay_as_units_are_left_even_if_these_rest():
 def test_workers_that_still_start_end_too_once_no_unit_is_left_for_them():
     scheduler = Scheduler(sizes(5, 5, 5), workers=3, limits=Limits(idle_s=20.0))
     assert [type(command) for command in scheduler.on(Tick(0.0))] == [StartWorker] * 3
-    (first, ahead) = units_of(scheduler.on(WorkerUp("w0")) + scheduler.on(WorkerAnswered("w0", (0,))))
+    (first, ahead) = units_of(scheduler.on(worker_up("w0")) + scheduler.on(answered("w0", (0,))))
     for work in (first, ahead):
-        scheduler.on(UnitDone(work.lease, work.unit))
+        scheduler.on(unit_done(work.lease, work.unit))
     assert scheduler.on(Tick(1.0)) == []
     assert scheduler.on(Tick(30.0)) == [LetGo("w2"), LetGo("w1")]
 
@@ -125,7 +122,7 @@ def test_workers_that_still_start_end_too_once_no_unit_is_left_for_them():
 def test_idle_workers_stay_where_machines_do_not_come_and_go():
     scheduler = Scheduler(sizes(5, 5, 5), workers=3)
     for work in units_of(started(scheduler))[1:]:
-        scheduler.on(UnitDone(work.lease, work.unit))
+        scheduler.on(unit_done(work.lease, work.unit))
     assert scheduler.on(Tick(500.0)) == []
 
 
@@ -133,26 +130,26 @@ def test_the_longest_units_go_first_and_the_next_one_when_most_samples_have_a_sl
     scheduler = Scheduler(sizes(5, 9, 7), workers=1)
     (first,) = units_of(started(scheduler))
     assert first.unit == 1
-    assert scheduler.on(WorkerAnswered("w0")) == []
-    (second,) = units_of(scheduler.on(WorkerAnswered("w0", (first.lease,))))
+    assert scheduler.on(answered("w0")) == []
+    (second,) = units_of(scheduler.on(answered("w0", (first.lease,))))
     assert second.unit == 2
-    assert scheduler.on(WorkerAnswered("w0", (first.lease,))) == []
-    assert assigned(scheduler.on(WorkerAnswered("w0", (first.lease, second.lease)))) == [("w0", 0)]
+    assert scheduler.on(answered("w0", (first.lease,))) == []
+    assert assigned(scheduler.on(answered("w0", (first.lease, second.lease)))) == [("w0", 0)]
 
 
 def test_a_worker_never_holds_more_than_a_few_units():
     scheduler = Scheduler(sizes(*[5] * 9), workers=1)
     held = holding(scheduler, spent=MOST_UNITS - 1)
     assert len(held) == MOST_UNITS
-    assert scheduler.on(WorkerAnswered("w0", tuple(work.lease for work in held))) == []
+    assert scheduler.on(answered("w0", tuple(work.lease for work in held))) == []
 
 
 def test_a_worker_that_reports_a_lease_it_has_lost_gets_nothing_for_it():
     scheduler = Scheduler(sizes(9, 8, 7), workers=1)
     (first,) = units_of(started(scheduler))
-    (second,) = units_of(scheduler.on(UnitDone(first.lease, first.unit)))
-    assert scheduler.on(WorkerAnswered("w0", (first.lease,))) == []
-    assert assigned(scheduler.on(WorkerAnswered("w0", (first.lease, second.lease)))) == [("w0", 2)]
+    (second,) = units_of(scheduler.on(unit_done(first.lease, first.unit)))
+    assert scheduler.on(answered("w0", (first.lease,))) == []
+    assert assigned(scheduler.on(answered("w0", (first.lease, second.lease)))) == [("w0", 2)]
 
 
 def test_no_more_workers_are_started_than_units_remain():
@@ -175,24 +172,24 @@ def test_a_job_without_units_is_done_at_once():
 def test_the_job_is_done_when_the_last_unit_is():
     scheduler = Scheduler(sizes(5, 6), workers=1)
     first, second = holding(scheduler, spent=1)
-    assert scheduler.on(UnitDone(first.lease, first.unit)) == []
-    assert scheduler.on(UnitDone(second.lease, second.unit)) == [Finish("done")]
+    assert scheduler.on(unit_done(first.lease, first.unit)) == []
+    assert scheduler.on(unit_done(second.lease, second.unit)) == [Finish("done")]
     assert scheduler.on(Tick(9.0)) == []
 
 
 def test_an_idle_worker_takes_a_copy_and_the_loser_is_told_to_forget_it():
     scheduler = Scheduler(sizes(9, 8), workers=2)
     work = {a.unit: a for a in units_of(started(scheduler))}
-    commands = scheduler.on(UnitDone(work[1].lease, 1))
+    commands = scheduler.on(unit_done(work[1].lease, 1))
     (copy,) = units_of(commands)
     assert copy.unit == 0 and copy.lease != work[0].lease
-    assert scheduler.on(UnitDone(copy.lease, 0)) == [Revoke("w0", work[0].lease), Finish("done")]
+    assert scheduler.on(unit_done(copy.lease, 0)) == [Revoke("w0", work[0].lease), Finish("done")]
 
 
 def test_a_unit_that_has_failed_is_not_copied_but_tried_again_until_its_rows_are_examined():
     scheduler = Scheduler(sizes(9, 8), workers=2, limits=Limits(attempts=2))
     work = {unit.unit: unit for unit in units_of(started(scheduler))}
-    (copy,) = units_of(scheduler.on(UnitDone(work[1].lease, 1)))
+    (copy,) = units_of(scheduler.on(unit_done(work[1].lease, 1)))
     assert scheduler.on(failure(work[0])) == []
     assert [probe.probe for probe in units_of(scheduler.on(failure(copy)))] == [True, True]
 
@@ -201,8 +198,8 @@ def test_a_dead_worker_is_replaced_and_its_units_are_leased_again():
     scheduler = Scheduler(sizes(9, 8), workers=1)
     holding(scheduler, spent=1)
     assert scheduler.on(WorkerLost("w0", "killed")) == [StartWorker("w1")]
-    (first,) = units_of(scheduler.on(WorkerUp("w1")))
-    (second,) = units_of(scheduler.on(WorkerAnswered("w1", (first.lease,))))
+    (first,) = units_of(scheduler.on(worker_up("w1")))
+    (second,) = units_of(scheduler.on(answered("w1", (first.lease,))))
     assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
 
 
@@ -210,11 +207,11 @@ def test_a_unit_that_took_two_workers_with_it_runs_alone_and_its_neighbour_is_cl
     scheduler = Scheduler(sizes(9, 8), workers=1)
     started(scheduler)
     scheduler.on(WorkerLost("w0", "killed"))
-    scheduler.on(WorkerUp("w1"))
+    scheduler.on(worker_up("w1"))
     scheduler.on(WorkerLost("w1", "killed"))
-    (only,) = units_of(scheduler.on(WorkerUp("w2")))
+    (only,) = units_of(scheduler.on(worker_up("w2")))
     assert not only.probe
-    (other,) = units_of(scheduler.on(UnitDone(only.lease, only.unit)))
+    (other,) = units_of(scheduler.on(unit_done(only.lease, only.unit)))
     assert {only.unit, other.unit} == {0, 1}
 
 
@@ -233,9 +230,9 @@ def test_bisection_finds_the_row_that_kills_and_the_others_come_back(device):
             holder = next(lease.worker for lease in scheduler.state.leases.values())
             (start,) = scheduler.on(WorkerLost(holder, "device-side assert", device=device))[-1:]
             assert isinstance(start, StartWorker)
-            commands = scheduler.on(WorkerUp(start.worker))
+            commands = scheduler.on(worker_up(start.worker))
         else:
-            commands = scheduler.on(ProbeDone(works[0].lease))
+            commands = scheduler.on(probe_done(works[0].lease))
         check_integrity(scheduler.state)
     (work,) = units_of(commands)
     (verdict,) = work.verdicts
@@ -245,16 +242,16 @@ def test_bisection_finds_the_row_that_kills_and_the_others_come_back(device):
         assert deaths == 5 + 4
     else:
         assert now_s == 0.0
-    assert scheduler.on(UnitDone(work.lease, work.unit)) == [Finish("done")]
+    assert scheduler.on(unit_done(work.lease, work.unit)) == [Finish("done")]
 
 
 def test_a_lost_device_is_the_machines_fault_and_its_units_rest_and_go_elsewhere():
     scheduler = Scheduler(sizes(9, 8), workers=1)
     holding(scheduler, spent=1)
     assert scheduler.on(WorkerLost("w0", "illegal memory access", device=True)) == [StartWorker("w1")]
-    assert not units_of(scheduler.on(WorkerUp("w1")))
+    assert not units_of(scheduler.on(worker_up("w1")))
     (first,) = units_of(scheduler.on(Tick(1.0)))
-    (second,) = units_of(scheduler.on(WorkerAnswered("w1", (first.lease,))))
+    (second,) = units_of(scheduler.on(answered("w1", (first.lease,))))
     assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
     assert not any(unit.suspect for unit in scheduler.state.touched.values())
 
@@ -268,7 +265,7 @@ def test_task_failures_are_retried_and_then_the_guilty_row_is_quarantined():
     quarantined = []
     while work.probe:
         guilty = work.start == 0
-        commands = scheduler.on(failure(work) if guilty else ProbeDone(work.lease))
+        commands = scheduler.on(failure(work) if guilty else probe_done(work.lease))
         quarantined += [c for c in commands if isinstance(c, Quarantine)]
         (work,) = units_of(commands)
     assert [(q.rows.start, q.rows.stop, q.rows.kind) for q in quarantined] == [(0, 1, "boom")]
@@ -308,18 +305,18 @@ def test_a_worker_that_is_not_heard_of_is_killed_and_its_late_answer_still_count
     scheduler = Scheduler(sizes(9), workers=1, limits=Limits(lease_s=10.0))
     (work,) = units_of(started(scheduler))
     scheduler.on(Tick(9.0))
-    scheduler.on(WorkerAnswered("w0"))
+    scheduler.on(answered("w0"))
     assert scheduler.on(Tick(15.0)) == []
     kill, start = scheduler.on(Tick(20.0))
     assert isinstance(kill, KillWorker) and kill.worker == "w0" and start == StartWorker("w1")
-    assert scheduler.on(UnitDone(work.lease, work.unit)) == [Finish("done")]
+    assert scheduler.on(unit_done(work.lease, work.unit)) == [Finish("done")]
 
 
 def test_a_worker_that_answers_but_gets_nowhere_is_killed_too():
     scheduler = Scheduler(sizes(9), workers=1, limits=Limits(lease_s=10.0))
     started(scheduler)
     scheduler.on(Tick(9.0))
-    scheduler.on(WorkerAnswered("w0", moved=False))
+    scheduler.on(answered("w0", moved=False))
     kill, _ = scheduler.on(Tick(10.5))
     assert isinstance(kill, KillWorker) and kill.reason == "no progress for 10 s"
 
@@ -336,7 +333,7 @@ def test_a_worker_that_hangs_at_its_start_is_replaced_and_in_the_end_done_withou
     scheduler = Scheduler(sizes(9, 8, 7, 6), workers=2, limits=Limits(starts=1, start_s=100.0, lease_s=1e6))
     assert scheduler.on(Tick(0.0)) == [StartWorker("w0"), StartWorker("w1")]
     scheduler.on(Tick(50.0))
-    scheduler.on(WorkerUp("w0"))
+    scheduler.on(worker_up("w0"))
     assert scheduler.on(Tick(99.0)) == []
     assert scheduler.on(Tick(100.5)) == [KillWorker("w1", "not up after 100 s"), StartWorker("w2")]
     assert scheduler.on(Tick(200.0)) == []
@@ -355,8 +352,8 @@ def test_draining_keeps_the_units_that_run_and_gives_back_the_next():
     scheduler = Scheduler(sizes(9, 8, 7), workers=1)
     first, second, third = holding(scheduler, spent=2)
     assert scheduler.on(Drain()) == [Revoke("w0", third.lease)]
-    assert scheduler.on(UnitDone(first.lease, first.unit)) == []
-    assert scheduler.on(UnitDone(second.lease, second.unit)) == [Finish("drained")]
+    assert scheduler.on(unit_done(first.lease, first.unit)) == []
+    assert scheduler.on(unit_done(second.lease, second.unit)) == [Finish("drained")]
 
 
 def test_a_worker_whose_machine_is_to_go_ends_what_runs_while_another_takes_the_rest():
@@ -364,9 +361,9 @@ def test_a_worker_whose_machine_is_to_go_ends_what_runs_while_another_takes_the_
     first, second, third = holding(scheduler, spent=2)
     assert scheduler.on(NodeLeaving("w0")) == [Revoke("w0", third.lease), StartWorker("w1")]
     assert scheduler.on(NodeLeaving("w0")) == []
-    assert assigned(scheduler.on(WorkerUp("w1"))) == [("w1", third.unit)]
-    assert scheduler.on(UnitDone(first.lease, first.unit)) == []
-    assert scheduler.on(UnitDone(second.lease, second.unit)) == [LetGo("w0")]
+    assert assigned(scheduler.on(worker_up("w1"))) == [("w1", third.unit)]
+    assert scheduler.on(unit_done(first.lease, first.unit)) == []
+    assert scheduler.on(unit_done(second.lease, second.unit)) == [LetGo("w0")]
     assert scheduler.on(WorkerLost("w0", "its node is gone")) == []
 
 
@@ -380,7 +377,7 @@ def test_units_that_were_lost_with_a_machine_that_had_to_go_are_under_no_suspici
     scheduler = Scheduler(sizes(9), workers=1)
     scheduler.on(Tick(0.0))
     for round_ in range(20):
-        (work,) = units_of(scheduler.on(WorkerUp(f"w{round_}")))
+        (work,) = units_of(scheduler.on(worker_up(f"w{round_}")))
         assert work.attempt == 1
         scheduler.on(NodeLeaving(f"w{round_}"))
         scheduler.on(WorkerLost(f"w{round_}", "its node is gone"))
@@ -394,8 +391,8 @@ def test_workers_that_were_dead_before_a_row_reached_them_do_not_speak_against_i
     for round_ in range(10):
         assert probe.probe
         assert scheduler.on(WorkerLost(f"w{round_}", "its node is gone", idle=True)) == [StartWorker(f"w{round_ + 1}")]
-        (probe,) = units_of(scheduler.on(WorkerUp(f"w{round_ + 1}")))
-    (work,) = units_of(scheduler.on(ProbeDone(probe.lease)))
+        (probe,) = units_of(scheduler.on(worker_up(f"w{round_ + 1}")))
+    (work,) = units_of(scheduler.on(probe_done(probe.lease)))
     assert not work.verdicts
 
 
@@ -404,7 +401,7 @@ def test_workers_that_keep_dying_with_nothing_in_hand_end_the_job():
     started(scheduler)
     for round_ in range(3):
         scheduler.on(WorkerLost(f"w{round_}", "out of memory", idle=True))
-        scheduler.on(WorkerUp(f"w{round_ + 1}"))
+        scheduler.on(worker_up(f"w{round_ + 1}"))
     assert scheduler.on(WorkerLost("w3", "out of memory", idle=True)) == [
         Finish("failed", "workers keep dying: out of memory")
     ]
@@ -414,7 +411,7 @@ def test_at_the_end_of_a_job_what_may_be_lost_is_copied_first():
     scheduler = Scheduler(sizes(9, 8), workers=2)
     held = dict(assigned(started(scheduler)))
     scheduler.on(NodeLeaving("w1"))
-    assert assigned(scheduler.on(WorkerUp("w2"))) == [("w2", held["w1"])]
+    assert assigned(scheduler.on(worker_up("w2"))) == [("w2", held["w1"])]
 
 
 def test_draining_an_idle_job_ends_it_at_once():
@@ -488,12 +485,12 @@ class World:
 
     def answer(self, work: WorkUnit) -> None:
         if work.probe:
-            self.tell(ProbeDone(work.lease))
+            self.tell(probe_done(work.lease))
             return
         if not self.commits[work.unit]:  # conditional creation: the first file stays
             self.commits[work.unit] += 1
             self.verdicts[work.unit] = {row for v in work.verdicts for row in range(v.start, v.stop)}
-        self.tell(UnitDone(work.lease, work.unit))
+        self.tell(unit_done(work.lease, work.unit))
 
     def fail(self, worker: str, kind: str) -> None:
         self.tell(failure(self.up[worker].pop(0), kind))
@@ -517,14 +514,14 @@ def random_step(world: World, data: st.DataObject) -> None:
     elif choice == "start":
         name = world.starting.pop(0)
         world.up[name] = []
-        world.tell(WorkerUp(name))
+        world.tell(worker_up(name))
     elif choice == "work":
         world.work(data.draw(st.sampled_from(busy)))
     elif choice == "report":
         name = data.draw(st.sampled_from(busy))
         held = [work.lease for work in world.up[name]]
         spent, tokens = held[: data.draw(st.integers(0, len(held)))], data.draw(st.sampled_from([0, 1, 5, 100]))
-        world.tell(WorkerAnswered(name, tuple(spent), tokens=tokens))
+        world.tell(answered(name, tuple(spent), tokens=tokens))
     elif choice == "die":
         world.die(data.draw(st.sampled_from(sorted(world.up))))
     elif choice == "die idle":
@@ -547,11 +544,11 @@ def fair_end(world: World) -> None:
             return
         world.tick(0.5)
         for name in list(world.up):
-            world.tell(WorkerAnswered(name, tuple(work.lease for work in world.up[name]), tokens=int(name[1:]) % 3))
+            world.tell(answered(name, tuple(work.lease for work in world.up[name]), tokens=int(name[1:]) % 3))
         while world.starting:
             name = world.starting.pop()
             world.up[name] = []
-            world.tell(WorkerUp(name))
+            world.tell(worker_up(name))
         for name in sorted(world.up):
             if world.up.get(name):
                 world.work(name)
@@ -605,5 +602,5 @@ def test_many_units_are_taken_in_and_dealt_out():
     scheduler = Scheduler((UnitSize(unit, 1, unit % 1000) for unit in range(100_000)), workers=4)
     work = units_of(started(scheduler))
     for _ in range(1000):
-        work += units_of(scheduler.on(UnitDone(work[0].lease, work.pop(0).unit)))
+        work += units_of(scheduler.on(unit_done(work[0].lease, work.pop(0).unit)))
     assert scheduler.remaining == 99_000

@@ -8,16 +8,15 @@ from draftmill.actors.messages import Failure, WorkerLost, WorkUnit
 from draftmill.jobs.schedule.events import (
     Assign,
     Command,
+    Event,
     Revoke,
     Tick,
-    UnitDone,
-    WorkerAnswered,
-    WorkerUp,
 )
 from draftmill.jobs.schedule.scheduler import Scheduler, WorkLeft, fitting_unit
 from draftmill.jobs.schedule.unit_leases import KNOWN_S
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
 from tests.jobs.schedule.integrity import check_integrity, waiting_units
+from tests.jobs.schedule.reports import answered, unit_done, worker_up
 
 
 class Team:
@@ -31,9 +30,9 @@ class Team:
         self.now_s = 0.0
         self.tell(Tick(0.0))
         for name in self.speeds:
-            self.tell(WorkerUp(name))
+            self.tell(worker_up(name))
 
-    def tell(self, event: Tick | WorkerUp | WorkerAnswered | UnitDone | Failure | WorkerLost) -> list[Command]:
+    def tell(self, event: Event) -> list[Command]:
         commands = self.scheduler.on(event)
         for command in commands:
             if isinstance(command, Assign):
@@ -50,11 +49,11 @@ class Team:
         self.now_s += seconds
         self.tell(Tick(self.now_s))
         for name, speed in self.speeds.items():
-            self.tell(WorkerAnswered(name, tokens=int(speed * seconds)))
+            self.tell(answered(name, tokens=int(speed * seconds)))
 
     def finish(self, name: str) -> None:
         work = self.held[name].pop(0)
-        self.tell(UnitDone(work.lease, work.unit))
+        self.tell(unit_done(work.lease, work.unit))
 
 
 def units(*tokens: int, windows: tuple[int, ...] = ()) -> list[UnitSize]:
@@ -81,9 +80,7 @@ def test_a_speed_counts_as_known_only_after_some_seconds():
 def test_near_the_end_the_fast_worker_takes_the_long_unit_and_the_slow_one_a_short_one():
     team = Team(units(1000, 1000, 900, 500, 60, 50), 100, 10)
     team.decode(9.9)  # w0 is about to finish, w1 has a tenth
-    team.tell(
-        WorkerAnswered("w1", tuple(work.lease for work in team.held["w1"]))
-    )  # w1 has room: it has far too much already
+    team.tell(answered("w1", tuple(work.lease for work in team.held["w1"])))  # w1 has room: it has far too much already
     assert team.taken == {"w0": [0], "w1": [1]}
     team.finish("w0")
     assert team.taken == {"w0": [0, 2], "w1": [1]}
@@ -96,7 +93,7 @@ def test_a_worker_without_a_known_speed_counts_as_an_average_one():
     team.decode(9.0)
     team.tell(WorkerLost("w1", "killed", idle=True))
     team.speeds["w2"], team.held["w2"], team.taken["w2"] = 0, [], []
-    team.tell(WorkerUp("w2"))
+    team.tell(worker_up("w2"))
     assert team.taken["w2"], "it gets a unit although nothing is known of it"
     assert team.taken["w2"][0] in (1, 2)
 
