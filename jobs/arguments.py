@@ -17,6 +17,7 @@ from dataclasses import fields
 from datetime import datetime, timedelta
 from importlib import import_module
 from operator import attrgetter
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 from draftmill.jobs.eval.options import HINT, SEEDS, EvalOptions, documents, parse_settings, seeds
@@ -25,10 +26,7 @@ from draftmill.storage.stores.store import Place, S3Options
 
 if TYPE_CHECKING:
     from draftmill.jobs.config.spec import JobSpec
-    from draftmill.jobs.remote.manifest import Options
-    from draftmill.jobs.remote.submit import SubmitOptions
     from draftmill.jobs.run.pruning import KeepRule
-    from draftmill.jobs.run.session import RunOptions
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
@@ -72,7 +70,7 @@ def command(
                 from draftmill.jobs.drive.driver import forced_end, interruptible
 
                 if arguments.is_program:
-                    block.enter_context(forced_end(float(arguments.grace_seconds)))
+                    block.enter_context(forced_end(float(arguments.grace_s)))
                 block.enter_context(interruptible())  # also the command's own imports, which take a while
             module, function_name = (work if isinstance(work, str) else work(arguments)).split(":")
             function = getattr(import_module(f"draftmill.jobs.{module}"), function_name)
@@ -85,7 +83,7 @@ def command(
         for option in options:
             option(parser)
         grace = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
-        parser.set_defaults(command=run, resumes=resumes, follows=follows, hint=hint, grace_seconds=grace)
+        parser.set_defaults(command=run, resumes=resumes, follows=follows, hint=hint, grace_s=grace)
 
     COMMANDS.append(add)
 
@@ -183,7 +181,13 @@ DRIVER = (
     flag("--local", "one worker in this process, without Ray: for small jobs"),
     flag("--quiet", "no progress"),
     choice("--log", ["text", "json"], "json: each thing that is printed is one JSON object a line"),
-    option("--grace-seconds", "S", "from SIGTERM to the end; units may run until 5 s before it", type=_seconds),
+    option(
+        "--grace-seconds",
+        "S",
+        "from SIGTERM to the end; units may run until 5 s before it",
+        dest="grace_s",
+        type=_seconds,
+    ),
 )
 """Options of every command that starts workers."""
 
@@ -217,19 +221,26 @@ def _spec(arguments: argparse.Namespace) -> JobSpec:
     return spec if arguments.logical_date is None else with_logical_date(spec, arguments.logical_date)
 
 
-def _run_options(arguments: argparse.Namespace) -> RunOptions:
-    """The options in DRIVER; UserError if two of them exclude each other."""
-    from draftmill.jobs.run.session import RunOptions
+def _built(name: str, **more: Maker) -> Maker:
+    """Makes the dataclass `name` (`module:Class`) of the options that its fields are named after, and of `more`."""
 
-    waits = {"if_running": arguments.if_running} if "if_running" in arguments else {}
-    return RunOptions(arguments.ray_address, arguments.local, arguments.grace_seconds, **waits)
+    def make(arguments: argparse.Namespace) -> Any:
+        kind = resolve_name(f"draftmill.jobs.{name}")
+        given = {field.name: getattr(arguments, field.name) for field in fields(kind) if field.name in arguments}
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        return kind(**given | {key: of(arguments) for key, of in more.items()})
+
+    return make
 
 
 def _place(arguments: argparse.Namespace, url: str | None = None) -> Place:
     return Place(url or arguments.place, S3Options(arguments.s3_endpoint))
 
 
-MADE: Final[Mapping[str, Maker]] = {"place": _place, "options": _run_options}
+RUN_OPTIONS: Final = _built("run.session:RunOptions")
+"""The options in DRIVER; UserError if two of them exclude each other."""
+
+MADE: Final[Mapping[str, Maker]] = {"place": _place, "options": RUN_OPTIONS}
 """Parameters of several commands' functions."""
 
 
@@ -262,19 +273,6 @@ command(
 )
 
 
-def _submit_options(arguments: argparse.Namespace) -> SubmitOptions:
-    from draftmill.jobs.remote.submit import SubmitOptions
-
-    return SubmitOptions(
-        code=arguments.code,
-        working_dir=arguments.working_dir,
-        runtime_env=arguments.runtime_env,
-        shared=tuple(arguments.shared),
-        grace_s=arguments.grace_seconds,
-        run=("--if-running", arguments.if_running),
-    )
-
-
 command(
     "submit",
     "run a job on a cluster through Ray's job API, and follow it; idempotent",
@@ -288,9 +286,16 @@ command(
     option("--working-dir", "FOLDER", "a folder that the job needs: rows, models, metrics"),
     repeatable("--shared", "FOLDER", "a folder that all nodes have under this name"),
     option("--runtime-env", "FILE", "YAML or JSON for Ray's job API: image_uri, pip, env_vars, ..."),
-    option("--grace-seconds", "S", "from a stop to the driver's own end; 15 s later it is killed", type=_seconds),
+    option(
+        "--grace-seconds",
+        "S",
+        "from a stop to the driver's own end; 15 s later it is killed",
+        dest="grace_s",
+        type=_seconds,
+    ),
     follows=True,
-    options=_submit_options,
+    spec=_spec,
+    options=_built("remote.submit:SubmitOptions", run=lambda arguments: ("--if-running", arguments.if_running)),
 )
 command(
     "stop",
@@ -502,7 +507,7 @@ command(
     hint=HINT,
     settings={"allow_abbrev": False},
     options=_eval_options,
-    run_options=_run_options,
+    run_options=RUN_OPTIONS,
 )
 
 
@@ -551,14 +556,6 @@ command(
 # ---- other places to run
 
 
-def _manifest_options(arguments: argparse.Namespace) -> Options:
-    from draftmill.jobs.remote.manifest import Options
-
-    given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return Options(**given)
-
-
 command(
     "manifest",
     "print a file that runs the job on Kubernetes, Slurm or cron",
@@ -584,7 +581,7 @@ command(
     ),
     settings={"description": "Prints a file that runs the job elsewhere. What has no option is a line of the file."},
     spec=attrgetter("path"),
-    options=_manifest_options,
+    options=_built("remote.manifest:Options"),
 )
 
 

@@ -34,8 +34,7 @@ from draftmill.actors.rows.stop_text import StopStrings, stop_strings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
 from draftmill.decoders.base import HOLE, ModelInfo, Outcome
-from draftmill.decoders.causal.settings import NgramDrafterSettings, SuffixDrafterSettings
-from draftmill.decoders.common_settings import DrafterPlace, RunDrafterSettings
+from draftmill.decoders.common_settings import DrafterPlace
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, brief
 from draftmill.storage.failpoints import failpoint
@@ -422,19 +421,10 @@ def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
 
 def drafter_of(job: Job, has_head: bool) -> str | None:
     """What drafts: the model itself, its draft head, an n-gram table, an index of texts, a model's path; None without drafts."""
-    match getattr(job.recipe.decoder, "drafter", None):
-        case DrafterPlace(path=path):
-            return path
-        case NgramDrafterSettings():
-            return "ngram"
-        case SuffixDrafterSettings():
-            return "suffix"
-        case RunDrafterSettings():
-            return "run"
-        case "self" if has_head:
-            return "head"
-        case drafter:
-            return drafter
+    drafter = getattr(job.recipe.decoder, "drafter", None)
+    if drafter == "self" and has_head:
+        return "head"
+    return drafter.path if isinstance(drafter, DrafterPlace) else getattr(drafter, "kind", drafter)
 
 
 def _trace_table(unit: WorkUnit, samples: Sequence[Sample]) -> pa.Table:

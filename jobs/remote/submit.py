@@ -64,15 +64,7 @@ SHIPPED = ("working_dir", "py_modules", "excludes")
 """Keys of a runtime environment that name folders of this machine: no part of a job's settings."""
 
 
-def submit(
-    path: str,
-    overrides: Sequence[str],
-    address: str | None,
-    options: SubmitOptions,
-    *,
-    logical_date: str | None = None,
-    wait: bool = True,
-) -> int:
+def submit(spec: JobSpec, address: str | None, options: SubmitOptions, *, wait: bool = True) -> int:
     """Submit a spec and follow it, or follow the job that runs for the same run directory; returns the exit code.
 
     `address` None: that of RAY_API_SERVER_ADDRESS. Without `wait`, prints the job's name and returns 0 once the cluster has it.
@@ -81,11 +73,8 @@ def submit(
     address = address or os.environ.get(ADDRESS_VARIABLE)
     if not address:
         raise UserError(f"missing; allowed: http://HOST:8265, or set {ADDRESS_VARIABLE}", field=FIELD)
-    spec = load_spec(path, overrides)
-    if logical_date is None:  # the driver does not read the clock again
-        logical_date = at_date(spec, datetime.now(UTC)).output.logical_date
-    if logical_date is not None:
-        spec = with_logical_date(spec, logical_date)
+    if logical_date := at_date(spec, datetime.now(UTC)).output.logical_date:
+        spec = with_logical_date(spec, logical_date)  # the driver does not read the clock again
     request, client = request_of(spec, options), RayJobs(address)
     name = start(client, spec, request)
     if not wait:

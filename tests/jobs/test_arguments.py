@@ -37,11 +37,9 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "submit job.yaml --set seed=3 --address A --no-wait --shared /s": (
         "submit",
         {
-            "path": "job.yaml",
-            "overrides": ["seed=3"],
+            "spec": check_spec(SPEC | {"seed": 3}),
             "address": "A",
             "options": SubmitOptions(shared=("/s",), grace_s=30.0, run=("--if-running", "fail")),
-            "logical_date": None,
             "wait": False,
         },
     ),

@@ -221,6 +221,6 @@ def test_the_program_knows_the_command_that_a_manifest_runs(kind, output, tmp_pa
         words = shlex.split(line)
     arguments = parser().parse_args(words[1:])
     assert arguments.if_running == "skip"
-    assert 30 < arguments.grace_seconds <= 45 or kind.startswith("ray")
+    assert 30 < arguments.grace_s <= 45 or kind.startswith("ray")
     assert kind not in {"slurm", "cron"} or arguments.overrides == ["seed=3"]
     assert (arguments.logical_date is not None) == (output == DATED and kind in {"cronjob", "slurm"})
