@@ -139,7 +139,9 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
             reason = " ".join(str(error).split()) or type(error).__name__
             took = f"attempt {attempt} of {STARTS}, {time.monotonic() - began_s:.0f} s"
             if attempt == STARTS:
-                advice = "the machine may be too busy, try later, or use --local, which needs no Ray"
+                advice = (
+                    "the machine may be too busy: run it again later, it resumes; or use --local, which needs no Ray"
+                )
                 raise RayDidNotStart(f"Ray did not start ({took}): {reason}; {advice}") from error
             note(f"Ray did not start ({took}): {reason}; trying again")
 

@@ -25,7 +25,7 @@ from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import base_lease, gives_way, hold_lease
 from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.drive.progress import Display
-from draftmill.jobs.drive.ray_session import RayDidNotStart, ray_session
+from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, Ended, code_of, severest
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
@@ -57,7 +57,7 @@ from draftmill.jobs.results.summary import metric_lines
 from draftmill.jobs.run.outcome import RunOutcome, close, judge
 from draftmill.jobs.run.session import Run, RunOptions, decode
 from draftmill.jobs.run.since import difference, done_inputs, new_files, runs_store, sifting, with_last_run
-from draftmill.storage.errors import Error, StoreError, UserError
+from draftmill.storage.errors import Error, UserError
 from draftmill.storage.inputs.inputs import NothingThere, list_inputs
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
@@ -123,23 +123,18 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
         backend = backend_of(address=options.ray_address, local=options.local)
         backend.check(job)
         probe(store)
-        try:
-            with hold_lease(store, stop.set) as lease, Display(outcome.log) as display, ExitStack() as ray:
-                store.delete_strays()
-                # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
-                if resolved.plan is None and job.input.dedupe is None:
-                    (refusal,) = ray.enter_context(backend.opening(display, [resolved]))
-                    if refusal is not None:
-                        raise refusal
-                plan = resolved.plan or plan_run(resolved, store, backend, display, epoch=lease.epoch, path=path)
-                run = Run(resolved, plan, options, lease, stop, display, backend, watchers=[outcome])
-                decode(run)
-                if ready is not None:
-                    measure_units(store, ready, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
-        except RayDidNotStart as error:
-            is_planned = load_plan(store) is not None
-            hint = "the plan is made: run it again to resume" if is_planned else "nothing has been written yet"
-            raise StoreError(f"{error}; {hint}") from error
+        with hold_lease(store, stop.set) as lease, Display(outcome.log) as display, ExitStack() as ray:
+            store.delete_strays()
+            # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
+            if resolved.plan is None and job.input.dedupe is None:
+                (refusal,) = ray.enter_context(backend.opening(display, [resolved]))
+                if refusal is not None:
+                    raise refusal
+            plan = resolved.plan or plan_run(resolved, store, backend, display, epoch=lease.epoch, path=path)
+            run = Run(resolved, plan, options, lease, stop, display, backend, watchers=[outcome])
+            decode(run)
+            if ready is not None:
+                measure_units(store, ready, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
         close(job, store)
     return job.output.path
 
@@ -178,12 +173,9 @@ def measure_run(store: Store, ready: CheckedMetrics | None, options: RunOptions)
         return
     backend = backend_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
-    try:
-        with hold_lease(store, stop.set), Display() as display:
-            store.delete_strays()
-            measure_units(store, ready, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
-    except RayDidNotStart as error:
-        raise StoreError(f"{error}; run it again to resume") from error
+    with hold_lease(store, stop.set), Display() as display:
+        store.delete_strays()
+        measure_units(store, ready, backend=backend, display=display, stop=stop, grace_s=options.grace_s)
 
 
 def measure(

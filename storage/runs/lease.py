@@ -16,11 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+from pydantic import Field
 
 from draftmill.storage.errors import AnotherDriver, DamagedRun, StoreError, printable
 from draftmill.storage.failpoints import failpoint
+from draftmill.storage.json_text import parse_as
 from draftmill.storage.stores.store import AlreadyExists, Conflict, NotFound, Stat, Store
 
 LEASE = "_lease.json"
@@ -116,8 +119,8 @@ class Lease:
 @dataclass(frozen=True, slots=True)
 class _Content:
     owner: str
-    epoch: int
-    expires_at_s: float
+    epoch: Annotated[int, Field(strict=True, gt=0, lt=2**53)]
+    expires_at_s: Annotated[float, Field(strict=True, ge=0, le=LATEST_S)]
 
     def json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -212,12 +215,8 @@ def _read(store: Store) -> tuple[_Content | None, Stat | None]:
     if stat is None:
         return None, None
     try:
-        content = _Content(**json.loads(store.get(LEASE)))
-        is_plain = type(content.owner) is str and type(content.epoch) is int and 0 < content.epoch < 2**53
-        if is_plain and 0 <= content.expires_at_s <= LATEST_S:
-            return content, stat
-        raise ValueError
+        return parse_as(_Content, store.get(LEASE)), stat
     except NotFound:  # deleted between the two reads
         return None, None
-    except (ValueError, TypeError, RecursionError):
+    except ValueError:
         raise DamagedRun(f"{store.url}/{LEASE}", "it is not a lease", "if no job runs here, delete it") from None

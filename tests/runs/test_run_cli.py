@@ -78,7 +78,7 @@ def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan
     assert len(tries) == 3 and "starting Ray" in err
     assert err.count("The current node timed out during startup.; trying again") == 2
     assert "draftmill: Ray did not start (attempt 3 of 3, " in err and "use --local, which needs no Ray" in err
-    assert "the plan is made: run it again to resume" in err and (tmp_path / "run" / "_plan.json").exists()
+    assert "run it again later, it resumes" in err and (tmp_path / "run" / "_plan.json").exists()
     monkeypatch.undo()
     with without_ray():
         assert cli.main(["run", str(spec), "--quiet"]) == 0
