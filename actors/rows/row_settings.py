@@ -27,8 +27,7 @@ from typing import Any, Final, NoReturn
 
 from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, read_constraint
-from draftmill.actors.rows.requests import CHAT, body_of, endpoint_of, problems_of
-from draftmill.actors.rows.row import Values, decode_bytes, missing
+from draftmill.actors.rows.row import CHAT, Values, body_of, decode_bytes, endpoint_of, missing, problems_of
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import MOST_NEW_TOKENS, Columns, Complete, Score, Task

@@ -27,8 +27,7 @@ from draftmill.actors.rows.fim import TextPart
 from draftmill.actors.rows.lengths import LengthSearch
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.prompts import read_columns
-from draftmill.actors.rows.requests import model_of
-from draftmill.actors.rows.row import Values, row_id, row_key
+from draftmill.actors.rows.row import Values, model_of, row_id, row_key
 from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.actors.rows.stop_text import StopStrings, stop_strings
 from draftmill.actors.rows.text import Tokenizer

@@ -34,7 +34,7 @@ from draftmill.actors.rows.constraints import node_of
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.prompts import read_columns
-from draftmill.actors.rows.requests import body_of
+from draftmill.actors.rows.row import body_of
 from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import ConstraintSettings, Examples, Infill, Prompt, Task, today

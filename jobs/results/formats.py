@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
-from draftmill.actors.rows.requests import CHAT
+from draftmill.actors.rows.row import CHAT
 from draftmill.storage.errors import StoreError
 from draftmill.storage.inputs.kept import KEEP, plain, to_json
 from draftmill.storage.parquet import parquet_writer

@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from draftmill.storage.arrow_validation import THREADS, sound
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.huggingface import load
 from draftmill.storage.inputs.inputs import is_object, local_path
@@ -28,6 +27,7 @@ from draftmill.storage.inputs.kept import lift_batch, outer_columns
 from draftmill.storage.inputs.lines import too_long_message
 from draftmill.storage.inputs.rows import MAX_ROW_BYTES, WHOLE, FileSlice, InputFile, Row, damage_error, failed_row
 from draftmill.storage.inputs.sources import check_same, open_bytes
+from draftmill.storage.parquet import THREADS, sound
 from draftmill.storage.stores.local import translate_errors
 
 BATCH_BYTES = 8 * 2**20

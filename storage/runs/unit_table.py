@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from draftmill.storage.arrow_validation import THREADS
 from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.parquet import THREADS
 from draftmill.storage.runs.records import damage_error
 from draftmill.storage.runs.unit_facts import unit_name
 from draftmill.storage.stores.block_cache import open_object

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.storage.arrow_validation import plain_form, sound
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
+from draftmill.storage.parquet import plain_form, sound
 
 TEXTS = ["one", "two", None, "three"]
 

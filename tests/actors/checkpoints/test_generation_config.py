@@ -8,7 +8,7 @@ import pytest
 from transformers import GenerationConfig
 
 from draftmill.actors.checkpoints.generation import ELSEWHERE, HONOURED, NEUTRAL, from_checkpoint
-from draftmill.actors.rows import requests
+from draftmill.actors.rows import row
 from draftmill.decoders.backbones.checkpoint import read_generation
 from draftmill.decoders.common_settings import Sampling
 
@@ -78,11 +78,11 @@ def test_the_file_is_read_from_the_folder_of_the_model(tmp_path):
 
 
 OPENAI: dict[str, tuple[str, ...]] = {
-    requests.COMPLETIONS: (
+    row.COMPLETIONS: (
         *("model", "prompt", "best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n"),
         *("presence_penalty", "seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user"),
     ),
-    requests.CHAT: (
+    row.CHAT: (
         *("messages", "model", "audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs"),
         *("max_completion_tokens", "max_tokens", "metadata", "modalities", "n", "parallel_tool_calls", "prediction"),
         *("presence_penalty", "prompt_cache_key", "reasoning_effort", "response_format", "safety_identifier", "seed"),
@@ -119,9 +119,9 @@ VLLM = (
 def test_every_key_of_a_request_is_honoured_without_effect_or_refused_by_name(endpoint):
     strange = {"strange": "value"}
     for key in (*OPENAI[endpoint], *VLLM):
-        problems = list(requests.problems_of({key: strange}, {}, endpoint))
-        if key in requests.HONOURED or key in requests.WITHOUT_EFFECT:
+        problems = list(row.problems_of({key: strange}, {}, endpoint))
+        if key in row.HONOURED or key in row.WITHOUT_EFFECT:
             assert not problems or problems == [f"{key}: does not belong to {endpoint}; allowed: null, or leave it out"]
         else:
             assert len(problems) == 1 and problems[0].startswith(f"{key}: "), key
-    assert not requests.HONOURED & requests.WITHOUT_EFFECT
+    assert not row.HONOURED & row.WITHOUT_EFFECT

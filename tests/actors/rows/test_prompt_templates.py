@@ -8,7 +8,7 @@ import pytest
 from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.makers import Maker, PromptMaker, maker_for
 from draftmill.actors.rows.prompts import columns_of, read_columns
-from draftmill.actors.rows.requests import CHAT
+from draftmill.actors.rows.row import CHAT
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Chat, Columns, Complete, Infill, Prompt, Score, Task
 from draftmill.decoders.common_settings import Sampling

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from draftmill.actors.rows.makers import PromptMaker
-from draftmill.actors.rows.requests import CHAT, COMPLETIONS
-from draftmill.actors.rows.row import row_key
+from draftmill.actors.rows.row import CHAT, COMPLETIONS, row_key
 from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Complete, Infill, Score, Task
