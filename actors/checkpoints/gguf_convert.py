@@ -41,10 +41,6 @@ _RULES: Final = {"default": _PLAIN, "gpt-2": _PLAIN, "gpt2": _PLAIN, "smollm": _
 _WHOLE_WORDS: Final = {"llama3", "llama-v3", "llama-bpe", "tekken"}
 
 
-class ConversionRefused(ValueError):
-    """The file can't be converted; the message is for the user."""
-
-
 @dataclass
 class GGUF:
     """An open file."""
@@ -83,7 +79,7 @@ class GGUF:
 
 
 def convert(file: Path, folder: Path, content: str) -> None:
-    """Write the checkpoint of `file` into `folder`. Raises ConversionRefused if a part of it can't be preserved."""
+    """Write the checkpoint of `file` into `folder`. Raises ValueError if a part of it can't be preserved."""
     from transformers import AutoModelForCausalLM
 
     from draftmill.decoders.backbones.checkpoint import inspect_model
@@ -92,7 +88,7 @@ def convert(file: Path, folder: Path, content: str) -> None:
     config = read_config(gguf)
     if config["model_type"] not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        raise ConversionRefused(f"its architecture {gguf.architecture!r} is not supported; supported families: {known}")
+        raise ValueError(f"its architecture {gguf.architecture!r} is not supported; supported families: {known}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(any_causal.parse(config["model_type"], config))
     write_weights(gguf, model, config, folder)
@@ -118,7 +114,7 @@ def read_config(gguf: GGUF) -> dict[str, Any]:
     for key, neutral in _NEUTRAL.items():
         value = gguf.own(key)
         if value is not None and float(value) not in {neutral, 0.0}:
-            raise ConversionRefused(f"it has {gguf.architecture}.{key} = {value}, which no family here supports")
+            raise ValueError(f"it has {gguf.architecture}.{key} = {value}, which no family here supports")
     if gguf.architecture == "gpt2":
         config |= {"n_positions": gguf.own("context_length"), "n_inner": gguf.own("feed_forward_length")}
     config["vocab_size"] = gguf.num_embeddings or config["vocab_size"]
@@ -144,7 +140,7 @@ def _rope_parameters(gguf: GGUF, config: dict[str, Any]) -> dict[str, Any] | Non
         original = int(gguf.own("rope.scaling.original_context_length"))
         return rope | {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
     supported = "none, linear, yarn, and Llama 3's"
-    raise ConversionRefused(f"its position scaling {kind!r} is not supported; supported: {supported}")
+    raise ValueError(f"its position scaling {kind!r} is not supported; supported: {supported}")
 
 
 def _llama3(rope: dict[str, Any], factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +157,7 @@ def _llama3(rope: dict[str, Any], factors: Tensor, config: dict[str, Any]) -> di
     count = torch.arange(0, 2 * len(factors), 2, dtype=torch.float32) / (2 * len(factors))
     plain = float(rope["rope_theta"]) ** -count
     if frequencies.shape != factors.shape or not torch.allclose(plain / factors, frequencies, rtol=1e-4):
-        raise ConversionRefused("the position factors in rope_freqs.weight are not those of Llama 3.1's rule")
+        raise ValueError("the position factors in rope_freqs.weight are not those of Llama 3.1's rule")
     return scaled
 
 
@@ -181,7 +177,7 @@ def write_weights(gguf: GGUF, model: Any, config: dict[str, Any], folder: Path) 
     if "lm_head.weight" in weights:
         passed_over -= {"output.weight"}
     if passed_over:
-        raise ConversionRefused(
+        raise ValueError(
             f"it holds tensors that transformers' reader does not know: {', '.join(sorted(passed_over)[:5])}"
         )
     tensors = {name: narrow(tensor).contiguous() for name, tensor in weights.items()}

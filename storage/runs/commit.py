@@ -46,10 +46,6 @@ _CLOSES: Final = b"]}"
 _UNIT_FILE = re.compile(r"data/unit-(\d{8,})\.parquet")
 
 
-class ForeignUnit(StoreError):
-    """A unit's name is taken by the file of another job (another fingerprint, unit or pass): nothing was written."""
-
-
 def trace_name(unit: int) -> str:
     """The name of a unit's decoder trace."""
     return f"traces/unit-{unit:08d}.parquet"
@@ -69,8 +65,9 @@ def commit_unit(
 ) -> CommittedUnit:
     """A unit is committed once: afterwards its file exists, whole and checked; returns that file's facts.
 
-    If another attempt was first, its file stays and its facts are returned. Raises ForeignUnit if the name is held by
-    another job. The trace is written before the data, so that a committed unit has one; the data's metadata has its hash.
+    If another attempt was first, its file stays and its facts are returned. Raises StoreError, and writes nothing, if the
+    name is held by another job: another fingerprint, unit or pass. The trace is written before the data, so that a committed
+    unit has one; the data's metadata has its hash.
     """
     counts = _counts(table) | ({} if exact is None else {"exact": str(exact).lower()})
     counts |= {"sums": text} if (text := sum_up([table]).to_text()) else {}
@@ -103,7 +100,7 @@ def commit_unit(
 def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = None) -> CommittedUnit:
     """Return the facts of a committed file, from the store's metadata if it has them, else by reading the file.
 
-    `expected` (fingerprint, unit, pass) must be the file's own, or ForeignUnit. Raises StoreError if it is damaged.
+    `expected` (fingerprint, unit, pass) must be the file's own. Raises StoreError if they are not, or if it is damaged.
     """
     stat = store.stat(name)
     if stat is None:
@@ -114,11 +111,11 @@ def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = N
 
 
 def require_identity(store: Store, name: str, metadata: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raise ForeignUnit unless a file's metadata has all that is `expected`."""
+    """Raise StoreError unless a file's metadata has all that is `expected`."""
     for key, value in expected.items():
         if metadata.get(key) != value:
             reason = f"its {key} is {metadata.get(key)!r}, not {value!r}"
-            raise ForeignUnit(f"{store.url}/{name} belongs to another job: {reason}")
+            raise StoreError(f"{store.url}/{name} belongs to another job: {reason}")
 
 
 def done_units(store: Store) -> DoneUnits:
@@ -162,7 +159,7 @@ def _read_metadata(store: Store, name: str) -> dict[str, str]:
     except (pa.ArrowInvalid, OSError) as error:
         raise damage_error(store, name, error) from None
     if "unit" not in metadata:
-        raise ForeignUnit(f"{store.url}/{name} was not written by draftmill")
+        raise StoreError(f"{store.url}/{name} was not written by draftmill")
     return metadata | {"sha256": hashlib.sha256(data).hexdigest()}
 
 

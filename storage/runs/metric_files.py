@@ -121,7 +121,7 @@ def commit_metrics(
 ) -> str:
     """Write the metrics of one unit once; returns the file's name. An existing file of the same job stays as it is.
 
-    `table` has the columns of KEYS and of the set, and the unit's rows in the order of its results. Raises ForeignUnit if
+    `table` has the columns of KEYS and of the set, and the unit's rows in the order of its results. Raises StoreError if
     another job holds the name. On a store that ignores conditions, two writers at the same moment may both write; the
     driver's lease keeps that from happening.
     """

@@ -19,7 +19,6 @@ from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import (
     MANIFEST,
     SUCCESS,
-    ForeignUnit,
     commit_unit,
     done_units,
     read_manifest,
@@ -77,7 +76,7 @@ def test_facts_are_read_again_from_the_store_alone(store):
 @pytest.mark.parametrize("changes", [{"fingerprint": "bad"}, {"pass_": 2}])
 def test_another_jobs_file_is_a_hard_error_and_stays(store, changes):
     first = commit(store)
-    with pytest.raises(ForeignUnit, match="another job"):
+    with pytest.raises(StoreError, match="another job"):
         commit(store, **changes)
     assert read_unit(store, first.object) == first
 

@@ -5,9 +5,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from draftmill.storage.errors import DamagedRun
+from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
-from draftmill.storage.runs.commit import ForeignUnit
 from draftmill.storage.runs.metric_files import (
     KEYS,
     MeasuredMetric,
@@ -63,7 +62,7 @@ def test_a_second_write_changes_no_byte(store):
 def test_the_file_of_another_job_is_not_taken_for_ours(store):
     length = one_set("words")
     commit(store, length, rows([("a", 0)], words=[3.0]))
-    with pytest.raises(ForeignUnit, match="fingerprint is 'f00', not 'b4d'"):
+    with pytest.raises(StoreError, match="fingerprint is 'f00', not 'b4d'"):
         commit(store, length, rows([("a", 0)], words=[3.0]), fingerprint="b4d")
 
 
