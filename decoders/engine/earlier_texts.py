@@ -161,8 +161,10 @@ class PlacedTexts:
     def redraft(self, drafts: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Drafts (position, token) with the tokens of the text that foretells best, if that is more than half of them."""
         best, tokens = max(self._texts, key=lambda text: text[0].rate, default=(Foretold(0.0, 1.0), dict[int, int]()))
-        self._is_earlier = best.rate > 0.5 and bool(drafts)
-        return [(place, tokens.get(place, token)) for place, token in drafts] if self._is_earlier else drafts
+        if best.rate <= 0.5 or not drafts:
+            return drafts
+        self._is_earlier = True
+        return [(place, tokens.get(place, token)) for place, token in drafts]
 
     def learn(self, news: Sequence[tuple[int, int]]) -> None:
         """Compare what was revealed, and count the drafts that held."""
@@ -171,7 +173,7 @@ class PlacedTexts:
                 text.note(tokens.get(place) == token)
         if self._is_earlier:
             self._s.reused += self._s.accepted - self._accepted
-        self._accepted = self._s.accepted
+        self._accepted, self._is_earlier = self._s.accepted, False
 
 
 def texts_by_rank(s: Sample) -> list[list[int]]:

@@ -35,7 +35,7 @@ that of the SSD paper, section 4.1, which does not specify how to treat a finish
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice, pairwise
 from typing import Any
@@ -268,13 +268,17 @@ Visible = list[tuple[int, int, int]]
 """What a node sees: positions [low, high) in the columns from the third number on."""
 
 
+Draft = tuple[int, int]
+"""A position, and the token that may be revealed there."""
+
+
 @dataclass(slots=True)
 class Node:
-    """A canvas with some drafts; it continues the node `before`. `drafts` are the numbers of its drafts, `gone` those that they
-    have among the masks of the canvas. `block` is that of its first mask, `visible` what it sees. `asked` are the stretches
-    that it answers: (block, first position, end, number of picks, whether these are all of the block's masks)."""
+    """A canvas with some drafts; it continues the node `before`. `gone` are the numbers that its drafts have among the masks of
+    the canvas. `block` is that of its first mask, `visible` what it sees. `asked` are the stretches that it answers: (block,
+    first position, end, number of picks, whether these are all of the block's masks)."""
 
-    drafts: list[int]
+    drafts: frozenset[Draft]
     before: int
     gone: list[int]
     block: int = 0
@@ -298,14 +302,9 @@ class Node:
         return positions
 
 
-def build_tree(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed: bool) -> list[Node]:
-    """The chain of canvases with 0, 1, .. drafts (position, token); if `mixed`, also those without the last but one."""
-    where, num = [bisect_left(holes, position) for position, _ in drafts], len(drafts)
-    chain = [Node(list(range(count)), max(count - 1, 0), sorted(where[:count])) for count in range(num + 1)]
-    if not mixed:
-        return chain
-    others = [Node([*range(i), i + 1], i, sorted([*where[:i], where[i + 1]])) for i in range(num - 1)]
-    return chain + others
+def node_of(holes: Sequence[int], drafts: Iterable[Draft], before: int) -> Node:
+    """The canvas with these drafts."""
+    return Node(frozenset(drafts), before, sorted(bisect_left(holes, position) for position, _ in drafts))
 
 
 class NodeLayout:
@@ -313,11 +312,10 @@ class NodeLayout:
     answers its `best` surest masks in each of the first blocks that hold `count` of its masks."""
 
     def __init__(
-        self, s: Canvas, nodes: Sequence[Node], drafts: Sequence[tuple[int, int]], windows: Windows,
-        runs: Sequence[Positions], *, count: int, best: int,
-    ) -> None:  # fmt: skip
+        self, s: Canvas, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, count: int, best: int
+    ) -> None:
         reading = windows.reading
-        self._s, self._drafts, self._count, self._best, self._fresh = s, drafts, count, best, reading.fresh
+        self._s, self._count, self._best, self._fresh = s, count, best, reading.fresh
         self._shift, self.asked = reading.shift, CanvasAsk(reading.shift, s.given if reading.guided else None)
         self._column = s.length  # nodes stand beside the canvas
         for number, node in enumerate(nodes):
@@ -356,8 +354,7 @@ class NodeLayout:
         if not node.drafts:
             return self._s.canvas
         canvas = self._s.canvas.copy()
-        for index in node.drafts:
-            position, token = self._drafts[index]
+        for position, token in node.drafts:
             canvas[position] = token
         return canvas
 

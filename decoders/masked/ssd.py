@@ -9,10 +9,12 @@ draft, and all of them run in one forward:
     node 1    the big cat sat _ _ .    with the first draft         next: mat at 5            the second draft: continue
     node 2    the big cat sat _ mat .  with the first two drafts    next: on at 4             not the third: take it and stop
 
-A node whose drafts are right reveals what `stepwise` reveals from that canvas, drafted or not. So every forward reveals between
-1 and N + 1 tokens, and the text and the order of revealing are those of `stepwise`. The predictions of the last right node are
-the next drafts. With `tree: mixed` each node but the last two has one more child, which swaps the next two drafts: if only the
-order of two drafts was wrong, the walk gets one token further.
+A node whose drafts are right reveals what `stepwise` reveals from that canvas, drafted or not. So every forward reveals at least
+one token, a chain up to N + 1, and the text and the order of revealing are those of `stepwise`. The predictions of the last right
+node are the next drafts. With `tree: mixed` there are up to 2 N nodes, which branch where another mask may come next. Two orders
+of the same drafts lead to one node, so where only the order was wrong the walk goes on:
+
+    likely: a, then b, then c      nodes: none, a, ab, b, abc      the choices b, a, c, d      walked: none, b, ab, abc
 
 Each node has a slot of its own, or stands beside the others around a cache. There it runs the window that its forward of
 `stepwise` would run, and reads every other position from the last node before it that ran it, in the same layer:
@@ -44,7 +46,7 @@ reads the noise of its position and step.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -56,14 +58,15 @@ from draftmill.decoders.engine.earlier_texts import PlacedTexts
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import (
     Canvas,
+    Draft,
     Node,
     NodeLayout,
     Pick,
     Reading,
     Windows,
-    build_tree,
     by_node,
     evictions,
+    node_of,
 )
 from draftmill.decoders.masked.settings import MaskedSettings, SelfSpeculativeSettings, StepwiseSettings
 from draftmill.decoders.masked.stepwise import algorithm_of, reading_of
@@ -76,6 +79,9 @@ MOST_AHEAD: Final = 8
 
 _MOST_AUTO: Final = 4
 """The most drafts where the clock chooses."""
+_NEXT: Final = 0.4
+"""Of the masks in the order of their confidence, how much less often each comes next than the one before it: what saved most on
+mdm-tiny."""
 _CHAIN, _MIXED = range(2)
 """The ways to draft, by number."""
 
@@ -94,8 +100,9 @@ class Tree:
     auto: AutoLength | None = None
 
     def now(self) -> tuple[int, bool]:
-        """How many drafts the next forward may have, and whether they are mixed."""
-        return (self.drafts, self.mixed) if self.auto is None else (self.auto(), self.auto.way == _MIXED)
+        """How many canvases with drafts the next forward may have, and whether they are mixed."""
+        drafts, mixed = (self.drafts, self.mixed) if self.auto is None else (self.auto(), self.auto.way == _MIXED)
+        return drafts + max(drafts - 1, 0) * mixed, mixed
 
     @property
     def cached(self) -> bool:
@@ -136,26 +143,32 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
     while s.holes:
         runs = windows.next_runs(s.block(s.holes[0]))
         most, mixed = tree.now()
-        drafts = earlier.redraft(candidates(s, tree, windows, known, most))
-        nodes = build_tree(s.holes, drafts, mixed=mixed)
+        ahead, deepest = reach(s, tree, windows, most)
+
+        def likely(gone: Collection[Draft], ahead: int = ahead) -> list[Draft]:
+            return earlier.redraft(known.next(s, ahead, gone))
+
+        nodes = grow_tree(s.holes, likely, most, deepest, mixed=mixed)
         near = 1 + most + (s.size if tree.cached and tree.block_length else 0)
-        asked = NodeLayout(s, nodes, drafts, windows, runs, count=near, best=most + 1).asked
+        asked = NodeLayout(s, nodes, windows, runs, count=near, best=most + 1).asked
         answer = yield asked.ask()
         sure_AR = asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
         node_picks_A = [by_node(picks, nodes) for picks in asked.picks(answer, sure_AR)]
-        news, last = walk(nodes, node_picks_A[0], drafts, mixed=mixed)
+        news, last = walk(nodes, node_picks_A[0])
         for number in {0, last} if last else (0,):
             step = s.decided - s.prompt + len(nodes[number].gone)
             known.learn(nodes[number], [node_picks[number] for node_picks in node_picks_A], step)
         if tree.cached and reading.refresh is not None:
             windows.last = nodes[last].block
             s.copies = evictions(nodes[last].visible, windows.window(windows.last))
-        s.reveal(news, len(nodes) - 1, [token for _, token in drafts])
+        s.reveal(
+            news, len(nodes) - 1, [token for node in nodes[1:] for _, token in node.drafts - nodes[node.before].drafts]
+        )
         earlier.learn([pick[1:3] for pick in news])
 
 
-def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions, most: int) -> list[tuple[int, int]]:
-    """The drafts of a round, in the order in which they are expected; the last mask needs none."""
+def reach(s: Canvas, tree: Tree, windows: Windows, most: int) -> tuple[int, int]:
+    """The last block that has drafts in this round, and how many of them follow each other; the last mask needs none."""
     ahead, num_open = s.block(s.length), len(s.holes)
     if tree.cached:
         ahead = s.block(s.holes[0])
@@ -166,25 +179,45 @@ def candidates(s: Canvas, tree: Tree, windows: Windows, known: Predictions, most
     most = min(most, num_open - 1)
     if tree.cached and tree.reading.refresh is not None and not tree.relaxed:
         most = min(most, tree.reading.refresh - windows.since() - 1)
-    return known.drafts(s, ahead, most)
+    return ahead, most
 
 
-def walk(
-    nodes: Sequence[Node], node_picks: Sequence[Picks], drafts: Sequence[tuple[int, int]], *, mixed: bool
-) -> tuple[list[Pick], int]:
-    """Follow the chain while a node's own choice is the next draft; returns the choices, and the last right node."""
-    news, node, num = list[Pick](), 0, len(drafts)
+def grow_tree(
+    holes: Sequence[int], likely: Callable[[Collection[Draft]], list[Draft]], most: int, deepest: int, *, mixed: bool
+) -> list[Node]:
+    """The canvas, and up to `most` with drafts, at most `deepest` each. `likely` are the drafts that may follow others, in their
+    order. A chain has the first ones alone. If `mixed`, each comes next with _NEXT times the probability of the one before it,
+    and nodes are what is then reached with the greatest probability."""
+    nodes, chances, parent = [node_of(holes, (), 0)], dict[frozenset[Draft], float](), dict[frozenset[Draft], int]()
+    reached, width = 1.0, len(holes) if mixed else 1
+    while len(nodes) <= most:
+        last, chance = nodes[-1].drafts, reached * (1.0 - _NEXT)
+        for draft in likely(last)[:width] if len(last) < deepest else ():
+            drafts = last | {draft}
+            # Orders of the same drafts lead to one canvas.
+            if drafts in chances or drafts not in parent:
+                parent.setdefault(drafts, len(nodes) - 1)
+                chances[drafts] = chances.get(drafts, 0.0) + chance
+            chance *= _NEXT
+        if not chances:
+            break
+        best = max(chances, key=chances.__getitem__)
+        reached = chances.pop(best)
+        nodes.append(node_of(holes, best, parent[best]))
+    return nodes
+
+
+def walk(nodes: Sequence[Node], node_picks: Sequence[Picks]) -> tuple[list[Pick], int]:
+    """Follow the choices while there is a node that has them, whatever their order; returns these, and the last right node."""
+    number_of = {node.drafts: number for number, node in enumerate(nodes)}
+    news, node = list[Pick](), 0
     while True:
         choice = node_picks[node][0][0]
         news.append(choice)
-        if node < num and choice[1:3] == drafts[node]:
-            node += 1
-            continue
-        if mixed and node <= num - 2 and choice[1:3] == drafts[node + 1]:
-            # Only the order of two drafts was wrong.
-            node += num + 1
-            news.append(node_picks[node][0][0])
-        return news, node
+        after = number_of.get(nodes[node].drafts | {choice[1:3]})
+        if after is None:
+            return news, node
+        node = after
 
 
 class Predictions:
@@ -214,17 +247,13 @@ class Predictions:
         first, picks_A = self._known[block]
         return picks_A[min(max(step - first, 0), len(picks_A) - 1)]
 
-    def drafts(self, s: Canvas, last_block: int, most: int) -> list[tuple[int, int]]:
-        """(position, token) of up to `most` masks up to `last_block`, block by block, each from the picks of its step."""
-        token_at = dict[int, int]()
-        for block in sorted(block for block in self._known if block <= last_block):
-            while len(token_at) < most:
-                picks = self._at(block, s.decided - s.prompt + len(token_at))
-                pick = next((pick for pick in picks if s.tokens[pick[1]] < 0 and pick[1] not in token_at), None)
-                if pick is None:
-                    break
-                token_at[pick[1]] = pick[2]
-        return list(token_at.items())
+    def next(self, s: Canvas, last_block: int, gone: Collection[Draft]) -> list[Draft]:
+        """What may be revealed after `gone`, up to `last_block`: masks of the first block that has any, the surest first. A draft
+        of a later block would stand in a node that runs other positions than its forward of `stepwise`."""
+        places = {position for position, _ in gone}
+        block = s.block(next((position for position in s.holes if position not in places), s.length))
+        picks = self._at(block, s.decided - s.prompt + len(gone)) if block <= last_block else ()
+        return [pick[1:3] for pick in picks if s.tokens[pick[1]] < 0 and pick[1] not in places]
 
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:

@@ -119,7 +119,6 @@ def test_traces_counts_and_seconds_add_up(kind):
             assert one.wait_s >= 0 and one.prefill_s > 0 and one.decode_s >= 0
             placed = {p: t for step in one.trace for p, t in zip(step.positions, step.committed, strict=True)}
             assert [placed[place] for place in np.flatnonzero(request.canvas < 0).tolist()] == one.tokens.tolist()
-            # A step of a block that reveals nothing leaves no trace; a tree's other orders count as proposed, too.
+            # A step of a block that reveals nothing leaves no trace.
             assert len(one.trace) == one.iterations or kind in ("block_diffusion", "s2d2")
-            proposed = sum(len(step.proposed) for step in one.trace)
-            assert proposed == one.proposed or case.settings.get("tree") == "mixed"
+            assert sum(len(step.proposed) for step in one.trace) == one.proposed

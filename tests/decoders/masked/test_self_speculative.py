@@ -1,5 +1,7 @@
 """`ssd` against `stepwise`: token for token and reveal for reveal, and never more forwards."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.masked.ssd import grow_tree, walk
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import Pair, decoder_settings, engine, run_all, toy_requests
@@ -91,6 +94,28 @@ def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
         )
         totals[tree] = sum(outcome.nfe for outcome in outcomes.values())
     assert totals["mixed"] < totals["chain"]
+
+
+@pytest.mark.parametrize("chosen", list(itertools.permutations([3, 1, 4])))
+def test_a_mixed_tree_is_walked_in_whatever_order_its_drafts_come(chosen):
+    """Two orders of the same drafts meet in one canvas, and the walk goes on from there."""
+    drafts, holes = [(3, 0), (1, 1), (4, 2)], [1, 3, 4, 6]
+
+    def likely(gone):
+        return [draft for draft in drafts if draft not in gone]
+
+    nodes = grow_tree(holes, likely, 7, 3, mixed=True)
+    assert len({node.drafts for node in nodes}) == len(nodes) == 8, "every set of drafts"
+    assert all(len(node.drafts - nodes[node.before].drafts) == 1 for node in nodes[1:])
+    tokens, picks = dict(drafts), []
+    for node in nodes:
+        place = next((place for place in chosen if (place, tokens[place]) not in node.drafts), 6)
+        picks.append([[(-1.0, place, tokens.get(place, 0), 0.0)]])
+    news, last = walk(nodes, picks)
+    assert [place for _, place, *_ in news] == [*chosen, 6]
+    assert nodes[last].drafts == set(drafts)
+    chain = grow_tree(holes, likely, 2, 2, mixed=False)
+    assert [sorted(node.gone) for node in chain] == [[], [1], [0, 1]]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])

@@ -12,6 +12,7 @@ import torch
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.masked.ssd import Predictions
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
@@ -98,6 +99,33 @@ def test_on_the_public_architectures_every_bit_is_that_of_stepwise(golden, famil
     assert backbone.exact
     for case in range(2):
         check(np.random.default_rng([chunk, case]), backbone, info, count=3, words=80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["chain", "mixed"])
+def test_any_guesses_give_the_text_of_stepwise(monkeypatch, tree):
+    """Drafts in any order, some with other tokens: branches meet that no prediction would make."""
+    rng, guess = np.random.default_rng(5), Predictions.next
+
+    def badly(self, s, last_block, gone):
+        likely = guess(self, s, last_block, gone)
+        return [
+            (position, token if rng.random() < 0.6 else int(rng.integers(WORDS)))
+            for position, token in rng.permutation(np.array(likely, dtype=np.int64).reshape(-1, 2)).tolist()
+        ]
+
+    monkeypatch.setattr(Predictions, "next", badly)
+    info, saved = ModelInfo("table", WORDS + 1, WORDS, None, "masked", 0, (WORDS,)), 0
+    for case in range(40):
+        shared = shared_settings(rng)
+        shared["cache"] = {"dual_relaxed": "dual_strict"}.get(shared["cache"], shared["cache"])
+        requests, sampling = random_requests(rng, count=4, words=WORDS), Sampling(temperature=(0.0, 0.8, 1.0)[case % 3])
+        settings = decoder_settings("ssd", draft_length=int(rng.integers(1, 9)), tree=tree, **shared)
+        found = decode(Hashed(case % 4), info, settings, sampling, requests, rows=3)
+        base = decode(Hashed(case % 4), info, decoder_settings("stepwise", **shared), sampling, requests, rows=1)
+        same(found, base)
+        saved += sum(base[index].nfe - one.nfe for index, one in found.items())
+    assert saved > 0
 
 
 @pytest.mark.parametrize(
