@@ -35,7 +35,7 @@ that of the SSD paper, section 4.1, which does not specify how to treat a finish
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice, pairwise
 from typing import Any
@@ -300,11 +300,6 @@ class Node:
         for index in reversed(gone):
             del positions[index - first]
         return positions
-
-
-def node_of(holes: Sequence[int], drafts: Iterable[Draft], before: int) -> Node:
-    """The canvas with these drafts."""
-    return Node(frozenset(drafts), before, sorted(bisect_left(holes, position) for position, _ in drafts))
 
 
 class NodeLayout:

@@ -66,7 +66,6 @@ from draftmill.decoders.masked.canvas import (
     Windows,
     by_node,
     evictions,
-    node_of,
 )
 from draftmill.decoders.masked.settings import MaskedSettings, SelfSpeculativeSettings, StepwiseSettings
 from draftmill.decoders.masked.stepwise import algorithm_of, reading_of
@@ -80,8 +79,7 @@ MOST_AHEAD: Final = 8
 _MOST_AUTO: Final = 4
 """The most drafts where the clock chooses."""
 _NEXT: Final = 0.4
-"""Of the masks in the order of their confidence, how much less often each comes next than the one before it: what saved most on
-mdm-tiny."""
+"""How much less often a mask comes next than the one before it in the order of confidence: what saves most on mdm-tiny."""
 _CHAIN, _MIXED = range(2)
 """The ways to draft, by number."""
 
@@ -132,8 +130,9 @@ class Tree:
 
     def columns(self, length: int) -> int:
         """The columns of a canvas and its nodes around a cache."""
-        # The node that enters the next block runs two blocks.
-        return length + (self.most_nodes - 1 + self.crosses) * self.stride(length)
+        # A node that enters the next block runs two blocks. Each such one continues a node of its own, if not the root.
+        entering = max((self.most_nodes - 1) // 2, 1) if self.mixed else 1
+        return length + (self.most_nodes - 1 + self.crosses * entering) * self.stride(length)
 
 
 def ssd(s: Canvas, tree: Tree) -> Decoding:
@@ -144,11 +143,7 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
         runs = windows.next_runs(s.block(s.holes[0]))
         most, mixed = tree.now()
         ahead, deepest = reach(s, tree, windows, most)
-
-        def likely(gone: Collection[Draft], ahead: int = ahead) -> list[Draft]:
-            return earlier.redraft(known.next(s, ahead, gone))
-
-        nodes = grow_tree(s.holes, likely, most, deepest, mixed=mixed)
+        nodes = grow_tree(s.holes, partial(known.next, s, earlier, ahead), most, deepest, mixed=mixed)
         near = 1 + most + (s.size if tree.cached and tree.block_length else 0)
         asked = NodeLayout(s, nodes, windows, runs, count=near, best=most + 1).asked
         answer = yield asked.ask()
@@ -161,9 +156,8 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
         if tree.cached and reading.refresh is not None:
             windows.last = nodes[last].block
             s.copies = evictions(nodes[last].visible, windows.window(windows.last))
-        s.reveal(
-            news, len(nodes) - 1, [token for node in nodes[1:] for _, token in node.drafts - nodes[node.before].drafts]
-        )
+        tried = [token for node in nodes[1:] for _, token in node.drafts - nodes[node.before].drafts]
+        s.reveal(news, len(nodes) - 1, tried)
         earlier.learn([pick[1:3] for pick in news])
 
 
@@ -188,22 +182,22 @@ def grow_tree(
     """The canvas, and up to `most` with drafts, at most `deepest` each. `likely` are the drafts that may follow others, in their
     order. A chain has the first ones alone. If `mixed`, each comes next with _NEXT times the probability of the one before it,
     and nodes are what is then reached with the greatest probability."""
-    nodes, chances, parent = [node_of(holes, (), 0)], dict[frozenset[Draft], float](), dict[frozenset[Draft], int]()
+    nodes, chances, before = [Node(frozenset(), 0, [])], dict[frozenset[Draft], float](), dict[frozenset[Draft], int]()
     reached, width = 1.0, len(holes) if mixed else 1
     while len(nodes) <= most:
         last, chance = nodes[-1].drafts, reached * (1.0 - _NEXT)
         for draft in likely(last)[:width] if len(last) < deepest else ():
             drafts = last | {draft}
             # Orders of the same drafts lead to one canvas.
-            if drafts in chances or drafts not in parent:
-                parent.setdefault(drafts, len(nodes) - 1)
+            if drafts in chances or drafts not in before:
+                before.setdefault(drafts, len(nodes) - 1)
                 chances[drafts] = chances.get(drafts, 0.0) + chance
             chance *= _NEXT
         if not chances:
             break
         best = max(chances, key=chances.__getitem__)
         reached = chances.pop(best)
-        nodes.append(node_of(holes, best, parent[best]))
+        nodes.append(Node(best, before[best], sorted(bisect_left(holes, position) for position, _ in best)))
     return nodes
 
 
@@ -247,13 +241,13 @@ class Predictions:
         first, picks_A = self._known[block]
         return picks_A[min(max(step - first, 0), len(picks_A) - 1)]
 
-    def next(self, s: Canvas, last_block: int, gone: Collection[Draft]) -> list[Draft]:
+    def next(self, s: Canvas, earlier: PlacedTexts, last_block: int, gone: Collection[Draft]) -> list[Draft]:
         """What may be revealed after `gone`, up to `last_block`: masks of the first block that has any, the surest first. A draft
         of a later block would stand in a node that runs other positions than its forward of `stepwise`."""
         places = {position for position, _ in gone}
         block = s.block(next((position for position in s.holes if position not in places), s.length))
         picks = self._at(block, s.decided - s.prompt + len(gone)) if block <= last_block else ()
-        return [pick[1:3] for pick in picks if s.tokens[pick[1]] < 0 and pick[1] not in places]
+        return earlier.redraft([pick[1:3] for pick in picks if s.tokens[pick[1]] < 0 and pick[1] not in places])
 
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:

@@ -68,7 +68,7 @@ def check(rng: np.random.Generator, backbone: Any, info: ModelInfo, *, count: in
     is_lossy = shared["cache"] == "dual_relaxed"
     tree: Any = rng.choice(["chain", "mixed"])
     settings = decoder_settings("ssd", draft_length=int(rng.integers(1, 9)), tree=tree, **shared)
-    sampling = Sampling(temperature=float(rng.choice([0.0, 1.0])))
+    sampling = Sampling(temperature=float(rng.choice([0.0, 0.8, 1.0])))
     found = decode(backbone, info, settings, sampling, requests, rows=int(rng.integers(1, 6)))
     base = settings if is_lossy else decoder_settings("stepwise", **shared)
     expected = decode(backbone, info, base, sampling, requests, rows=1)
@@ -101,31 +101,21 @@ def test_on_the_public_architectures_every_bit_is_that_of_stepwise(golden, famil
         check(np.random.default_rng([chunk, case]), backbone, info, count=3, words=80)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", ["chain", "mixed"])
-def test_any_guesses_give_the_text_of_stepwise(monkeypatch, tree):
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("chunk", range(3))
+def test_any_guesses_give_the_text_of_stepwise(monkeypatch, chunk):
     """Drafts in any order, some with other tokens: branches meet that no prediction would make."""
-    rng, guess = np.random.default_rng(5), Predictions.next
+    guess = Predictions.next
 
-    def badly(self, s, last_block, gone):
-        likely = guess(self, s, last_block, gone)
-        return [
-            (position, token if rng.random() < 0.6 else int(rng.integers(WORDS)))
-            for position, token in rng.permutation(np.array(likely, dtype=np.int64).reshape(-1, 2)).tolist()
-        ]
+    def badly(self, s, earlier, last_block, gone):
+        likely, rng = guess(self, s, earlier, last_block, gone), np.random.default_rng([s.decided, len(gone)])
+        drafts = [likely[index] for index in rng.permutation(len(likely))]
+        return [(place, token if rng.random() < 0.6 else int(rng.integers(WORDS))) for place, token in drafts]
 
     monkeypatch.setattr(Predictions, "next", badly)
-    info, saved = ModelInfo("table", WORDS + 1, WORDS, None, "masked", 0, (WORDS,)), 0
-    for case in range(40):
-        shared = shared_settings(rng)
-        shared["cache"] = {"dual_relaxed": "dual_strict"}.get(shared["cache"], shared["cache"])
-        requests, sampling = random_requests(rng, count=4, words=WORDS), Sampling(temperature=(0.0, 0.8, 1.0)[case % 3])
-        settings = decoder_settings("ssd", draft_length=int(rng.integers(1, 9)), tree=tree, **shared)
-        found = decode(Hashed(case % 4), info, settings, sampling, requests, rows=3)
-        base = decode(Hashed(case % 4), info, decoder_settings("stepwise", **shared), sampling, requests, rows=1)
-        same(found, base)
-        saved += sum(base[index].nfe - one.nfe for index, one in found.items())
-    assert saved > 0
+    info = ModelInfo("table", WORDS + 1, WORDS, None, "masked", 0, (WORDS,))
+    for case in range(12):
+        check(np.random.default_rng([9, chunk, case]), Hashed(case % 4), info, count=4, words=WORDS)
 
 
 @pytest.mark.parametrize(
