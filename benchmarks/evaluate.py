@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from benchmarks.public_masked import PublicMasked
 from benchmarks.real import chat_prompts, format_ratios, row
 from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Request
 from draftmill.jobs.eval.evaluate import evaluate
 from draftmill.jobs.eval.options import EvalOptions
@@ -161,9 +160,7 @@ def run_masked(flags: argparse.Namespace, folder: Path) -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            # In float64 the weights are not packed for our own forward.
-            plain = cast(Any, load_backbone(checkpoint, device="cpu", dtype="float64")).model.float()
-            self.loop = PublicMasked.of(plain, info, "cpu")
+            self.loop = PublicMasked.of(checkpoint, info, "cpu")
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             canvases = [canvas_of(tokenizer, request.args[0], flags.new_tokens) for request in requests]

@@ -16,7 +16,7 @@ import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +50,13 @@ def _ssd(**settings: Any) -> SelfSpeculativeSettings:
 DECODERS: dict[str, tuple[DecoderChoice, str]] = {
     STEPWISE: (StepwiseSettings(kind="stepwise"), STEPWISE),
     **{f"ssd, N={n}": (_ssd(draft_length=n), STEPWISE) for n in (1, 2, 4, 8)},
+    **{f"ssd, N={n}, mixed": (_ssd(draft_length=n, tree="mixed"), STEPWISE) for n in (2, 4, 12)},
     "stepwise, dual cache": (StepwiseSettings(kind="stepwise", cache="dual_strict"), "stepwise, dual cache"),
     **{f"ssd, N={n}, dual cache": (_ssd(draft_length=n, cache="dual_strict"), "stepwise, dual cache") for n in (2, 4)},
+    "ssd, N=4, mixed, dual cache": (
+        _ssd(draft_length=4, cache="dual_strict", tree="mixed"),
+        "stepwise, dual cache",
+    ),
     "threshold 0.9": (ThresholdSettings(kind="threshold"), ""),
     "threshold 0.9, dual cache": (ThresholdSettings(kind="threshold", cache="dual_strict"), ""),
 }
@@ -266,9 +271,7 @@ def main() -> None:
     if flags.part == "specdiff":
         specdiff(load(flags.target, device), model, requests, flags)
         return
-    # Load a separate model: ours packs its weights, so its module cannot be shared.
-    plain = cast(Any, load_backbone(flags.model, device=device, dtype="float64")).model.float()
-    speed(model, PublicMasked.of(plain, model.info, device), requests, flags)
+    speed(model, PublicMasked.of(flags.model, model.info, device), requests, flags)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from benchmarks.public_causal import Generated
 from draftmill.decoders.base import HOLE, ModelInfo, Request
+from recipes.absorbing_folder import load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,11 @@ class PublicMasked:
     device: torch.device
 
     @classmethod
-    def of(cls, module: Any, info: ModelInfo, device: str) -> PublicMasked:
-        """The loop over the weights of a Llama `module`, which is not changed."""
+    def of(cls, folder: Path, info: ModelInfo, device: str) -> PublicMasked:
+        """The loop over the weights in the folder of a builtin model."""
         assert info.mask_id is not None, "a masked-diffusion model without a mask"
-        config = type(module.config).from_dict(module.config.to_dict())
-        config._attn_implementation = "sdpa"
-        model: Any = LlamaForCausalLM(config)
-        model.load_state_dict(module.state_dict())
         place = torch.device(device)
-        return cls(model.to(place).eval(), info.mask_id, sorted({*info.suppressed, info.mask_id}), place)
+        return cls(load_model(folder, place), info.mask_id, sorted({*info.suppressed, info.mask_id}), place)
 
     @torch.no_grad()
     def stepwise(self, requests: Sequence[Request], *, block_length: int) -> Generated:
