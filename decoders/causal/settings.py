@@ -80,6 +80,12 @@ class SuffixDrafterSettings(Settings):
     )
 
 
+class MasksDrafterSettings(Settings):
+    """The model's own masks draft, in the forward that verifies: of a model that was trained for it (I-DLM), `k` masks."""
+
+    kind: Literal["masks"]
+
+
 class SpeculativeSettings(CausalSettings):
     """Speculative decoding of a causal model (Leviathan et al., 2023; Chen et al., 2023)."""
 
@@ -89,7 +95,12 @@ class SpeculativeSettings(CausalSettings):
         default=5, description="most tokens of a draft; auto: as many as pay (not under rejection)"
     )
     drafter: (
-        ModelDrafterSettings | HeadDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings | RunDrafterSettings
+        ModelDrafterSettings
+        | HeadDrafterSettings
+        | MasksDrafterSettings
+        | NgramDrafterSettings
+        | SuffixDrafterSettings
+        | RunDrafterSettings
     ) = Field(default=NgramDrafterSettings(kind="ngram"), discriminator="kind", description="what drafts")
 
     @model_validator(mode="after")
@@ -101,6 +112,13 @@ class SpeculativeSettings(CausalSettings):
     @property
     def drafts_of_neighbours(self) -> bool:
         return isinstance(self.drafter, SuffixDrafterSettings)
+
+    def check_model(self, info: ModelInfo) -> None:
+        if isinstance(self.drafter, MasksDrafterSettings) and info.mask_id is None:
+            raise ValueError(
+                f"decoder.drafter.kind: 'masks', but models of family {info.family!r} have no mask token; allowed: models with "
+                "model.family: idlm, or a model.mask_id that the model was trained with; or another drafter"
+            )
 
 
 class SpecDiffSettings(CausalSettings):

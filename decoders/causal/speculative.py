@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from draftmill.decoders.causal import autoregressive
+from draftmill.decoders.causal import autoregressive, masks
 from draftmill.decoders.causal.jacobi import fill_with_prompt
 from draftmill.decoders.causal.settings import (
     HeadDrafterSettings,
+    MasksDrafterSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
     SuffixDrafterSettings,
@@ -299,6 +300,8 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     if isinstance(settings.drafter, RunDrafterSettings):
         texts_of, most, auto = texts_by(settings.drafter)
         return Means(partial(by_earlier_texts, texts_of=texts_of), "run", most).algorithm(lambda: asks.FAR, auto)
+    if isinstance(settings.drafter, MasksDrafterSettings):
+        return masks.algorithm(setup, settings.k)
     means = means_of(setup, settings.drafter)
     if settings.k != "auto":
         k = min(settings.k, means.most)

@@ -133,12 +133,15 @@ def _llada2_name(name: str) -> str:
 # ---- the families --------------------------------------------------------------------------------------------------------
 
 _FULL_ATTENTION: Final[Supported] = {"use_sliding_window": (False, None)}
-_SDAR: Final[dict[str, Any]] = {"mask": 151669, "mask_token": "<|MASK|>", "block": 4, "ends": ("<|im_end|>",)}
+_QWEN3: Final[dict[str, Any]] = {"mask": 151669, "mask_token": "<|MASK|>", "ends": ("<|im_end|>",)}
+_SDAR: Final[dict[str, Any]] = {**_QWEN3, "block": 4}
 _FAST_DLLM: Final[dict[str, Any]] = {"mask": 151665, "mask_token": "|<MASK>|", "block": 32, "ends": ("<|im_end|>",)}
 _LLADA2: Final[dict[str, Any]] = {"mask": 156895, "mask_token": "<|mask|>", "block": 32, "ends": ("<|role_end|>",)}
 _NEMOTRON: Final[dict[str, Any]] = {"mask": 100, "block": 32, "left_shift": 1, "prompt_block": True}
 FAMILIES: Final = (
     rotary_family("sdar", "blocks", "qwen3", _FULL_ATTENTION, **_SDAR),
+    # I-DLM (Yu et al., 2026): SDAR's layout, trained to be causal, masks too. No config says so: the user does.
+    rotary_family("idlm", "causal", "qwen3", _FULL_ATTENTION, shift=1, **_QWEN3),
     rotary_family("sdar_moe", "blocks", "qwen3_moe", {**_FULL_ATTENTION, "hidden_act": ("silu",)}, **_SDAR),
     rotary_family("fast_dllm_v2", "blocks", "qwen2", _FULL_ATTENTION, shift=1, **_FAST_DLLM),
     Family("llada2", "blocks", llada2_shape, theirs=_llada2_name, **_LLADA2),

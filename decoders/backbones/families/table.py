@@ -94,7 +94,7 @@ def describe(family: Family, config: Config, *, mask_id: int | None) -> ModelInf
 
 def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: int) -> int | None:
     own = family.mask_id(config)
-    if mask_id is not None and own is None:
+    if mask_id is not None and own is None and family.kind != "causal":
         raise ValueError(f"model.mask_id: {mask_id} given, but models of family {family.name!r} have no mask token")
     if family.mask_is_last and mask_id not in {None, own}:
         raise ValueError(
