@@ -64,6 +64,8 @@ def check_model(settings: DecoderChoice, info: ModelInfo, task: str | None = Non
     if settings.baseline.runs_on != info.kind and not settings.is_open:
         fitting = (kind for kind in decoders_of(info.kind) if task is None or task in DECODERS[kind].tasks)
         allowed = ", ".join(fitting) or "none yet"
+        if info.family == "sdar" and settings.baseline.runs_on == "causal":
+            allowed += "; or model.family: idlm, if the model was trained to be causal (I-DLM)"
         raise ValueError(
             f"decoder.kind: {settings.baseline.name()!r} does not run on models of family {info.family!r}; allowed: {allowed}"
         )

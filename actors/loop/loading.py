@@ -12,14 +12,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
+from draftmill.actors.checkpoints.models import (
+    ADAPTER_FILES,
+    fetch_model,
+    hash_files,
+    model_hash,
+    tokenizer_hash,
+    user_error,
+)
 from draftmill.actors.job import ModelPlace, RowRecipe
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, has_tokenizer, load_tokenizer
 from draftmill.actors.task import Score, Task
-from draftmill.decoders.backbones.heads.files import check_heads, check_speculator, head_place, read_sizes
+from draftmill.decoders.backbones.heads.files import (
+    check_heads,
+    check_speculator,
+    head_place,
+    read_adapter,
+    read_sizes,
+)
 from draftmill.decoders.base import Decoder, ModelInfo
-from draftmill.decoders.causal.settings import HeadDrafterSettings, SpecDiffSettings
+from draftmill.decoders.causal.settings import HeadDrafterSettings, MasksDrafterSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace, Estimate
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.storage.errors import UserError
@@ -134,6 +147,14 @@ def load_networks(
     drafter_folder = fetch_drafter(decoder, place.checkpoint.s3)
     keys = network_keys(folder, place, decoder, drafter_folder)
     model_cache.keep_only(keys)
+    if drafter_folder is not None and isinstance(getattr(decoder, "drafter", None), MasksDrafterSettings):
+        from draftmill.decoders.backbones.heads.adapter import adapt_masks
+
+        mask_id = inspect_model(folder, family=place.family, mask_id=place.mask_id).mask_id
+        load = partial(load_model, folder, place)
+        return Networks(
+            model_cache.take("model", keys, lambda: adapt_masks(load(), drafter_folder, mask_id)), None, None
+        )
     backbone = model_cache.take("model", keys, lambda: load_model(folder, place))
     if drafter_folder is None:
         return Networks(backbone, model_cache.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
@@ -183,6 +204,8 @@ def network_keys(
     """
     options = (place.dtype, place.device, place.share, place.exact)
     keys: dict[str, Hashable] = {"model": (folder, place.family, place.weights, *options)}
+    if drafter is not None and isinstance(getattr(decoder, "drafter", None), MasksDrafterSettings):
+        return {"model": (keys["model"], drafter, place.mask_id)}
     if drafter is not None:
         # A draft head shares weights with its model.
         shared = keys["model"] if isinstance(getattr(decoder, "drafter", None), HeadDrafterSettings) else None
@@ -256,7 +279,7 @@ def most_canvases(task: Task, decoder: DecoderSettings, rows: int) -> int:
 def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:
     """The local folder of the drafter model, fetched if necessary; None if there is no separate drafter."""
     drafter = getattr(decoder, "drafter", None)
-    if not isinstance(drafter, DrafterPlace):
+    if not isinstance(drafter, DrafterPlace | MasksDrafterSettings) or drafter.path is None:
         return None
     return fetch_model(Place(drafter.path, s3), drafter.revision, field=DRAFTER_FIELD)
 
@@ -272,15 +295,20 @@ def check_drafter(
 ) -> str:
     """Return the drafter's hash; UserError unless it can draft for this model, with the required head.
 
-    `specdiff` needs a masked-diffusion model, `s2d2` a block-diffusion one, `speculative` a causal one, or a head made for the
-    target model; all need its vocabulary.
+    `specdiff` needs a masked-diffusion model, `s2d2` a block-diffusion one, `speculative` a causal one, or a head or an adapter
+    made for the target model; all need its vocabulary.
     """
-    from draftmill.decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.backbones.checkpoint import inspect_model, read_config
+    from draftmill.decoders.backbones.families.table import find_family
 
     try:
         if isinstance(getattr(decoder, "drafter", None), HeadDrafterSettings):
             check_speculator(drafter, model, info)
             return model_hash(drafter)
+        if isinstance(getattr(decoder, "drafter", None), MasksDrafterSettings):
+            config = read_config(model)
+            read_adapter(drafter, find_family(config, info.family).shape(config))
+            return hash_files(drafter, [drafter / name for name in ADAPTER_FILES])
         drafter_info = inspect_model(drafter)
         _check_kind(drafter, drafter_info, decoder)
         if tokenizer_hash(drafter) != tokenizer_hash(model, place.tokenizer):

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
+from draftmill.decoders.causal.settings import MasksDrafterSettings, SpeculativeSettings
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, Ask, Decoding, Run, Span
 from draftmill.decoders.engine.auto import AutoLength, Way
@@ -61,15 +62,25 @@ def by_masks(s: Sample, length: Callable[[], int], mask: int, *, guesses: bool) 
             drafts, seen = found[accepted + 1 : judged] if guesses else [], 0
 
 
-def algorithm(setup: Setup, k: int | Literal["auto"]) -> Algorithm:
-    """How the engine runs `k` masks; `auto`: as many as pay."""
+def by_adapted_masks(s: Sample, length: Callable[[], int], mask: int, *, guesses: bool) -> Decoding:
+    """The same where masks have weights of their own: a row is one by its token."""
+    if mask in s.tokens[: s.prompt]:
+        raise ValueError(
+            f"the prompt has the model's mask, id {mask}, which an adapter (decoder.drafter.path) would change"
+        )
+    yield from by_masks(s, length, mask, guesses=guesses)
+
+
+def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
+    """How the engine runs these settings."""
+    drafter, mask, k = settings.drafter, setup.info.mask_id, settings.k
+    assert isinstance(drafter, MasksDrafterSettings) and mask is not None, "the settings ask for a mask"
     auto = AutoLength(Way(_MOST_AUTO, shares_cost=True, name="masks")) if k == "auto" else None
     most = _MOST_AUTO if k == "auto" else k
-    length = auto or (lambda: most)
-    assert setup.info.mask_id is not None, "the settings ask for a mask"
+    decode = by_masks if drafter.path is None else by_adapted_masks
     return Algorithm(
         decode=partial(
-            by_masks, length=length, mask=setup.info.mask_id, guesses=setup.sampling.acceptance == "coupled"
+            decode, length=auto or (lambda: most), mask=mask, guesses=setup.sampling.acceptance == "coupled"
         ),
         window=2 * most + 1,
         columns=lambda length: length + most,

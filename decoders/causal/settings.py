@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import (
     FOLDER,
+    MODEL,
     DecoderChoice,
     DrafterPlace,
     RunDrafterSettings,
@@ -81,9 +82,14 @@ class SuffixDrafterSettings(Settings):
 
 
 class MasksDrafterSettings(Settings):
-    """The model's own masks draft, in the forward that verifies: of a model that was trained for it (I-DLM), `k` masks."""
+    """The model's own masks draft, `k` of them in the forward that verifies, if the model was trained for it (I-DLM). An adapter
+    that their rows alone take makes a plain model draft so, and leaves its text alone."""
 
     kind: Literal["masks"]
+    path: Annotated[str, MODEL] | None = Field(
+        default=None, min_length=1, description="null: none; a PEFT LoRA adapter of masks, as in model.adapter"
+    )
+    revision: str | None = Field(default=None, description="of a hub adapter")
 
 
 class SpeculativeSettings(CausalSettings):

@@ -301,7 +301,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
         texts_of, most, auto = texts_by(settings.drafter)
         return Means(partial(by_earlier_texts, texts_of=texts_of), "run", most).algorithm(lambda: asks.FAR, auto)
     if isinstance(settings.drafter, MasksDrafterSettings):
-        return masks.algorithm(setup, settings.k)
+        return masks.algorithm(setup, settings)
     means = means_of(setup, settings.drafter)
     if settings.k != "auto":
         k = min(settings.k, means.most)

@@ -1,19 +1,24 @@
-"""The files of draft heads, read without torch: our own, which correct drafts (markov.py), and published ones (published.py).
+"""The files of draft heads, read without torch: our own, which correct drafts (markov.py), published ones (published.py), and
+adapters of masks (adapter.py).
 
 A head of ours is `draft_head.json`, its sizes and kind, and `draft_head.safetensors`. A published one is a folder in the format
-of package `speculators` 0.9.0.
+of package `speculators` 0.9.0; an adapter is one of PEFT's.
 
 Sources: EAGLE-3 (Li et al., 2025), DFlash (Chen et al., 2026). Legend: H = hidden width of a head.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 from draftmill.decoders.backbones import checkpoint
 from draftmill.decoders.backbones.families.causal import rotary_shape
+from draftmill.decoders.backbones.families.config import Supported, positive, refused, whole
+from draftmill.decoders.backbones.families.config import demand as demand_values
 from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes, product_shapes
 from draftmill.decoders.backbones.families.table import find_family
 from draftmill.decoders.base import ModelInfo
@@ -199,3 +204,43 @@ def check_speculator(folder: Path, target: Path, info: ModelInfo) -> None:
             raise ValueError(
                 f"{_PATH}: {folder}: {name} has shape {found.get(name)}; allowed by its config.json and the model's: {size}"
             )
+
+
+# ---- adapters of masks -----------------------------------------------------------------------------------------------
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTED: Final = re.compile(
+    r"base_model\.model\.(model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj)\.lora_(A|B)\.weight"
+)
+_PLAIN_LORA: Final[Supported] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "modules_to_save": (None, []),
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out"), (False, None)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
+}
+
+
+def read_adapter(folder: Path, shape: Any) -> float:
+    """The factor of a plain LoRA's products BA; ValueError where it is another adapter, or does not fit a network's `shape`."""
+    config = checkpoint.read_object(folder / ADAPTER_CONFIG, _PATH)
+    if config is None or not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{_PATH}: {folder} needs both {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
+    found = checkpoint.file_tensors(folder / ADAPTER_WEIGHTS, checkpoint.stored_shape, "np", _PATH)
+    with refused(f"{_PATH}: {folder} is no LoRA adapter for the rows of masks", ValueError):
+        if not isinstance(shape, RotaryShape):
+            raise ValueError("the model does not run by our own network, which alone has such rows")
+        demand_values(config, _PLAIN_LORA)
+        rank, alpha, sizes = whole(config, "r"), positive(config, "lora_alpha"), shape.tensors()
+        expected = dict[str, tuple[int, ...]]()
+        for name in found:
+            parts = _ADAPTED.fullmatch(name)
+            if parts is None or f"{parts[1]}.weight" not in sizes:
+                raise ValueError(f"{name} is no part of a product in the model's layers")
+            num_out, num_in = sizes[f"{parts[1]}.weight"]
+            expected |= {name.replace(f"lora_{parts[2]}", "lora_A"): (rank, num_in)}
+            expected |= {name.replace(f"lora_{parts[2]}", "lora_B"): (num_out, rank)}
+        for name, size in expected.items():
+            if found.get(name) != size:
+                raise ValueError(f"{name} has shape {found.get(name)}; its r and the model's sizes say {size}")
+    return alpha / (sqrt(rank) if config.get("use_rslora") else rank)

@@ -333,8 +333,9 @@ def test_a_model_is_described_without_its_weights(tmp_path):
     assert info.kind == "causal"
     assert info.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert info.suppressed == ()
-    with pytest.raises(ValueError, match=r"model\.mask_id: 5 given, but models of family 'qwen2' have no mask token"):
-        inspect_model(tmp_path, mask_id=5)
+    assert (inspect_model(tmp_path, mask_id=5).mask_id, inspect_model(tmp_path, mask_id=5).suppressed) == (5, (5,))
+    with pytest.raises(ValueError, match=r"model\.mask_id: 61 is outside the vocabulary; allowed: 0 \.\. 60"):
+        inspect_model(tmp_path, mask_id=61)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"draftmill": {"max_length": 48}}))
     assert inspect_model(tmp_path).max_length == 48

@@ -31,7 +31,7 @@ VOCAB, MASK, LENGTH = 3, 3, 5
 SPELLED = [b"a", b"b", b"c", None]
 EXPRESSION = "(ab|ba|cc?)*"
 REJECTION = Sampling(acceptance="rejection")
-MASKED, LEFT_TO_RIGHT = {"masked", "cached", "blocks"}, {"causal", "blocks"}
+MASKED, LEFT_TO_RIGHT = {"masked", "cached", "blocks", "masks"}, {"causal", "blocks", "masks"}
 WARPS = [Sampling(temperature=0.0), Sampling(temperature=0.8), Sampling(top_p=0.7), Sampling(top_k=2)]
 
 
@@ -53,7 +53,7 @@ def setup(kind: str, sampling: Sampling, *, rows: int = 1, stops: Stops | None =
         info = ModelInfo("token_table", VOCAB, None, None, "causal", 0)
         more = {"backbone": copy(tables("causal")), "drafter": copy(tables("drafter")), "drafter_info": info}
     else:
-        family = "blocks" if kind == "blocks" else "masked"
+        family = {"blocks": "blocks", "masks": "causal"}.get(kind, "masked")
         info = ModelInfo("table", VOCAB + 1, MASK, None, family, 0, (MASK,))  # type: ignore[arg-type]
         more = {"backbone": copy(tables("masked"))}
     return Setup(
@@ -107,6 +107,10 @@ DECODERS: dict[str, dict[str, Any]] = {
         "jacobi": decoder_settings("jacobi", block_size=3),
         "several blocks": decoder_settings("multiblock_jacobi", block_size=2, blocks=2),
     },
+    "masks": {
+        "baseline": decoder_settings("autoregressive"),
+        "masks": decoder_settings("speculative", k=2, drafter={"kind": "masks"}),
+    },
     "masked": {
         "baseline": decoder_settings("stepwise"),
         "ssd": decoder_settings("ssd", draft_length=2),
@@ -126,7 +130,7 @@ CASES = [(kind, name) for kind, decoders in DECODERS.items() for name in decoder
 JUDGING = [
     (kind, name)
     for kind, name in CASES
-    if kind in {"any_subset", "causal", "blocks"} and name not in {"baseline", "jacobi", "several blocks"}
+    if kind in {"any_subset", "causal", "blocks", "masks"} and name not in {"baseline", "jacobi", "several blocks"}
 ]
 LOSSY: dict[str, list[Any]] = {
     "any_subset": [decoder_settings("parallel")],
