@@ -82,8 +82,7 @@ class SuffixDrafterSettings(Settings):
 
 
 class MasksDrafterSettings(Settings):
-    """The model's own masks draft, `k` of them in the forward that verifies, if the model was trained for it (I-DLM). An adapter
-    that their rows alone take makes a plain model draft so, and leaves its text alone."""
+    """The model's own masks draft, `k` in each forward that verifies (I-DLM); an adapter changes their rows alone."""
 
     kind: Literal["masks"]
     path: Annotated[str, MODEL] | None = Field(
