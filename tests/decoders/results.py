@@ -96,6 +96,7 @@ def _short(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).replace('"', "")
 
 
+MASKS: Final = {"kind": "masks"}
 RUN: Final = {"kind": "run", "path": ["earlier"], "k": 3}
 
 
@@ -110,6 +111,7 @@ def causal_cases() -> Iterator[Case]:
         drafted += [
             {"kind": "speculative", "k": k, "drafter": {"kind": "ngram", "max_n": 2}},
             {"kind": "speculative", "k": k, "drafter": model},
+            {"kind": "speculative", "k": k, "drafter": MASKS},
         ]
     drafted += [{"kind": "speculative", "drafter": RUN}]
     for gamma, steps, order in ((1, 1, "left_to_right"), (3, 1, "native"), (3, 2, "left_to_right"), (4, 2, "native")):
@@ -345,10 +347,13 @@ def engine_of(case: Case, sampling: Sampling, slots: int, stops: Stops | None = 
     diffuses = settings.name() == "specdiff"
     drafts = isinstance(given := case.settings.get("drafter"), dict) and "path" in given and given.get("kind") != "run"
     drafter = (MODELS["masked"]() if diffuses else copy(_table(VOCAB, 2))) if drafts else None
+    info = _info(family, case.shift)
+    if given == MASKS:
+        family, info = "blocks", replace(info, vocab_size=VOCAB + 1, mask_id=VOCAB, suppressed=(VOCAB,))
     backbone = MODELS[family]()
     setup = Setup(
         backbone=backbone,
-        info=_info(family, case.shift),
+        info=info,
         sampling=sampling,
         max_rows=slots,
         max_tokens=1 << 20,

@@ -62,6 +62,7 @@ def causal_cases() -> list[Case]:
         {"kind": "speculative", "k": 4, "drafter": {"kind": "suffix"}},
         {"kind": "speculative", "k": 4, "drafter": small},
         {"kind": "speculative", "k": "auto", "drafter": small},
+        {"kind": "speculative", "k": 4, "drafter": {"kind": "masks"}},
         {"kind": "jacobi", "block_size": 8},
         {"kind": "jacobi", "block_size": 8, "window": "running"},
         {"kind": "multiblock_jacobi", "block_size": 4},
@@ -126,7 +127,7 @@ def made(case: Case, rows: int, *, scores: bool = False) -> Any:
             one.forget()
     setup = Setup(
         backbone=backbone,
-        info=inspect_model(folder_of(model)),
+        info=inspect_model(folder_of(model), mask_id=6 if given.get("drafter") == {"kind": "masks"} else None),
         sampling=Sampling(temperature=0.9),
         max_rows=rows,
         max_tokens=1 << 20,
