@@ -24,13 +24,7 @@ from draftmill.actors.job import ModelPlace, RowRecipe
 from draftmill.actors.rows.stop_text import stops_of
 from draftmill.actors.rows.text import Tokenizer, has_tokenizer, load_tokenizer
 from draftmill.actors.task import Score, Task
-from draftmill.decoders.backbones.heads.files import (
-    check_heads,
-    check_speculator,
-    head_place,
-    read_adapter,
-    read_sizes,
-)
+from draftmill.decoders.backbones.heads.files import check_heads, check_speculator, head_place, read_adapter, read_sizes
 from draftmill.decoders.base import Decoder, ModelInfo
 from draftmill.decoders.causal.settings import HeadDrafterSettings, MasksDrafterSettings, SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace, Estimate

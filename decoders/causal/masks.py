@@ -37,8 +37,13 @@ _MOST_AUTO: Final = 8
 """The most masks that `k: auto` gives to a sample."""
 
 
-def by_masks(s: Sample, length: Callable[[], int], mask: int, *, guesses: bool) -> Decoding:
-    """Up to `length()` drafts and as many masks a forward. With `guesses` drafts may come without a distribution."""
+def by_masks(s: Sample, length: Callable[[], int], mask: int, *, guesses: bool, adapted: bool = False) -> Decoding:
+    """Up to `length()` drafts and as many masks a forward. With `guesses` drafts may come without a distribution. If `adapted`,
+    each row of a mask has other weights, so that a prompt may have none."""
+    if adapted and mask in s.tokens[: s.prompt]:
+        raise ValueError(
+            f"the prompt has the model's mask, id {mask}, which an adapter (decoder.drafter.path) would change"
+        )
     drafts, seen = list[int](), 0
     while s.decided < s.length:
         n, start, most = s.decided, s.cached, length()
@@ -62,26 +67,15 @@ def by_masks(s: Sample, length: Callable[[], int], mask: int, *, guesses: bool) 
             drafts, seen = found[accepted + 1 : judged] if guesses else [], 0
 
 
-def by_adapted_masks(s: Sample, length: Callable[[], int], mask: int, *, guesses: bool) -> Decoding:
-    """The same where masks have weights of their own: a row is one by its token."""
-    if mask in s.tokens[: s.prompt]:
-        raise ValueError(
-            f"the prompt has the model's mask, id {mask}, which an adapter (decoder.drafter.path) would change"
-        )
-    yield from by_masks(s, length, mask, guesses=guesses)
-
-
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     """How the engine runs these settings."""
     drafter, mask, k = settings.drafter, setup.info.mask_id, settings.k
     assert isinstance(drafter, MasksDrafterSettings) and mask is not None, "the settings ask for a mask"
     auto = AutoLength(Way(_MOST_AUTO, shares_cost=True, name="masks")) if k == "auto" else None
     most = _MOST_AUTO if k == "auto" else k
-    decode = by_masks if drafter.path is None else by_adapted_masks
+    guesses, adapted = setup.sampling.acceptance == "coupled", drafter.path is not None
     return Algorithm(
-        decode=partial(
-            decode, length=auto or (lambda: most), mask=mask, guesses=setup.sampling.acceptance == "coupled"
-        ),
+        decode=partial(by_masks, length=auto or (lambda: most), mask=mask, guesses=guesses, adapted=adapted),
         window=2 * most + 1,
         columns=lambda length: length + most,
         auto=auto,

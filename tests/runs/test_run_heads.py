@@ -107,7 +107,7 @@ def test_a_job_whose_masks_draft_writes_the_sequential_rows(tmp_path, adapter):
         for key, row in rows[name].items():
             assert (row["tokens"], row["logprob"]) == (rows["plain"][key]["tokens"], rows["plain"][key]["logprob"])
             assert row["proposed"] > 0 and row["nfe_draft"] == 0
-    assert hash_of_head(spec) is not None
+    assert hash_of_head(job(tmp_path, "adapted", masks=masks["adapted"], facts={"mask_id": 6})) is not None
 
 
 def test_masks_without_a_mask_token_and_other_adapters_are_refused_before_the_run(tmp_path, adapter):

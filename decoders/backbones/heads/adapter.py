@@ -10,6 +10,7 @@ ranks of the products that are joined.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -54,23 +55,18 @@ def adapt_masks(backbone: Any, folder: Path, mask_id: int | None) -> RotaryBackb
         folder / ADAPTER_WEIGHTS, lambda file, name: file.get_tensor(name).to(how.device, how.dtype), "pt", _PATH
     )
     rows, kind = SimpleNamespace(is_mask_P1=None), product_kind(how) or _linear
+    none = partial(torch.zeros, dtype=how.dtype, device=how.device)
     for index, layer in enumerate(network.layers):
         for joined, parts in _JOINED.items():
-            names = [f"model.layers.{index}.{part}" for part in parts]
-            downs = [weights.get(f"base_model.model.{name}.lora_A.weight") for name in names]
-            if all(down_RK is None for down_RK in downs):
-                continue
-            # The products of the joined ones stand apart: each has its own columns of ranks.
-            blocks = [
-                torch.zeros(sizes[f"{name}.weight"][0], 0, dtype=how.dtype, device=how.device)
-                if down_RK is None
-                else weights[f"base_model.model.{name}.lora_B.weight"] * scale
-                for name, down_RK in zip(names, downs, strict=True)
-            ]
-            down_RK = torch.cat([down_RK for down_RK in downs if down_RK is not None])
-            up_MR = torch.block_diag(*blocks)
-            product = getattr(layer, joined)
-            setattr(layer, joined, AdaptedProduct(product, kind(down_RK, None), kind(up_MR, None), rows))
+            downs, ups = list[Tensor](), list[Tensor]()
+            for part in parts:  # one that is not adapted has no ranks
+                name = f"model.layers.{index}.{part}"
+                num_out, num_in = sizes[f"{name}.weight"]
+                downs.append(weights.get(f"base_model.model.{name}.lora_A.weight", none(0, num_in)))
+                ups.append(weights.get(f"base_model.model.{name}.lora_B.weight", none(num_out, 0)))
+            if any(map(len, downs)):
+                down, up = kind(torch.cat(downs), None), kind(torch.block_diag(*ups) * scale, None)
+                setattr(layer, joined, AdaptedProduct(getattr(layer, joined), down, up, rows))
 
     def note(_: Any, arguments: Any) -> None:
         rows.is_mask_P1 = (arguments[0] == mask_id).unsqueeze(1)

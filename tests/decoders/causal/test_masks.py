@@ -101,7 +101,7 @@ def test_the_text_is_the_autoregressive_one_in_any_batch(idlm, temperature, monk
 def public(model, prompt, length, masks):
     """IDLMBlockN at temperature 0, without a cache: the text, and its forwards after the one that runs the prompt. `prompt` ends
     with the token that its first cold start runs."""
-    text, drafts, forwards = list(prompt), [], 0
+    text, drafts, forwards = list(prompt), list[int](), 0
     while len(text) < length:
         logits_LV = model(torch.tensor([[*text, *drafts, *[MASK] * masks]])).logits[0]
         logits_LV[:, MASK] = -torch.inf
@@ -186,7 +186,7 @@ def public_law(prompt, masks, sampling, *, draws):
     prompt = tuple(prompt)
 
     def run(chooser):
-        text, drafts = (*prompt, chooser.choose(cut(prompt), keys.TARGET, 0, 0)), []
+        text, drafts = (*prompt, chooser.choose(cut(prompt), keys.TARGET, 0, 0)), list[Any]()
         while len(text) < LENGTH:
             for draft, q_V in drafts:
                 p_V = whole(text)
@@ -270,14 +270,12 @@ def test_prompts_that_are_shared_or_cut_change_no_result(idlm, acceptance):
 
 
 def save_adapter(folder, model, *, seed=0, **changes):
-    """Random LoRA weights for all products of a model but those of its last layer's `o_proj`; returns them by product."""
-    generator, held, parts = torch.Generator().manual_seed(seed), {}, {}
+    """Random LoRA weights for all products of a model but the last layer's `o_proj`; returns what they add to each."""
+    generator, held, parts = torch.Generator().manual_seed(seed), dict[str, Any](), {}
     for name, product in model.named_modules():
         if isinstance(product, torch.nn.Linear) and name != "lm_head" and not name.endswith("2.self_attn.o_proj"):
-            down, up = (
-                torch.randn(shape, generator=generator) * 0.3
-                for shape in ((4, product.in_features), (product.out_features, 4))
-            )
+            sizes = (4, product.in_features), (product.out_features, 4)
+            down, up = (torch.randn(size, generator=generator) * 0.3 for size in sizes)
             held |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
             parts[name] = 2.0 * up @ down
     folder.mkdir(parents=True)
@@ -297,13 +295,10 @@ def test_an_adapter_of_masks_changes_drafts_and_no_bit_of_the_text(idlm, tmp_pat
         found = decode(adapted, idlm.info, settings, sampling, requests, rows=4)
         assert texts(found) == texts(expected)
         assert [one.logprob for one in found.values()] == [expected[index].logprob for index in found]
-    traced = decode(
-        adapted, idlm.info, settings, Sampling(temperature=0.0, acceptance="rejection"), requests, trace=True
-    )
-    bare = decode(
-        idlm.load(), idlm.info, spec(3), Sampling(temperature=0.0, acceptance="rejection"), requests, trace=True
-    )
-    hooks, given = [], SimpleNamespace(tokens=torch.zeros(0))
+    plain_schedule = Sampling(temperature=0.0, acceptance="rejection")
+    traced = decode(adapted, idlm.info, settings, plain_schedule, requests, trace=True)
+    bare = decode(idlm.load(), idlm.info, spec(3), plain_schedule, requests, trace=True)
+    given = SimpleNamespace(tokens=torch.zeros(0))
 
     def change(name):
         def hook(product, arguments, out):
@@ -314,7 +309,7 @@ def test_an_adapter_of_masks_changes_drafts_and_no_bit_of_the_text(idlm, tmp_pat
     model = copy.deepcopy(idlm.model)
     for name, product in model.named_modules():
         if name in parts:
-            hooks.append(product.register_forward_hook(change(name)))
+            product.register_forward_hook(change(name))
     checked = 0
     for request in requests:
         prompt, steps = request.canvas[request.canvas >= 0].tolist(), traced[request.index].trace
