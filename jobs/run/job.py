@@ -142,14 +142,17 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
 def decode_here(
     job: JobSpec, backend: Backend, loaders: Loaders | None = None, check: Callable[[Resolved], None] = lambda _: None
 ) -> list[Pass]:
-    """Run a small job in this process, and return its passes; `check` may refuse what was resolved. Prints no table."""
+    """Run a small job in this process, and return its passes; `check` may refuse what was resolved. Prints no table. A signal
+    ends it at once, with Ended: the caller keeps no part of it."""
     store, stop = open_store(job.output.path), StopFlag()
     backend.check(job)
     with hold_lease(store, stop.set) as lease, Display() as display:
         resolved = resolve(job, store, display, loaders=loaders)
         check(resolved)
         plan = make_plan(resolved, store, display, epoch=lease.epoch)
-        decode(Run(resolved, plan, RunOptions(local=True), lease, stop, display, backend))
+        decode(Run(resolved, plan, RunOptions(local=True, grace_s=0.0), lease, stop, display, backend))
+    if stop.by_signal:
+        raise Ended("interrupted", INTERRUPTED, by_signal=True)
     return passes_of(store)
 
 

@@ -259,6 +259,15 @@ def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(tmp_path, 
     assert draftmill.run(spec, local=True).summary["samples"]["ok"] == 4
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_generate_also_in_its_last_unit(monkeypatch, number):
+    monkeypatch.setattr(driver, "failpoint", lambda name: signal.raise_signal(number))  # at a finished unit
+    with pytest.raises(KeyboardInterrupt, match="interrupted"):
+        draftmill.generate("builtin:ar-micro", ["def f("], task={"max_new_tokens": 2})
+    monkeypatch.undo()
+    assert len(draftmill.generate("builtin:ar-micro", ["def f("], task={"max_new_tokens": 2})) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.s3
 def test_a_run_on_s3_is_opened_with_the_section_of_its_spec(s3_url, s3_options, tmp_path):
