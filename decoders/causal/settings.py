@@ -82,7 +82,7 @@ class SuffixDrafterSettings(Settings):
 
 
 class MasksDrafterSettings(Settings):
-    """The model's own masks draft, `k` in each forward that verifies (I-DLM); an adapter changes their rows alone."""
+    """The model's own masks draft, `k` in each forward that verifies (I-DLM); only masks run through an adapter."""
 
     kind: Literal["masks"]
     path: Annotated[str, MODEL] | None = Field(

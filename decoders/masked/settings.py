@@ -92,8 +92,8 @@ class SelfSpeculativeSettings(MaskedSettings):
     draft_law: ClassVar = False
     runs: ClassVar = "draftmill.decoders.masked.ssd:algorithm"
     kind: Literal["ssd"]
-    draft_length: int = Field(default=4, ge=1, le=64, description="most drafts N in a forward, of N + 1 canvases")
-    tree: Literal["chain", "mixed"] = Field(default="chain", description="mixed: up to 2 N canvases, which branch")
+    draft_length: int = Field(default=4, ge=1, le=64, description="N, most drafts of a chain of N + 1 canvases")
+    tree: Literal["chain", "mixed"] = Field(default="chain", description="mixed: a tree of up to 2 N canvases")
     drafter: RunDrafterSettings | None = Field(
         default=None, description="finished runs give the tokens of drafts; null: the last forward"
     )
