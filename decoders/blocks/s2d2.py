@@ -37,6 +37,9 @@ without drafts. Models that predict the next token need no copies, since their m
     column    cached .. n+k | n+size+1 ..    | n+2(size+1) ..
     holds     main          | copies         | ahead
 
+With a draft head (backbones/heads/markov.py) the masks ahead see the text alone (g = 0), and nothing is drafted in the forward.
+After it the head draws the next drafts, one after the other, from the rows of these masks and the two tokens before each draft.
+
 With a `drafter` no masks stand ahead: before each round another block-diffusion model runs the text that is new to it,
 causally, and masks after it, which see all of both. What it predicts there in one forward is drafted. Or texts of earlier runs
 draft.
@@ -62,7 +65,21 @@ from draftmill.decoders.blocks.settings import Rules, S2d2Settings
 from draftmill.decoders.blocks.verifier import SelfVerifier, measure_of
 from draftmill.decoders.common_settings import DrafterPlace, RunDrafterSettings
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, NO_DRAFT, SELF, SURE, Answer, Ask, Decoding, Run, Span
+from draftmill.decoders.engine.asks import (
+    DRAFT,
+    FAR,
+    JUDGE,
+    MARKOV,
+    NO_DRAFT,
+    SELF,
+    SURE,
+    Answer,
+    Ask,
+    Decoding,
+    Roll,
+    Run,
+    Span,
+)
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
 from draftmill.decoders.engine.samples import Sample
@@ -91,7 +108,8 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class Round:
     """A round after `n` decided tokens: the positions that it verifies, and those that masks ahead of `drafts.guess` predict.
-    With `redraft` the positions after n are drafted once more, from the copies. No draft is longer than `longest`."""
+    With `redraft` the positions after n are drafted once more, from the copies; with `by_head` none is drafted in the forward. No
+    draft is longer than `longest`."""
 
     n: int
     longest: int
@@ -99,6 +117,7 @@ class Round:
     judged: list[int]
     ahead: list[int]
     redraft: bool
+    by_head: bool = False
 
 
 def s2d2_fused(
@@ -110,10 +129,11 @@ def s2d2_fused(
     drafter: ModelInfo | None = None,
     texts_of: Callable[[Sample], EarlierTexts] | None = None,
     auto: AutoLength | None = None,
+    by_head: bool = False,
 ) -> Decoding:
     """Verify in every forward, and draft in it, if neither a `drafter` nor earlier texts do. `by_ratio`: a verified token is no
     draft, so copies are asked for drafts, too. With `auto` the clock says how many drafts there are, and whether texts give
-    them."""
+    them. With `by_head` a draft head draws them after the forward."""
     s.widen(s.length)
     texts = texts_of(s) if texts_of else None
     purpose, drafts = PREFILL if rules.start(s.prompt) else DRAFTED, Drafts()
@@ -130,7 +150,8 @@ def s2d2_fused(
         n, k, g = s.decided, len(drafts.tokens), drafts.guess
         judged = list(range(n, min(n + k + 1, s.length)))
         ahead = list(range(n + g + 1, min(n + g + 1 + most, s.length))) if drafts_here else []
-        now = Round(n, longest, drafts, judged, ahead, redraft=by_ratio and g > 0)
+        now = Round(n, longest, drafts, judged, ahead, redraft=by_ratio and g > 0, by_head=by_head)
+        at_n = n + k - s.cached - rules.shift  # the row of the masks ahead that predicts position n
         answer = yield ask_of(s, rules, now, purpose, SURE if texts else JUDGE)
         purpose = VERIFY
         s.proposed += k
@@ -141,8 +162,11 @@ def s2d2_fused(
         s.cached, s.is_over = after - 1, s.is_complete
         if texts is not None:
             texts.count()
-        drafts = Drafts()
-        if drafts_here:
+        drafts, count = Drafts(), n + 1 + len(ahead) - after
+        if by_head and count > 0 and not s.is_over:
+            rolled = yield Roll(MARKOV, after, count, at_n + after - n, n)
+            drafts = Drafts(rolled.tokens, [_AHEAD] * count)
+        elif drafts_here and not by_head:
             drafts = next_drafts(now, answer, range(after, min(after + most, s.length)))
 
 
@@ -181,7 +205,8 @@ def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int, kind: int) ->
     # The row after all drafts judges none, so its bank does not matter.
     for row, position, bank in zip(says, now.judged, [*now.drafts.banks, _COPIES], strict=False):
         runs += Run(row, 1, position, kind, bank=bank)
-    runs += s.runs(DRAFT, [main + position - n - g - rules.shift for position in now.ahead], now.ahead, _AHEAD)
+    if not now.by_head:
+        runs += s.runs(DRAFT, [main + position - n - g - rules.shift for position in now.ahead], now.ahead, _AHEAD)
     if now.redraft:
         runs += s.runs(DRAFT, says[1:], now.judged[1:], _COPIES)
     num_sampled = sum(runs[1::6])
@@ -234,6 +259,7 @@ def _fused(setup: Setup, settings: S2d2Settings, drafter: Any, clock: AutoLength
         "drafter": info,
         "texts_of": texts_of,
         "auto": clock,
+        "by_head": setup.heads is not None,
     }
     decode = partial(s2d2_fused, rules=rules, **given)
     return replace(

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import (
+    FOLDER,
     DecoderChoice,
     DrafterPlace,
     RunDrafterSettings,
@@ -262,6 +263,13 @@ class S2d2Settings(BlockSettings):
     drafter: DrafterPlace | RunDrafterSettings | None = Field(
         default=None, description="a block-diffusion model that drafts, or finished runs; null: the model itself"
     )
+    head: Annotated[str, FOLDER] = Field(
+        default="auto", min_length=1, description="with fused, auto: the model's own; none; or a draft head's folder"
+    )
+
+    @property
+    def draft_head(self) -> str:
+        return self.head if self.drafts_in_verifications else "none"
 
     def check_model(self, info: ModelInfo) -> None:
         super().check_model(info)
@@ -303,6 +311,11 @@ class S2d2Settings(BlockSettings):
 
     @model_validator(mode="after")
     def _drafter_fits(self) -> S2d2Settings:
+        if self.head not in {"auto", self.draft_head}:
+            raise ValueError(
+                f"decoder.head: {self.head!r} drafts in verifications; allowed with it: fused true and causal_cache true, no "
+                "router, sub_block, tau_edit and paper_compat"
+            )
         if self.drafter is not None and (self.fused or not self.leaves_text):
             shown = repr(self.drafter.path) if isinstance(self.drafter, DrafterPlace) else "a run"
             raise ValueError(

@@ -240,7 +240,8 @@ def block_cases() -> Iterator[Case]:
             samplings = COUPLED[:3] if one.get("draws") else (*COUPLED[:2], REJECTION[0])
             yield Case(ours | shape | one, **more, samplings=samplings)
         if causal:
-            yield Case(ours | shape | {"fused": True}, **more, samplings=(*COUPLED[:2], *REJECTION))
+            for head in (False, True):
+                yield Case(ours | shape | {"fused": True}, **more, samplings=(*COUPLED[:2], *REJECTION), head=head)
             yield Case(ours | shape | {"drafter": RUN}, **more, samplings=(*COUPLED[:2], *REJECTION))
     for one, shift in itertools.product(parts, (0, 1)):
         for kind in (block, ours):

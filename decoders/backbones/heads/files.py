@@ -30,8 +30,8 @@ CONFIG, WEIGHTS = "draft_head.json", "draft_head.safetensors"
 MAX_DISTANCE: Final = 16
 MAX_UNSEEN: Final = 8
 
-HeadKind = Literal["assd", "specdiff"]
-"""The decoder that a head was trained for; it is useless for the other."""
+HeadKind = Literal["assd", "specdiff", "s2d2"]
+"""The decoder that a head was trained for; it is useless for the others."""
 
 
 def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:

@@ -45,16 +45,18 @@ def prompts(lengths, *, vocab_size=3, seed=0):
     return requests
 
 
-def refer(requests, info, settings, sampling, *, plain=decode_blocks, **made):
+def refer(requests, info, settings, sampling, *, plain=decode_blocks, heads=None, **made):
     """The trails of the plain reference, by index."""
-    model = PlainBlocks(table(info.mask_id, **made), info, settings, sampling)
+    model, more = PlainBlocks(table(info.mask_id, **made), info, settings, sampling), (heads.markov,) if heads else ()
     return {
-        request.index: plain(model, request.canvas.tolist(), rule_of(request.key, sampling)) for request in requests
+        request.index: plain(model, request.canvas.tolist(), rule_of(request.key, sampling), *more)
+        for request in requests
     }
 
 
-def ours(requests, info, settings, sampling, *, rows=3, stops=None, trace=False, **made):
-    return decode(table(info.mask_id, **made), info, settings, sampling, requests, rows=rows, stops=stops, trace=trace)
+def ours(requests, info, settings, sampling, *, rows=3, stops=None, trace=False, heads=None, prompt_rows=None, **made):
+    more = {"stops": stops, "trace": trace, "heads": heads, "prompt_rows": prompt_rows}
+    return decode(table(info.mask_id, **made), info, settings, sampling, requests, rows=rows, **more)
 
 
 def check(outcomes, trails, requests):

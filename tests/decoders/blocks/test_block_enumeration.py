@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours,
 from tests.decoders.enumeration import CoupledChooser, Law, decoded, engine_of, law_of, total_variation
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
 from tests.decoders.references.choosers import NoiseChooser, RejectionRule, enumerate_law
-from tests.decoders.support import decoder_settings
+from tests.decoders.support import decoder_settings, toy_heads
 
 ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 CANVASES = {"tail": [0, -1, -1], "whole": [-1, -1, -1], "long": [1, -1, -1, -1], "block": [0, 1, -1, -1]}
@@ -54,6 +55,14 @@ def test_the_law_is_that_of_block_size_one(canvas, shift, size, fused):
     tokens = CANVASES[canvas]
     law = law_of(setup_of(shift=shift), always(size, fused=fused), [request(tokens)], 0)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    assert total_variation(law, block_size_one(tokens, shift=shift)) < 1e-12
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("size", "canvas"), [(1, "tail"), (2, "whole"), (2, "long"), (3, "whole")])
+def test_a_heads_drafts_leave_the_law_as_it_is(canvas, shift, size):
+    tokens, setup = CANVASES[canvas], replace(setup_of(shift=shift), heads=toy_heads(3))
+    law = law_of(setup, always(size, fused=True), [request(tokens)], 0)
     assert total_variation(law, block_size_one(tokens, shift=shift)) < 1e-12
 
 

@@ -16,10 +16,13 @@ from tests.decoders.blocks.block_tables import (
 )
 from tests.decoders.blocks.golden_blocks import loaded
 from tests.decoders.references.fused_blocks import decode_fused
-from tests.decoders.support import decode, decoder_settings, texts
+from tests.decoders.support import decode, decoder_settings, texts, toy_heads
 
 ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 LENGTHS = [(p, n) for n in (1, 4, 5, 6) for p in range(n)] * 3
+
+
+HEADS = toy_heads(4)
 
 
 def fused(size):
@@ -43,12 +46,38 @@ def test_its_text_is_that_of_block_size_one(shift, size, sampling):
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.parametrize("heads", [None, HEADS])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTING])
 @pytest.mark.parametrize(("shift", "size"), [(0, 1), (0, 3), (1, 2), (0, 8)])
-def test_tokens_and_counts_are_those_of_the_plain_reference(shift, size, sampling):
+def test_tokens_and_counts_are_those_of_the_plain_reference(shift, size, sampling, heads):
     info, requests = table_info(shift=shift), prompts(LENGTHS)
-    trails = refer(requests, info, fused(size), sampling, plain=decode_fused)
-    check(ours(requests, info, fused(size), sampling, rows=5), trails, requests)
+    trails = refer(requests, info, fused(size), sampling, plain=decode_fused, heads=heads)
+    check(ours(requests, info, fused(size), sampling, rows=5, heads=heads), trails, requests)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(temperature=1.5, top_k=2, top_p=0.8)])
+@pytest.mark.parametrize(("shift", "size"), [(0, 3), (1, 2), (0, 8)])
+def test_what_a_head_drafts_changes_no_text(shift, size, sampling):
+    info, requests = table_info(shift=shift), prompts(LENGTHS)
+    one, accepted = ours(requests, info, ONE, sampling, rows=16), 0
+    for rows, prompt_rows in ((1, None), (3, 2), (16, None)):
+        found = ours(requests, info, fused(size), sampling, rows=rows, heads=HEADS, prompt_rows=prompt_rows)
+        accepted += sum(outcome.accepted for outcome in found.values())
+        assert texts(found) == texts(one)
+        assert all(outcome.nfe == outcome.iterations <= len(outcome.tokens) for outcome in found.values())
+        assert [found[i].logprob for i in one] == pytest.approx([o.logprob for o in one.values()], rel=1e-6)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fused": False}, {"causal_cache": False}, {"sub_block": 2}, {"router": {"kind": "min_span", "span": 2}}],
+)
+def test_a_head_drafts_only_in_verifications(changes):
+    given = {"block_size": 4, "causal_cache": True, "fused": True, "head": "there"} | changes
+    with pytest.raises(ValueError, match=r"decoder.head: 'there' drafts in verifications; allowed with it: fused true"):
+        decoder_settings("s2d2", **given)
+    assert decoder_settings("s2d2", **(given | {"head": "auto"})).draft_head == "none"
 
 
 def test_the_first_end_token_ends_it():

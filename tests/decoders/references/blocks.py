@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.heads.markov import MarkovHead
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.base import HOLE, ModelInfo
 from draftmill.decoders.blocks.samples import KINDS
 from draftmill.decoders.blocks.settings import BlockSettings, MinSpan, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
+from tests.decoders.references.causal import corrected
 from tests.decoders.references.choosers import Rule
 from tests.decoders.references.rows import intervals_of
 from tests.decoders.references.sampling import log_law
@@ -47,7 +49,15 @@ class PlainBlocks:
             known = self._known[tuple(rows), column] = self._computed(rows, column)
         return known
 
-    def _computed(self, rows: Sequence[Row], column: int) -> Tensor:
+    def headed(
+        self, rows: Sequence[Row], column: int, head: MarkovHead, text: Sequence[int], num_unseen: int
+    ) -> Tensor:
+        """As `law`, of a row that a draft head has corrected for the last tokens of `text`."""
+        return self._computed(rows, column, lambda row: corrected(self.backbone, head, row, text, num_unseen))
+
+    def _computed(
+        self, rows: Sequence[Row], column: int, change: Callable[[Tensor], Tensor] = lambda row: row
+    ) -> Tensor:
         width = 1 + max(max(seen | {own}) for _, _, own, seen in rows)
         self.backbone.allocate(1, width)
         seen = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -56,7 +66,7 @@ class PlainBlocks:
         tokens, positions, columns = (torch.tensor([row[part] for row in rows]) for part in range(3))
         hidden = self.backbone.forward(token_rows([0], [len(rows)], tokens, positions, columns, intervals_of(seen)))
         index = [row[2] for row in rows].index(column)
-        logits = self.backbone.logits(hidden[index : index + 1]).index_fill_(-1, self._suppressed, -torch.inf)
+        logits = self.backbone.logits(change(hidden[index : index + 1])).index_fill_(-1, self._suppressed, -torch.inf)
         if self.sampling.temperature == 0.0:
             return torch.log_softmax(logits.to(torch.float64), dim=-1)[0]
         return log_law(logits, self.sampling)[0]

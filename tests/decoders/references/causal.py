@@ -150,21 +150,22 @@ class PlainMasked:
         rows = token_rows([0], [len(tokens)], torch.tensor(tokens), column_N, column_N, (low_IN, all_IN))
         return self.backbone.forward(rows).roll(self._shift, 0)
 
-    @torch.no_grad()
-    def corrected(self, head: MarkovHead, hidden_1D: Tensor, text: Sequence[int], num_unseen: int) -> Tensor:
-        """The hidden state [1, D] of the position after `text`, computed without the last tokens of `text`."""
-        rank = len(text)
-        embedded_2D = self.backbone.embed(torch.tensor([text[max(rank - back, 0)] for back in (1, 2)]))
-        away_2 = distance_index(torch.tensor(rank), torch.tensor([rank - 1, max(rank - 2, 0)]))
-        corrected_1D: Tensor = head(
-            hidden_1D,
-            prev_RD=embedded_2D[:1],
-            prev_distance_R=away_2[:1],
-            before_RD=embedded_2D[1:],
-            before_distance_R=away_2[1:],
-            num_unseen_R=torch.tensor([num_unseen]),
-        )
-        return corrected_1D
+
+@torch.no_grad()
+def corrected(backbone: Model, head: MarkovHead, hidden_1D: Tensor, text: Sequence[int], num_unseen: int) -> Tensor:
+    """The hidden state [1, D] of the position after `text`, computed without the last tokens of `text`."""
+    rank = len(text)
+    embedded_2D = backbone.embed(torch.tensor([text[max(rank - back, 0)] for back in (1, 2)]))
+    away_2 = distance_index(torch.tensor(rank), torch.tensor([rank - 1, max(rank - 2, 0)]))
+    corrected_1D: Tensor = head(
+        hidden_1D,
+        prev_RD=embedded_2D[:1],
+        prev_distance_R=away_2[:1],
+        before_RD=embedded_2D[1:],
+        before_distance_R=away_2[1:],
+        num_unseen_R=torch.tensor([num_unseen]),
+    )
+    return corrected_1D
 
 
 def by_diffusion(
@@ -189,7 +190,7 @@ def by_diffusion(
             for place in order[first : first + chunk]:
                 row_1D = hidden_LD[n + place : n + place + 1]
                 if head is not None:
-                    row_1D = drafter.corrected(head, row_1D, [*tokens, *drafts[:place]], place - first)
+                    row_1D = corrected(drafter.backbone, head, row_1D, [*tokens, *drafts[:place]], place - first)
                 laws[place] = drafter.laws_of(row_1D)[0, : drafter.mask_id]
                 drafts[place] = rule.draft(laws[place], n + place, n)
         return [laws[place] for place in range(count)], drafts
