@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from draftmill.decoders.backbones.heads.markov import DraftHeads
-from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.base import CachedDecoder, Outcome, Request
 from draftmill.decoders.causal.settings import SpecDiffSettings
 from draftmill.decoders.common_settings import DrafterPlace, Sampling
 from draftmill.decoders.draws.keys import sample_key
@@ -79,40 +79,44 @@ def acceptance_by_place(pair: Pair, rows: PairRows, heads: DraftHeads | None) ->
     head = None if heads is None else heads.markov
     parts = [rows.take(index) for index in torch.arange(len(rows)).split(BATCH_ROWS)]
     accepted = torch.cat([acceptance(target_law(pair, part), draft_law(pair, part, head)) for part in parts])
-    return [float(accepted[rows.place == place].double().mean()) for place in range(int(rows.place.max()) + 1)]
+    places = range(int(rows.place.min()), int(rows.place.max()) + 1)
+    return [float(accepted[rows.place == place].double().mean()) for place in places]
 
 
 def decode(pair: Pair, stream: TokenStream, case: Case, heads: DraftHeads | None, *, limit: int | None) -> Drafted:
     """Continue the first half of held-out windows."""
-    windows = np.concatenate(list(window_indices(stream, length=LENGTH, limit=limit)))
-    canvases = np.where(np.arange(LENGTH) < NUM_PROMPT, stream.ids[windows], -1).astype(np.int32)
-    requests = [Request(i, sample_key(0, str(i)), canvas) for i, canvas in enumerate(canvases)]
     settings = SpecDiffSettings(kind="specdiff", gamma=GAMMA, steps=case.steps, drafter=DrafterPlace(path="drafter"))
-    decoder = build_decoder(
-        Setup(
-            backbone=pair.target.model,
-            info=pair.target.info,
-            sampling=Sampling(temperature=case.temperature, acceptance=case.acceptance),
-            max_rows=16,
-            max_tokens=1 << 20,
-            heads=heads,
-            drafter=pair.drafter.model,
-            drafter_info=pair.drafter.info,
-        ),
-        settings,
+    setup = Setup(
+        backbone=pair.target.model,
+        info=pair.target.info,
+        sampling=Sampling(temperature=case.temperature, acceptance=case.acceptance),
+        max_rows=16,
+        max_tokens=1 << 20,
+        heads=heads,
+        drafter=pair.drafter.model,
+        drafter_info=pair.drafter.info,
     )
-    outcomes = list[Outcome]()
-    while requests or decoder.active:
-        num_new = min(len(requests), decoder.room(LENGTH))
-        decoder.admit(requests[:num_new])
-        requests = requests[num_new:]
-        outcomes += decoder.step()
+    outcomes = continued(build_decoder(setup, settings), stream, limit=limit)
     num_forwards = sum(outcome.nfe for outcome in outcomes)
     return Drafted(
         accepted=sum(outcome.accepted for outcome in outcomes) / sum(outcome.iterations for outcome in outcomes),
         tokens_per_forward=sum(len(outcome.tokens) for outcome in outcomes) / num_forwards,
         draft_forwards=sum(outcome.nfe_draft for outcome in outcomes) / num_forwards,
     )
+
+
+def continued(decoder: CachedDecoder, stream: TokenStream, *, limit: int | None) -> list[Outcome]:
+    """What a decoder makes of the first half of held-out windows."""
+    windows = np.concatenate(list(window_indices(stream, length=LENGTH, limit=limit)))
+    canvases = np.where(np.arange(LENGTH) < NUM_PROMPT, stream.ids[windows], -1).astype(np.int32)
+    requests = [Request(i, sample_key(0, str(i)), canvas) for i, canvas in enumerate(canvases)]
+    outcomes = list[Outcome]()
+    while requests or decoder.active:
+        num_new = min(len(requests), decoder.room(LENGTH))
+        decoder.admit(requests[:num_new])
+        requests = requests[num_new:]
+        outcomes += decoder.step()
+    return outcomes
 
 
 def measure(pair: Pair, heads: DraftHeads, stream: TokenStream, *, limit: int | None = 48) -> HeadReport:
@@ -140,7 +144,7 @@ def section(target: str, settings: dict[str, str], report: HeadReport) -> list[s
         "",
         "Mean of sum_v min(p, q) at temperature 1 of the masks after held-out texts, true tokens before each:",
         "",
-        *_place_table(report),
+        *place_table(report.by_place),
         "",
         f"Drafts accepted a round of gamma = {GAMMA}, and in brackets tokens for each forward of the target, over",
         f"{LENGTH - NUM_PROMPT} tokens after the first {NUM_PROMPT} of held-out windows:",
@@ -151,11 +155,12 @@ def section(target: str, settings: dict[str, str], report: HeadReport) -> list[s
     ]
 
 
-def _place_table(report: HeadReport) -> Iterable[str]:
-    places = range(1, len(report.by_place[0]) + 1)
+def place_table(by_place: tuple[list[float], list[float]]) -> Iterable[str]:
+    """The rows of a table of acceptances by place, without a head and with it."""
+    places = range(1, len(by_place[0]) + 1)
     yield "| | " + " | ".join(map(str, places)) + " |"
     yield "|---|" + "---|" * len(places)
-    for name, means in zip(("without", "with the head"), report.by_place, strict=True):
+    for name, means in zip(("without", "with the head"), by_place, strict=True):
         yield f"| {name} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |"
 
 

@@ -69,10 +69,11 @@ def load_pair(target: Path, drafter: Path, dtype: str = "float32") -> Pair:
         )
     if infos[0].vocab_size != infos[1].vocab_size:
         raise ValueError(f"{target} has {infos[0].vocab_size} ids, {drafter} {infos[1].vocab_size}")
-    return Pair(_load(target, infos[0], dtype), _load(drafter, infos[1], dtype))
+    return Pair(load_frozen(target, infos[0], dtype), load_frozen(drafter, infos[1], dtype))
 
 
-def _load(folder: Path, info: ModelInfo, dtype: str) -> Frozen:
+def load_frozen(folder: Path, info: ModelInfo, dtype: str) -> Frozen:
+    """The model in a folder, and its output layer."""
     model = load_backbone(folder, dtype=dtype)
     # Recover the output layer from its outputs, since each backbone stores its weights differently.
     bias_1V = model.logits(torch.zeros(1, model.width, dtype=model.dtype, device=model.device)).float()
@@ -168,19 +169,18 @@ class Windows:
         return ids_T[starts[:, None] + np.arange(length)], num_masks
 
 
+def read_step(pair: Pair, ids_T: NDArray[np.int64], windows: Windows, seed: int, step: int) -> PairRows:
+    """The rows of a batch of windows drawn from `ids_T`."""
+    return read_rows(pair, *windows.draw(ids_T, seed=seed, step=step))
+
+
 def collect_rows(
-    pair: Pair,
-    ids_T: NDArray[np.int64],
-    windows: Windows,
-    *,
-    count: int,
-    seed: int,
-    report: Callable[[int], None] = lambda done: None,
+    read: Callable[[int], PairRows], *, count: int, report: Callable[[int], None] = lambda done: None
 ) -> PairRows:
-    """At least `count` rows of windows drawn from `ids_T`, in float16; `report(rows so far)` after every batch."""
+    """At least `count` rows in float16, of which `read` gives those of a step; `report(rows so far)` after every one."""
     parts, done = list[PairRows](), 0
     while done < count:
-        parts.append(read_rows(pair, *windows.draw(ids_T, seed=seed, step=len(parts))).half())
+        parts.append(read(len(parts)).half())
         done += len(parts[-1])
         report(done)
     return join(parts)

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -42,6 +41,13 @@ class HeadPlan(HeadSchedule):
     batch_rows: int = 1024
     markov_hidden: int = 384
     windows: Windows = field(default_factory=Windows)
+
+    def describe(self) -> dict[str, str]:
+        """How it trains, for the README."""
+        return {
+            "training": f"{self.steps} steps of {self.batch_rows} rows, AdamW at {self.learning_rate}; KL(p, q), in the last "
+            f"{self.acceptance_share:.0%} -log sum_v min(p, q); seed {self.seed}"
+        }
 
     def batch(self, num_rows: int, step: int) -> Tensor:
         """The rows of a step: each pass over all rows has a new order."""
@@ -70,8 +76,8 @@ def train_head(pair: Pair, rows: PairRows, plan: HeadPlan, report: Callable[[int
     return heads
 
 
-def train_visibly(pair: Pair, ids_T: NDArray[np.int64], plan: HeadPlan) -> DraftHeads:
-    """Read rows of the packed files `ids_T` and train on them, under a progress bar."""
+def train_visibly(pair: Pair, read: Callable[[int], PairRows], plan: HeadPlan) -> DraftHeads:
+    """Train on rows, of which `read` gives those of a step, under a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     losses: list[float] = []
     with Progress(*columns, console=Console()) as progress:
@@ -85,11 +91,8 @@ def train_visibly(pair: Pair, ids_T: NDArray[np.int64], plan: HeadPlan) -> Draft
                 progress.console.print(f"step {step}  loss {np.mean(losses[-50:]):.4f}")
 
         rows = frozen_pair.collect_rows(
-            pair,
-            ids_T,
-            plan.windows,
+            read,
             count=plan.rows,
-            seed=plan.seed,
             report=lambda done: progress.update(reading, completed=done),
         )
         return train_head(pair, rows, plan, report)
@@ -121,7 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
     plan, started = HeadPlan(steps=flags.steps, rows=flags.rows, seed=flags.seed), time.monotonic()
     # Half the bits and twice the speed; the lost precision is far smaller than what the head corrects.
     pair = frozen_pair.load_pair(flags.target, flags.drafter, "bfloat16")
-    heads = train_visibly(pair, causal.pack(prepared.train, plan.seed), plan)
+    ids_T = causal.pack(prepared.train, plan.seed)
+    heads = train_visibly(pair, lambda step: frozen_pair.read_step(pair, ids_T, plan.windows, plan.seed, step), plan)
     minutes = (time.monotonic() - started) / 60
     folder.save_draft_heads(flags.drafter, heads, "specdiff")
     finish(flags, prepared, plan, minutes)
@@ -146,8 +150,7 @@ def describe(flags: argparse.Namespace, plan: HeadPlan, minutes: float) -> dict[
     return {
         "head": f"hidden width {plan.markov_hidden}, stored as float16",
         "rows": f"{plan.rows:,} masks, the last 1 to {windows.most_masks} of windows of {lengths} tokens of the training files",
-        "training": f"{plan.steps} steps of {plan.batch_rows} rows, AdamW at {plan.learning_rate}; KL(p, q), in the last "
-        f"{plan.acceptance_share:.0%} -log sum_v min(p, q); seed {plan.seed}",
+        **plan.describe(),
         "time": f"{minutes:.0f} min",
         **loop.describe_machine(flags.threads),
     }

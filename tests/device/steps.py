@@ -49,7 +49,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ancestral, analytic": ("sedd", {"kind": "ancestral", "steps": 6}),
     "block_diffusion": ("block-tiny", {"kind": "block_diffusion"}),
     "s2d2": ("block-tiny", {"kind": "s2d2"}),
-    "s2d2, fused": ("block-tiny", {"kind": "s2d2", "block_size": 8, "causal_cache": True, "fused": True}),
+    "s2d2, fused": (
+        "block-tiny",
+        {"kind": "s2d2", "block_size": 8, "causal_cache": True, "fused": True, "head": "none"},
+    ),
+    "s2d2, head": ("block-tiny", {"kind": "s2d2", "block_size": 4, "causal_cache": True, "fused": True}),
     "stepwise, score": ("mdm-tiny", {"kind": "stepwise"}),
     "block_diffusion, score": ("block-tiny", {"kind": "block_diffusion", "block_size": 8}),
 }

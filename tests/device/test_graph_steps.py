@@ -27,6 +27,7 @@ LIMITS = {
     "assd": (2, 2, 2, 2),
     "assd, n-gram": (1, 1, 1, 1),
     "assd, fused": (2, 2, 2, 2),
+    "s2d2, head": (2, 2, 2, 2),
 }
 # These have more shapes; with more samples each comes a third time.
 MANY = {
@@ -35,6 +36,7 @@ MANY = {
     "assd": 16,
     "assd, n-gram": 16,
     "assd, fused": 40,
+    "s2d2, head": 40,
 }
 
 

@@ -38,6 +38,7 @@ LIMITS = {
     "block_diffusion": (394, 1, 1, 1, 0),
     "s2d2": (415, 1, 1, 1, 0),
     "s2d2, fused": (410, 1, 1, 1, 0),
+    "s2d2, head": (1153, 2, 2, 2, 0),
     "stepwise, score": (187, 1, 1, 1, 0),
     "block_diffusion, score": (239, 1, 1, 1, 0),
 }
