@@ -110,11 +110,11 @@ class FastestSettings(MaskedSettings):
 
     @property
     def draft_head(self) -> str:
-        return "auto" if self.like == "any_subset" else "none"
+        return "auto" if self.like in {"any_subset", "block_diffusion"} else "none"
 
     @property
     def head_kind(self) -> str:
-        return "assd"
+        return "s2d2" if self.like == "block_diffusion" else "assd"
 
     def for_model(self, info: ModelInfo) -> Self:
         """The settings with the baseline of a model's kind; ValueError if it has none, or if they name another one."""
