@@ -39,6 +39,7 @@ CUT_DOWN = {
     "pcllm": 32,
     "ssd": 32,
     "s2d2": 48,
+    "s2d2-greedy": 48,
 }
 """Rows of each preset in `make papers`; the others decode all of their input."""
 
