@@ -27,7 +27,7 @@ from draftmill.decoders.base import HOLE, ModelInfo, Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder
+from draftmill.decoders.registry import build_decoder, find_heads
 from draftmill.decoders.settings import DECODERS
 
 TAU = 0.85
@@ -79,7 +79,8 @@ def decoders_of(size: int, taus: Sequence[float]) -> dict[str, DecoderChoice]:
     fused = {
         "static, 1 a step, fused": block_diffusion(size, "static", fused=True),
         **{f"dynamic, tau={tau:g}, fused": block_diffusion(size, "dynamic", tau=tau, fused=True) for tau in taus},
-        **{f"s2d2, {router}, fused": s2d2(size, router, fused=True) for router in ROUTERS},
+        **{f"s2d2, {router}, fused": s2d2(size, router, fused=True, head="none") for router in ROUTERS},
+        "s2d2, always, fused, head": s2d2(size, "always", fused=True),
     }
     return {**apart, **fused, "s2d2, always, block cache": s2d2(size, "always", causal_cache=False, causal_draft=False)}
 
@@ -91,6 +92,7 @@ def decoders_of(size: int, taus: Sequence[float]) -> dict[str, DecoderChoice]:
 class Loaded:
     """A model ready to decode."""
 
+    folder: Path
     backbone: Model
     info: ModelInfo
 
@@ -113,7 +115,7 @@ def load(folder: Path, device: str, *, decoder: str) -> Loaded:
     info = inspect_model(folder)
     if DECODERS[decoder].runs_on != info.kind:
         raise SystemExit(f"{folder} is of family {info.family!r}, which decoder {decoder!r} does not support")
-    return Loaded(load_backbone(folder, device=device), info)
+    return Loaded(folder, load_backbone(folder, device=device), info)
 
 
 def measure(
@@ -122,7 +124,15 @@ def measure(
     """Run one decoder over the requests with `rows` slots."""
     sampling = Sampling(temperature=temperature)
     decoder = build_decoder(
-        Setup(backbone=model.backbone, info=model.info, sampling=sampling, max_rows=rows, max_tokens=1 << 24), settings
+        Setup(
+            backbone=model.backbone,
+            info=model.info,
+            sampling=sampling,
+            max_rows=rows,
+            max_tokens=1 << 24,
+            heads=find_heads(settings, model.folder, model.backbone),
+        ),
+        settings,
     )
     started = time.perf_counter()
     outcomes = drain(decoder, requests)
