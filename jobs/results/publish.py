@@ -44,10 +44,11 @@ from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.records import without_dictionaries
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.secrets import redacted
+from draftmill.storage.stores.fsspec_store import DRIVERS, FsspecStore
 from draftmill.storage.stores.hub import HubStore
 from draftmill.storage.stores.store import Place, Store, open_store
 
-Dataset: TypeAlias = Store | HubStore
+Dataset: TypeAlias = Store | FsspecStore
 
 TO = "--to"
 FACTS, CARD, DATA, INPUT = "draftmill.json", "README.md", "data/", "input"
@@ -126,11 +127,16 @@ def earlier_files(target: Dataset, to: str) -> set[str]:
 
 
 def open_dataset(place: Place, field: str) -> Dataset:
-    """The store of a dataset; UserError, led by `field`, for other places than a folder, hf:// and s3://."""
-    problem = path_problem(place.url, ("hf", "s3"), "; other buckets can be inputs only")
+    """The store of a dataset; UserError, led by `field`, for other places than a folder, the hub, and a bucket."""
+    problem = path_problem(place.url, ("hf", "s3", *DRIVERS))
     if problem or place.url in {"", STDOUT}:
         raise UserError(problem or f"{place.url!r} is not a path", field=field)
-    return HubStore(place.url) if place.url.startswith("hf://") else open_store(place)
+    match place.url.partition("://")[0]:
+        case "hf":
+            return HubStore(place.url)
+        case scheme if scheme in DRIVERS:
+            return FsspecStore(place.url)
+    return open_store(place)
 
 
 def read_facts(store: Dataset) -> dict[str, Any]:
@@ -151,7 +157,7 @@ def read_facts(store: Dataset) -> dict[str, Any]:
 
 def send(target: Dataset, name: str, data: bytes) -> None:
     """Write a file, unless the place has the same one."""
-    if isinstance(target, HubStore):  # the hub compares hashes itself
+    if isinstance(target, FsspecStore):  # which looks itself
         target.put(name, data)
         return
     sha256, there = hashlib.sha256(data).hexdigest(), target.stat(name)

@@ -1,6 +1,7 @@
-"""A bucket of another cloud, from which inputs are read by fsspec's drivers: gcsfs for gs://, adlfs for az:// and abfs://.
+"""A bucket of another cloud, by fsspec's drivers: gcsfs for gs://, adlfs for az:// and abfs://. Inputs are read from it, and
+datasets published to it; a run needs writes with a condition, which drivers don't have.
 
-They have no read with a condition, as S3's If-Match. So the object's version is compared after each read. A version that was
+Nor have they reads with one, as S3's If-Match. So the object's version is compared after each read. A version that was
 replaced never comes back: an object that is the planned version after a read was so during the read.
 
 A new scheme needs an entry in DRIVERS, once it is known which of the driver's facts changes with every write.
@@ -27,7 +28,8 @@ UNSEEN: Final = "; elsewhere an object that changes would not be noticed"
 
 
 class FsspecStore:
-    """A bucket, or a container, as a ReadStore. Drivers retry by themselves, and find credentials in the environment."""
+    """A bucket, or a container, as a ReadStore. Drivers retry by themselves, and find credentials in the environment.
+    Objects are written by one export at a time, each at once."""
 
     def __init__(self, url: str) -> None:
         import fsspec  # it takes a tenth of a second
@@ -44,7 +46,7 @@ class FsspecStore:
 
     def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
         """gcsfs asks for this very version: a cache of Google's may still answer with the one before."""
-        version = {"generation": etag} if self._version == "generation" else {}
+        version = {"generation": etag} if etag and self._version == "generation" else {}
         with self._errors(name):
             try:
                 data = bytes(self._files.cat_file(self._path(name), start, start + length, **version))
@@ -62,6 +64,17 @@ class FsspecStore:
         if etag not in {None, stat.etag}:
             raise Conflict(f"{self.url}/{name} has changed since it was listed")
         return stat
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object, unless it is there as it should be."""
+        with self._errors(name):
+            there = next((stat for stat in self.list(name) if stat.name == name), None)
+            if there is None or there.size != len(data) or (data and self._files.cat_file(self._path(name)) != data):
+                self._files.pipe_file(self._path(name), data)
+
+    def delete(self, name: str) -> None:
+        with self._errors(name):
+            self._files.rm_file(self._path(name))
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
         with self._errors(prefix):

@@ -21,6 +21,7 @@ from draftmill.storage.stores.store import Place
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
 from tests.storage.stores.fake_hub import TOKEN, serving
+from tests.storage.stores.fsspec_driver import register
 
 TINY = fetch_model(Place("builtin:ar-tiny"), None)
 PLACE = "hf://datasets/me/rows"
@@ -157,6 +158,21 @@ def test_an_export_to_a_bucket_that_breaks_off_has_no_mark_and_sends_only_what_i
     assert sent == ["README.md", "_SUCCESS"]
 
 
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_the_buckets_of_other_clouds_take_datasets_too(scheme, run, monkeypatch, capsys):
+    bucket, to, sent = register(monkeypatch, scheme), f"{scheme}://bucket/out", list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr("draftmill.jobs.results.publish.card", lambda *_: 1 / 0)
+        assert publish(run, to) == 1
+    monkeypatch.setattr(type(bucket), "wrote", staticmethod(sent.append))
+    assert publish(run, to) == 0 and sent == ["bucket/out/README.md", "bucket/out/_SUCCESS"]
+    bucket.pipe_file("bucket/out/data/part-00000.parquet", b"?")
+    bucket.pipe_file("bucket/out/data/part-00007.parquet", b"of an export with smaller files")
+    assert publish(run, to) == 0 and proved(to, capsys, "--rows", "3")[0] == 0
+    data = [Path(name).name for name in bucket.find("bucket/out/data", detail=True)]
+    assert data == ["part-00000.parquet"]
+
+
 def test_a_file_that_was_changed_is_written_again(run, tmp_path, capsys):
     assert publish(run, tmp_path) == 0
     file = tmp_path / "data" / "part-00000.parquet"
@@ -179,8 +195,8 @@ def test_what_is_there_of_others_is_replaced_only_if_asked(run, tmp_path, capsys
     ("words", "message"),
     [
         (
-            ["gs://bucket/x"],
-            "--to: gs:// is not allowed; allowed: a local path, hf://..., s3://...; other buckets can be inputs",
+            ["ftp://bucket/x"],
+            "--to: ftp:// is not allowed; allowed: a local path, hf://..., s3://..., gs://..., az://..., abfs://...",
         ),
         (["hf://me/rows"], "'hf://me/rows' is not allowed; allowed: hf://datasets/OWNER/NAME"),
         (["{run}/out"], "--to: '{run}/out' is inside the run directory"),
@@ -312,7 +328,7 @@ def test_what_is_no_dataset_is_refused(run, tmp_path, capsys):
     for place, message in (
         (tmp_path, "has no draftmill.json"),
         (run, "has no draftmill.json"),
-        ("gs://b/x", "SOURCE: gs://"),
+        ("ftp://b/x", "SOURCE: ftp://"),
     ):
         assert main(["prove", str(place)]) == 2 and message in capsys.readouterr().err
     assert publish(run, tmp_path) == 0

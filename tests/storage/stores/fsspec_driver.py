@@ -25,9 +25,15 @@ class Driver(MemoryFileSystem):  # type: ignore[misc]
     after_read: Callable[[], object] | None = None
     """Called once, between a read's bytes and the reader's next question."""
 
+    wrote: Callable[[str], object] | None = None
+    """Called after each write."""
+
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         super().pipe_file(path, value)
         self.versions[path] = next(_versions)
+        self.dircache.pop(path, None)
+        if self.wrote is not None:
+            self.wrote(path)
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         found = self.dircache.get(path) or self._as_driver(super().info(path))
