@@ -182,6 +182,9 @@ class UnitRunner:
         runnable = in_order([sample for sample in samples if sample.canvas is not None])
         unit.waiting.extend(runnable)
         unit.left = len(runnable)
+        for sample in samples:
+            if sample.canvas is None:
+                self._meter.count(sample)
         self._close_if_ended(unit)
 
     def _close_if_ended(self, unit: OpenUnit) -> None:

@@ -63,7 +63,7 @@ class Totals:
     class; `waiting` has, for each worker, the ended samples of units that are not committed yet. In the last `still_s` no token
     was committed, and no sample or unit ended. `exact` says whether the receipts' results are bit-identical in any batch; None
     before the first receipt. `counts_open` is False where holes find their lengths: the tokens of all lengths that a sample
-    tries would count.
+    tries would count. `planned_failures` are this session's samples that the plan has as failed.
     """
 
     units: int
@@ -87,6 +87,7 @@ class Totals:
     still_s: float = 0.0
     exact: bool | None = None
     counts_open: bool = True
+    planned_failures: int = 0
     started_on: Counter[str] = field(default_factory=Counter)
     _ended: DeviceSums = field(default_factory=DeviceSums)
 
@@ -177,7 +178,12 @@ class Totals:
     def eta_s(self) -> float | None:
         """Remaining seconds at the rate so far; None before there is a rate."""
         ended = self.rows_done - self.rows_before
-        return (self.rows - self.rows_done) * self.wall_s / ended if ended else None
+        return time_left_s(self.rows - self.rows_done, ended, self.wall_s, self.failed, self.planned_failures)
+
+    @property
+    def failed(self) -> int:
+        """Samples that failed in this session."""
+        return max(self.decoded.failed, self.committed.failed)
 
 
 def exactness(exact: bool | None) -> str:
@@ -190,6 +196,13 @@ def exactness(exact: bool | None) -> str:
         "false: on GPUs without model.exact, and on CPUs in half or double precision, the batch changes last bits, which can "
         "decide near ties"
     )
+
+
+def time_left_s(left: int, ended: int, wall_s: float, failed: int, planned_failures: int) -> float | None:
+    """Seconds to decode what is left at the rate of what ended; of both, those that failed in the plan take no time."""
+    known = min(failed, planned_failures)
+    left, decoded = max(0, left - (planned_failures - known)), ended - known
+    return left * wall_s / decoded if decoded > 0 else None
 
 
 def ratio(above: float, below: float) -> float:
@@ -223,7 +236,7 @@ def progress_line(totals: Totals) -> str:
         f"{totals.rows_done:,}/{totals.rows:,} samples ({ratio(totals.rows_done, totals.rows):.0%})",
         f"{rate_text(totals.tokens_per_s)} tokens/s",
         f"{ratio(decoded.nfe, decoded.new_tokens):.3f} NFE/token" if decoded.new_tokens else "- NFE/token",
-        f"{max(decoded.failed, totals.committed.failed):,} errors",
+        f"{totals.failed:,} errors",
         loads if loading else counted(totals.workers, "worker"),
         f"ETA {duration(totals.eta_s)}" if totals.eta_s is not None else "ETA -",
     ]
@@ -239,7 +252,7 @@ def progress_facts(totals: Totals) -> dict[str, Any]:
         "tokens": totals.tokens,
         "tokens_per_s": round(totals.tokens_per_s, 3),
         "nfe_per_token": round(ratio(decoded.nfe, decoded.new_tokens), 4) if decoded.new_tokens else None,
-        "errors": max(decoded.failed, totals.committed.failed),
+        "errors": totals.failed,
         "workers": totals.workers,
         "loading": len(totals.loading),
         "eta_s": None if totals.eta_s is None else round(totals.eta_s, 1),

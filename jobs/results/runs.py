@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from draftmill.jobs.config.dates import base_of, below_base, date_in, depth_of, format_date, read_date
 from draftmill.jobs.drive.run_log import read_sessions
-from draftmill.jobs.drive.totals import DeviceSums, device_time_rows, efficiency, exactness, ratio
+from draftmill.jobs.drive.totals import DeviceSums, device_time_rows, efficiency, exactness, ratio, time_left_s
 from draftmill.jobs.exit_codes import OK, hopeless, too_many_failed
 from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan, load_plan
@@ -225,8 +225,10 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
         yield f"  rate     {rate:,.1f} samples/s, {rate_text(ratio(sessions.tokens, sessions.wall_s))} tokens/s"
     if shared := efficiency(sessions.effort).get("prompts_shared"):
         yield f"  prompts  {shared:.1%} of their rows taken over from other samples, not computed"
-    if rate and rows < plan.rows:
-        yield f"  ETA      {duration((plan.rows - rows) / rate)} of decoding"
+    failures = sum(plan.totals.errors.values())
+    eta_s = time_left_s(plan.rows - rows, sessions.rows_ended, sessions.wall_s, failed, failures)
+    if rows < plan.rows and eta_s is not None:
+        yield f"  ETA      {duration(eta_s)} of decoding"
 
 
 def device_time_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -92,13 +92,16 @@ def decode(run: Run) -> None:
 
 def _decode_units(run: Run, left: UnitSizes) -> UnitFacts:
     resolved, plan, display, backend, loads = run.resolved, run.plan, run.display, run.backend, run.loads
-    spec, log, files = resolved.spec, display.log, FilesHere(plan.store)
+    spec, log, files, failed_before = resolved.spec, display.log, FilesHere(plan.store), 0
+    with suppress(StoreError):  # the log is best effort
+        failed_before = read_sessions(plan.store).committed.failed
     totals = Totals(
         units=plan.units,
         rows=plan.rows,
         units_before=plan.units - len(left),
         rows_before=plan.rows - left.rows,
         counts_open=getattr(getattr(resolved.recipe.task, "mask", None), "kind", None) != "marker",
+        planned_failures=max(0, sum(plan.totals.errors.values()) - failed_before),
     )
     with backend.opened(display), run.stop.on_signals():
         allocation = allocate_workers(backend, resolved, len(left))
@@ -121,7 +124,7 @@ def _decode_units(run: Run, left: UnitSizes) -> UnitFacts:
             stop=run.stop,
             grace_s=run.options.grace_s,
             look=files.look,
-            hopeless=_hopelessness(run),
+            hopeless=lambda failed: plan.pass_ == 1 and hopeless(failed_before + failed, plan.rows, spec.errors),
             room=lambda: _room_for(pool, backend, resolved, len(left)),
             need=demand.need if demand else lambda units: None,
             watchers=watchers,
@@ -158,15 +161,6 @@ def _room_for(pool: WorkerPool, backend: Backend, resolved: Resolved, units: int
         pool.resize(allocation)
         return allocation.count
     return 0
-
-
-def _hopelessness(run: Run) -> Callable[[int], bool]:
-    """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
-    before = 0
-    with suppress(StoreError):  # the log is best effort
-        before = read_sessions(run.plan.store).committed.failed
-    is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
-    return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.resolved.spec.errors)
 
 
 APPEARS_S = 10.0

@@ -84,9 +84,10 @@ def test_a_unit_is_spent_when_at_most_half_of_its_samples_wait():
     assert list(runner.spent) == []
 
 
-def test_a_row_that_failed_before_decoding_takes_no_slot():
-    tally = receipt_of(begun(FakeDecoder(), FakeClerk({0: [2, -1]}))).tally
-    assert (tally.ok, tally.failed) == (1, 1)
+def test_a_row_that_failed_before_decoding_takes_no_slot_and_has_ended():
+    runner = begun(FakeDecoder(), FakeClerk({0: [2, -1]}))
+    tallies = receipt_of(runner).tally, runner.take_effort()[1]
+    assert [(tally.ok, tally.failed) for tally in tallies] == [(1, 1)] * 2
 
 
 def test_a_unit_without_a_sample_to_decode_is_closed_all_the_same():

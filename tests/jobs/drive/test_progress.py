@@ -36,6 +36,14 @@ def test_the_line_holds_samples_rate_nfe_errors_workers_and_the_time_to_go():
     assert line == "50/100 samples (50%)  50 tokens/s  0.600 NFE/token  1 errors  2 workers  ETA 0:20"
 
 
+def test_rows_that_failed_in_the_plan_are_errors_that_take_no_time():
+    totals = totals_after(10.0)
+    totals.planned_failures = 26
+    assert totals.eta_s == 10.0 * 25 / 24, "25 of the 50 that are left fail, and of the 25 that ended one did"
+    totals.add_report("w1", TurnReport((), Effort(), Tally(rows=25, failed=25), waiting=25))
+    assert totals.eta_s == 10.0 * 25 / 24 and " 26 errors " in progress_line(totals)
+
+
 def test_before_anything_is_decoded_nothing_is_made_up():
     line = progress_line(Totals(units=1, rows=10))
     assert line == "0/10 samples (0%)  0 tokens/s  - NFE/token  0 errors  0 workers  ETA -"
@@ -61,7 +69,7 @@ def test_status_knows_what_has_ended_inside_a_unit(tmp_path, capsys):
     acquire(store, "elsewhere:boot:1", 60.0)
     status(store.place)
     said = capsys.readouterr().out
-    assert "samples  35 of 40 done" in said and "rate     3.5 samples/s, 14 tokens/s" in said
+    assert "samples  35 of 40 done" in said and "rate     3.5 samples/s, 14 tokens/s\n  ETA      0:01" in said
 
 
 def test_rates_sizes_and_durations_are_short():
