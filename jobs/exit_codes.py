@@ -3,7 +3,7 @@
 The budget is `errors.max_rate` and `errors.max_count`. A rate is not meaningful for a small job: one row that is too long is
 1.7 % of sixty, but no sign of a wrong job. So a few failures are always allowed: five of them, or 5 % of the samples if that is
 less. The bound has no steps: five in a hundred samples, five in five hundred, and from there on `max_rate` (1 %). A rate of 0
-and a `max_count` apply exactly.
+and a `max_count` apply exactly; a `max_count` alone replaces the rate.
 """
 
 from __future__ import annotations
@@ -73,6 +73,13 @@ def too_many_failed(failed: int, rows: int, allowed: ErrorSettings) -> bool:
 
 def most_failed(rows: int, allowed: ErrorSettings) -> int:
     """The most failed samples with which a job of `rows` samples ends with exit code 0."""
-    few = min(_FEW, _FEW_SHARE * rows) if allowed.max_rate else 0
-    by_rate = math.floor(max(allowed.max_rate * rows, few) + 1e-9)  # 0.07 * 100 is a little over 7
+    few = min(_FEW, _FEW_SHARE * rows) if allowed.rate else 0
+    by_rate = math.floor(max(allowed.rate * rows, few) + 1e-9)  # 0.07 * 100 is a little over 7
     return by_rate if allowed.max_count is None else min(by_rate, allowed.max_count)
+
+
+def failed_text(failed: int, rows: int, allowed: ErrorSettings) -> str:
+    """How many samples failed, and how many may, with the key that says so."""
+    most = most_failed(rows, allowed)
+    key = f"max_count: {most}" if most == allowed.max_count else f"max_rate: {allowed.rate:g}"
+    return f"{failed:,} of {rows:,} samples failed; errors.{key} allows {most:,}"

@@ -134,9 +134,16 @@ class BatchingSettings(Settings):
 class ErrorSettings(Settings):
     """How many samples may fail, and how often a unit is tried."""
 
-    max_rate: Annotated[float, Field(ge=0.0, le=1.0)] = Field(default=0.01, description="largest share of failed rows")
+    max_rate: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
+        default=None, description="largest share of failed rows; null: 0.01, with max_count 1"
+    )
     max_count: Annotated[int, Field(ge=0)] | None = Field(default=None, description="most failed samples")
     attempts: Positive = Field(default=3, description="failures of a unit before its rows are examined")
+
+    @property
+    def rate(self) -> float:
+        """The largest share, `max_rate` or its default."""
+        return self.max_rate if self.max_rate is not None else 0.01 if self.max_count is None else 1.0
 
 
 def _date(value: Any) -> Any:

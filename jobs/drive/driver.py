@@ -179,8 +179,7 @@ def raise_unfinished(finish: Finish, stop: StopFlag, progress: Callable[[], str]
         case "failed":
             raise StoreError(f"{finish.message}; run it again to resume")
         case "hopeless":
-            remedy = "raise errors.max_rate or errors.max_count to continue"
-            raise Ended(f"stopped with {progress()}: {finish.message}; {remedy}", TOO_MANY_FAILED)
+            raise Ended(f"stopped with {progress()}: {finish.message}; raise it to continue", TOO_MANY_FAILED)
         case "drained":
             raise Ended(f"interrupted with {progress()}; run it again to resume", INTERRUPTED, by_signal=stop.by_signal)
 

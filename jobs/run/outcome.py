@@ -15,7 +15,7 @@ from draftmill.jobs.drive.notify import TIMEOUT_S, check_receivers, send
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.run_log import RunLog, read_sessions
 from draftmill.jobs.drive.totals import HOUR_S, Totals, purposes_of
-from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, most_failed, too_many_failed
+from draftmill.jobs.exit_codes import INTERRUPTED, OK, TOO_MANY_FAILED, Ended, code_of, failed_text, too_many_failed
 from draftmill.jobs.plan.plan import NothingLeft, load_plan
 from draftmill.jobs.results.passes import Pass, count_failed, finished_passes, passes_of
 from draftmill.jobs.results.summary import error_rows, metric_lines, read_summary, table_lines
@@ -181,10 +181,7 @@ def judge(spec: JobSpec, passes: Sequence[Pass]) -> None:
         print_result(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
     if too_many_failed(failed, rows, spec.errors):
         reasons = "; see the table above" if is_command() else _reasons(finished_passes(passes)[-1])
-        most = most_failed(rows, spec.errors)
-        raise Ended(
-            f"{failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}){reasons}", TOO_MANY_FAILED
-        )
+        raise Ended(failed_text(failed, rows, spec.errors) + reasons, TOO_MANY_FAILED)
 
 
 def _reasons(last: Pass) -> str:

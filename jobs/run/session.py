@@ -18,12 +18,13 @@ from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.ray_session import is_connected
 from draftmill.jobs.drive.run_log import INTERRUPTED_S, logged_units, read_sessions
 from draftmill.jobs.drive.totals import Totals
-from draftmill.jobs.exit_codes import hopeless
+from draftmill.jobs.exit_codes import failed_text, hopeless
 from draftmill.jobs.formatting import counted, size_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.resolve import Resolved, limits_of, make_job, weight_bytes
 from draftmill.jobs.results.run_input import source_of
 from draftmill.jobs.results.summary import way_shares
+from draftmill.jobs.schedule.events import Finish
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.jobs.schedule.units import UnitSizes
 from draftmill.storage.errors import StoreError, UserError
@@ -135,6 +136,9 @@ def _decode_units(run: Run, left: UnitSizes) -> UnitFacts:
             if finish.how == "done":
                 files.wait()
             is_over = finish.how in {"done", "hopeless"}
+            if finish.how == "hopeless":
+                failed = failed_before + totals.committed.failed
+                finish = Finish("hopeless", failed_text(failed, plan.rows, spec.errors))
         finally:
             if demand is not None:
                 demand.need(0)

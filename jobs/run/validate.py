@@ -36,7 +36,7 @@ from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date
 from draftmill.jobs.drive.notify import check_receivers
 from draftmill.jobs.drive.totals import exactness
-from draftmill.jobs.exit_codes import OK, most_failed, too_many_failed
+from draftmill.jobs.exit_codes import OK, failed_text, too_many_failed
 from draftmill.jobs.formatting import counted, device_text, size_text
 from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
@@ -244,11 +244,9 @@ def failure_lines(spec: JobSpec, sample: RowSample, each: int) -> Iterator[str]:
         yield f"{label:<{width}}  {text}"
     failed = round(sum(results.errors.values()) * sample.total / (each * len(sample.rows)))
     if too_many_failed(failed, sample.total, spec.errors):
-        allowed = f"more than `errors` allows ({most_failed(sample.total, spec.errors):,})"
-        if sample.exact:
-            yield f"          {counted(failed, 'failed sample')}: {allowed}; the run will end with exit code 3"
-        else:
-            yield f"          at this rate ~{failed:,} samples fail, {allowed}; the run would end with exit code 3"
+        text = failed_text(failed, sample.total, spec.errors)
+        rate, will = ("", "will") if sample.exact else ("at this rate ", "would")
+        yield f"          {rate}{text}; the run {will} end with exit code 3"
 
 
 # ---- the first rows of the inputs: their canvases, and the memory of the job's decoder, which decodes nothing here

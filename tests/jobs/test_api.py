@@ -216,7 +216,7 @@ def test_errors_have_the_text_of_the_command_line(tmp_path, capsys, changes):
 def test_too_many_failures_raise_and_the_results_can_be_opened(tmp_path):
     rows = [{"id": str(number), "prompt": "x = 1\n" * 2000, "level": 0} for number in range(3)]
     rows.append({"id": "good", "prompt": "import", "level": 0})
-    with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed, more than `errors` allows \(0\)\n") as caught:
+    with pytest.raises(draftmill.Error, match=r"3 of 4 samples failed; errors\.max_rate: 0\.01 allows 0\n") as caught:
         draftmill.run(job_of(tmp_path, rows), local=True)
     failures = draftmill.open_run(tmp_path / "run").failures()
     lines = [f"  {row['error_kind']}: {row['id']}: {row['error']}" for row in failures]

@@ -109,6 +109,8 @@ def test_a_model_that_is_to_be_on_a_gpu_is_refused_where_workers_have_none(gpus,
         (1, {"max_rate": 0.0}, True),
         (1, {"max_count": 0}, True),
         (60, {"max_rate": 0.06}, False),
+        (50, {"max_count": 50}, False),
+        (50, {"max_count": 50, "max_rate": 0.01}, True),
     ],
 )
 def test_the_error_threshold_is_a_rate_and_a_count(failed, allowed, too_many):

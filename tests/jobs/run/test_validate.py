@@ -43,7 +43,7 @@ def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
     said = capsys.readouterr().out
     assert said.count("  unsupported  r") == 3 and "  unsupported  r0: best_of: '2' is not supported" in said
     assert "and 2 more of status failed and error_kind unsupported" in said
-    assert "5 failed samples: more than `errors` allows (1); the run will end with exit code 3" in said
+    assert "5 of 20 samples failed; errors.max_rate: 0.01 allows 1; the run will end with exit code 3" in said
     assert validate(check_spec(spec | {"errors": {"max_rate": 0.5}})) == 0
     assert "exit code 3" not in capsys.readouterr().out
 
