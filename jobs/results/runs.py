@@ -18,7 +18,7 @@ from typing import Any, Literal
 from draftmill.jobs.config.dates import base_of, below_base, date_in, depth_of, format_date, read_date
 from draftmill.jobs.drive.run_log import read_sessions
 from draftmill.jobs.drive.totals import DeviceSums, device_time_rows, efficiency, exactness, ratio, time_left_s
-from draftmill.jobs.exit_codes import OK, hopeless, too_many_failed
+from draftmill.jobs.exit_codes import OK, failed_text, hopeless, too_many_failed
 from draftmill.jobs.formatting import counted, duration, rate_text, table_lines
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.results.passes import (
@@ -33,7 +33,7 @@ from draftmill.jobs.results.passes import (
 from draftmill.jobs.results.summary import metric_lines
 from draftmill.storage.errors import DamagedRun, StoreError, UserError, printable
 from draftmill.storage.json_text import parse_json
-from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units, is_closed, read_manifest
+from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units, read_manifest
 from draftmill.storage.runs.lease import driver_of
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.stores.parallel import parallel_map, thread_pool
@@ -205,15 +205,19 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     """The report, line by line."""
     manifest, sessions = read_manifest(store), read_sessions(store)
     failed = manifest.total("failed") if manifest else sessions.committed.failed
-    if store.exists(PRUNED):
-        yield "  state    finished; its results were deleted by `draftmill prune`"
+    facts = facts_of(FoundRun("", store, store.level()))
+    if facts.is_pruned:
+        yield f"  state    {facts.state}; its results were deleted by `draftmill prune`"
         yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed} failed"
         return
-    done, driver = done_units(store), driver_of(store)
+    done, driver = done_units(store), facts.driver
     rows = sum(size.rows for size in plan.sizes() if size.unit in done)
     running = 0 if driver is None else min(plan.units - len(done), sessions.units_held)
     rows = min(plan.rows, rows + sessions.rows_open) if running else rows
-    yield f"  state    {state_of(store, driver)}"
+    more = "; `draftmill run` resumes it" if facts.state == "interrupted" else f", driver {driver}" if driver else ""
+    if facts.state == "failed":
+        more = f": {failed_text(facts.failed or failed, plan.rows, plan.spec.errors)}"
+    yield f"  state    {facts.state}{more}"
     yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
     yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed} failed"
     for text, count in sessions.started_on.items():
@@ -225,10 +229,10 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
         yield f"  rate     {rate:,.1f} samples/s, {rate_text(ratio(sessions.tokens, sessions.wall_s))} tokens/s"
     if shared := efficiency(sessions.effort).get("prompts_shared"):
         yield f"  prompts  {shared:.1%} of their rows taken over from other samples, not computed"
-    failures = sum(plan.totals.errors.values())
-    eta_s = time_left_s(plan.rows - rows, sessions.rows_ended, sessions.wall_s, failed, failures)
-    if rows < plan.rows and eta_s is not None:
-        yield f"  ETA      {duration(eta_s)} of decoding"
+    if rate and rows < plan.rows:
+        failures = sum(plan.totals.errors.values())
+        eta_s = time_left_s(plan.rows - rows, sessions.rows_ended, sessions.wall_s, failed, failures)
+        yield f"  ETA      {'-' if eta_s is None else duration(eta_s)} of decoding"
 
 
 def device_time_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
@@ -238,13 +242,6 @@ def device_time_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]
     sums = replace(sums, unended=max(0.0, sums.unended - is_running))
     rows = device_time_rows(sums, open_s=sessions[-1].open_s if is_running else 0.0)
     return [f"  {label:<13}{text}" for label, text in rows]
-
-
-def state_of(store: Store, driver: str | None) -> str:
-    """The run's state, in words."""
-    if is_closed(store):
-        return "finished"
-    return f"running, driver {driver}" if driver else "not running; `draftmill run` resumes it"
 
 
 def list_runs(folder: Place, *, as_json: bool = False) -> int:

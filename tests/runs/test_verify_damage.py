@@ -277,7 +277,7 @@ def test_a_run_that_lacks_its_manifest_or_success_is_not_finished_and_gets_them_
     for name in gone:
         (run / name).unlink()
     assert main(["status", str(run)]) == 0
-    assert "not running; `draftmill run` resumes it" in capsys.readouterr().out
+    assert "interrupted; `draftmill run` resumes it" in capsys.readouterr().out
     with without_ray():
         assert main(["run", str(sound.with_suffix(".yaml")), "--set", f"output.path={run}", "--quiet"]) == 0
     assert main(["verify", str(run)]) == 0

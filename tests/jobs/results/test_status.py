@@ -14,7 +14,7 @@ from draftmill.decoders.base import EngineStats
 from draftmill.jobs.cli import main
 from draftmill.jobs.drive.run_log import Sessions
 from draftmill.jobs.results import runs
-from draftmill.jobs.results.runs import state_of, status_lines
+from draftmill.jobs.results.runs import FoundRun, facts_of, status_lines
 from draftmill.storage.runs.lease import acquire, driver_of, this_process
 from draftmill.storage.stores.store import MemoryStore, open_store
 
@@ -22,12 +22,12 @@ from draftmill.storage.stores.store import MemoryStore, open_store
 def test_a_driver_that_was_killed_is_not_said_to_run():
     store = MemoryStore(secrets.token_hex(8))
     alive = acquire(store, this_process(), 60)
-    assert driver_of(store) == this_process() and "running, driver" in state_of(store, driver_of(store))
+    assert driver_of(store) == this_process() and facts_of(FoundRun("", store, store.level())).state == "running"
     alive.release()
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     acquire(store, f"{this_process().rpartition(':')[0]}:{process.pid}", 60)
-    assert driver_of(store) is None and state_of(store, driver_of(store)).startswith("not running")
+    assert driver_of(store) is None and facts_of(FoundRun("", store, store.level())).state == "interrupted"
 
 
 def test_what_the_workers_compute_with_is_shown(monkeypatch):
