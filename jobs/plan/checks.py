@@ -72,8 +72,13 @@ def check_chat(task: Task, tokenizer: Tokenizer | None) -> None:
         raise UserError(f"{reason}; allowed: false", field="task.chat")
 
 
-def check_stop(recipe: RowRecipe, tokenizer: Tokenizer | None) -> None:
-    """Raise UserError if a stop string of the task can never occur."""
+def check_stop(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) -> None:
+    """Raise UserError if a stop string of the task, or an end token, can never occur."""
+    if info.mask_id in recipe.ends:
+        reason = (
+            "is an end token of the model, and a mask is never generated; allowed: other ids, or task.ignore_eos: true"
+        )
+        raise UserError(f"{info.mask_id} {reason}", field="model.mask_id")
     task = recipe.task
     if isinstance(task, Complete) and task.stop:
         rules = RowRules(task, recipe.columns, recipe.decoder.baseline.name(), recipe.sampling, tokenizer, recipe.ends)

@@ -165,7 +165,7 @@ def resolve(
         fim=fim,
         run=run,
     )
-    check_stop(recipe, tokenizer)
+    check_stop(recipe, tokenizer, info)
     check_penalties(recipe, tokenizer, info)
     constraints = check_constraint(recipe, tokenizer, info)
     if plan is not None:

@@ -59,7 +59,7 @@ def test_the_weights_of_a_head_are_in_the_fingerprint_and_its_place_is_not(tmp_p
         (
             {"speculators_model_type": None},
             "builtin:ar-tiny",
-            "speculators_model_type = None; allowed: eagle3, dflash, dspark",
+            "speculators_model_type = none; allowed: eagle3, dflash, dspark",
         ),
     ],
 )
@@ -114,6 +114,9 @@ def test_masks_without_a_mask_token_and_other_adapters_are_refused_before_the_ru
     with pytest.raises(UserError, match="models of family 'qwen2' have no mask token") as refused:
         hash_of_head(job(tmp_path, "run", masks={"kind": "masks"}))
     assert refused.value.field == "decoder.drafter.kind"
+    with pytest.raises(UserError, match="2 is an end token of the model, and a mask is never generated") as refused:
+        hash_of_head(job(tmp_path, "run", masks={"kind": "masks"}, facts={"mask_id": 2}))
+    assert refused.value.field == "model.mask_id"
     given: dict[str, Any] = {"masks": {"kind": "masks", "path": str(adapter)}, "facts": {"mask_id": 6}}
     with pytest.raises(UserError, match="is no part of a product in the model's layers") as refused:
         hash_of_head(job(tmp_path, "run", model="builtin:ar-micro", **given))
