@@ -90,6 +90,15 @@ class MasksDrafterSettings(Settings):
     )
     revision: str | None = Field(default=None, description="of a hub adapter")
 
+    @model_validator(mode="after")
+    def _revision_of_a_path(self) -> MasksDrafterSettings:
+        if self.revision is not None and self.path is None:
+            reason = (
+                f"{self.revision!r} is not allowed without decoder.drafter.path; allowed: null, or a hub id as path"
+            )
+            raise ValueError(f"decoder.drafter.revision: {reason}")
+        return self
+
 
 class SpeculativeSettings(CausalSettings):
     """Speculative decoding of a causal model (Leviathan et al., 2023; Chen et al., 2023)."""

@@ -78,6 +78,7 @@ def refusal(*overrides: str) -> str:
         ("decoder={kind: assd, drafter: sufix}", "decoder.drafter: 'sufix' is not allowed; allowed: self or ngram"),
         ("decoder={kind: speculative, drafter: {kind: sufix}}", "'sufix' is not known; allowed: model, head, masks, ngram"),
         ("decoder={kind: speculative, drafter: {kind: suffix, max_token: 9}}", "did you mean decoder.drafter.max_tokens?"),
+        ("decoder={kind: speculative, drafter: {kind: masks, revision: v1}}", "decoder.drafter.revision: 'v1' is not allowed"),
         ("decoder={kind: speculative, drafter: {kind: suffix, max_tokens: 9}}", "max_tokens: 9 is not allowed; allowed: >= 1024"),
         ("decoder={kind: speculative, drafter: {kind: suffix, min_token_prob: 2}}", "min_token_prob: 2 is not allowed"),
         ("decoder={kind: speculative, drafter: {kind: suffix, max_spec_factor: 0}}", "max_spec_factor: 0 is not allowed"),
