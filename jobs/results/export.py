@@ -36,7 +36,7 @@ from draftmill.jobs.results.formats import (
     Sink,
     part_name,
 )
-from draftmill.jobs.results.passes import Pass, finished_passes, joined, latest_rows, passes_of
+from draftmill.jobs.results.passes import Pass, count_failed, finished_passes, joined, latest_rows, passes_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.runs.records import SCHEMA_VERSION
@@ -75,7 +75,8 @@ def export(
     names = columns_of(passes[0].plan, kind, columns)
     if kind == "openai":
         check_openai(passes[0].plan)
-        errors = errors or errors_beside(out)
+        if errors is None and (out != STDOUT or count_failed(passes)):
+            errors = errors_beside(out)
     if file_mb is not None:
         if kind != "parquet":
             raise UserError(f"does not apply to --format {kind}; it applies to parquet", field=FILE_MB)

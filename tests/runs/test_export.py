@@ -21,6 +21,7 @@ from draftmill.jobs.results.formats import openai_answer
 from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.runs.records import SCHEMA
 from draftmill.storage.stores.store import open_store
+from tests.jobs.compare import made_runs
 from tests.runs.causal_jobs import ROOM, save_model
 from tests.runs.jobs_here import run, without_ray
 from tests.runs.test_rerun import run_with
@@ -148,6 +149,12 @@ def test_columns_are_chosen_and_failed_samples_set_apart(prompts, tmp_path, capf
     assert [list(line) for line in lines] == [["text", "id"]] * 3 and all(line["text"] for line in lines)
     failed = [json.loads(line) for line in apart.read_text().splitlines()]
     assert {line["id"] for line in failed} == {"no prompt", "a list of two"}
+
+
+def test_answers_without_a_failed_one_go_to_a_pipe_alone(tmp_path, capfdbinary):
+    folder = made_runs.write_run(tmp_path / "run", [made_runs.row(number) for number in range(4)])
+    assert main(["export", str(folder), "--format", "openai", "--out", "-"]) == 0
+    assert capfdbinary.readouterr().out.count(b"\n") == 4 and [*tmp_path.iterdir()] == [folder]
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path):
