@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -48,7 +49,7 @@ def flag(config: Config, key: str) -> bool:
 def _read(config: Config, key: str, default: Any, fits: Callable[[Any], bool], allowed: str) -> Any:
     value = default if config.get(key) is None else config[key]
     if not fits(value):
-        raise ValueError(f"it has {key} = {value!r}; allowed: {allowed}")
+        raise ValueError(f"it has {key} = {word(value)}; allowed: {allowed}")
     return value
 
 
@@ -57,4 +58,9 @@ def demand(config: Config, supported: Supported) -> None:
     for key, allowed in supported.items():
         value = config.get(key, allowed[0])
         if value not in allowed:
-            raise ValueError(f"it has {key} = {value!r}; supported: {', '.join(map(repr, allowed))}")
+            raise ValueError(f"it has {key} = {word(value)}; supported: {', '.join(dict.fromkeys(map(word, allowed)))}")
+
+
+def word(value: Any) -> str:
+    """A value as its file has it; `none` for nothing and for an empty object or list."""
+    return repr(value) if isinstance(value, str) else "none" if value in (None, {}, []) else json.dumps(value)

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, cast
 
 from draftmill.decoders.backbones import checkpoint
 from draftmill.decoders.backbones.families.causal import rotary_shape
-from draftmill.decoders.backbones.families.config import Supported, positive, refused, whole
+from draftmill.decoders.backbones.families.config import Supported, positive, refused, whole, word
 from draftmill.decoders.backbones.families.config import demand as demand_values
 from draftmill.decoders.backbones.families.rotary import RotaryShape, Shapes, product_shapes
 from draftmill.decoders.backbones.families.table import find_family
@@ -149,7 +149,7 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
             raise ValueError(f"{_PATH}: {folder}: {problem}")
 
     kind, fields = config.get("speculators_model_type"), config.get("transformer_layer_config") or {}
-    demand(kind in _KINDS, f"config.json has speculators_model_type = {kind!r}; allowed: {', '.join(_KINDS)}")
+    demand(kind in _KINDS, f"config.json has speculators_model_type = {word(kind)}; allowed: {', '.join(_KINDS)}")
     demand(isinstance(fields, dict), f"config.json has transformer_layer_config = {fields!r}; allowed: an object")
     layers, key = fields.get("model_type", "qwen3"), _KINDS[str(kind)]
     demand(layers in _LAYERS, f"layers of model_type {layers!r}; allowed: {', '.join(_LAYERS)}")
@@ -162,7 +162,7 @@ def read_speculator(folder: Path) -> SpeculatorConfig:
     demand(isinstance(vocab, int), f"draft_vocab_size = {vocab!r}; allowed: a number of ids")
     size, mask = config.get("block_size", 8), config.get("mask_token_id")
     is_block = isinstance(size, int) and size >= 2 and isinstance(mask, int)
-    problem = f"mask_token_id = {mask!r}, block_size = {size!r}; allowed: an id, and 2 or more"
+    problem = f"mask_token_id = {word(mask)}, block_size = {word(size)}; allowed: an id, and 2 or more"
     demand(kind == "eagle3" or is_block, problem)
     has_markov = kind == "dspark"
     rank = config.get("markov_rank", 256) if has_markov else 0
@@ -201,8 +201,9 @@ def check_speculator(folder: Path, target: Path, info: ModelInfo) -> None:
     for name, size in expected.items():
         is_shared = name not in found and name in {"embed_tokens.weight", "lm_head.weight"}
         if found.get(name) != size and not is_shared:
+            shape = found.get(name, "none")
             raise ValueError(
-                f"{_PATH}: {folder}: {name} has shape {found.get(name)}; allowed by its config.json and the model's: {size}"
+                f"{_PATH}: {folder}: {name} has shape {shape}; allowed by its config.json and the model's: {size}"
             )
 
 
@@ -242,5 +243,5 @@ def read_adapter(folder: Path, shape: Any) -> float:
             expected |= {name.replace(f"lora_{parts[2]}", "lora_B"): (num_out, rank)}
         for name, size in expected.items():
             if found.get(name) != size:
-                raise ValueError(f"{name} has shape {found.get(name)}; its r and the model's sizes say {size}")
+                raise ValueError(f"{name} has shape {found.get(name, 'none')}; its r and the model's sizes say {size}")
     return alpha / (sqrt(rank) if config.get("use_rslora") else rank)

@@ -134,9 +134,9 @@ def changed(tmp_path, name, **fields):
         ("eagle3_llama", {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight has shape (32, 96); allowed"),
         ("eagle3_llama", {"layers": {"intermediate_size": 64}}, "mlp.down_proj.weight has shape (32, 48); allowed"),
         ("eagle3_llama", {"layers": {"hidden_act": "gelu"}}, "hidden_act = 'gelu'; allowed: silu"),
-        ("eagle3_fc_norm", {"norm_before_fc": True}, "input_norm.weight has shape None; allowed"),
+        ("eagle3_fc_norm", {"norm_before_fc": True}, "input_norm.weight has shape none; allowed"),
         ("eagle3_qwen3", {"draft_vocab_size": 24}, "lm_head.weight has shape (40, 32)"),
-        ("dflash", {"mask_token_id": None}, "mask_token_id = None"),
+        ("dflash", {"mask_token_id": None}, "mask_token_id = none"),
         ("dspark", {"markov_head_type": "rnn"}, "markov_head_type = 'rnn'; allowed: vanilla, gated"),
         ("dspark", {"markov_rank": 8}, "markov_w1.weight has shape (40, 12)"),
         (

@@ -339,8 +339,8 @@ def test_a_prompt_with_the_mask_is_refused_beside_an_adapter(idlm, tmp_path):
     ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type = 'IA3'; supported: 'LORA'"),
-        ({"use_dora": True}, "use_dora = True; supported: False"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern = "),
+        ({"use_dora": True}, "use_dora = true; supported: false"),
+        ({"alpha_pattern": {"q_proj": 4}}, 'alpha_pattern = {"q_proj": 4}; supported: none'),
         ({"r": 8}, r"has shape \(4, \d+\); its r and the model's sizes say \(8, \d+\)"),
         (
             {"tensors": {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}},
