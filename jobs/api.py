@@ -33,6 +33,7 @@ from draftmill.jobs.config.sections import S3Settings
 from draftmill.jobs.config.spec import JobSpec, check_changed
 from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.backend import LocalBackend
+from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
 from draftmill.jobs.plan.resolve import Loaders, remembering
 from draftmill.jobs.results.export import columns_of, own_columns, tables_of
@@ -222,8 +223,8 @@ def run(
     else:
         data = {"name": Path(spec).stem} | read_mapping(Path(spec))
     job = check_changed(data, changes or {})
-    with _as_a_guest():
-        place = complete_job(job, RunOptions(ray_address, local))
+    with _as_a_guest() as stop:
+        place = complete_job(job, RunOptions(ray_address, local), stop=stop)
     return RunResults(find_run(job.place(place)))
 
 
@@ -236,15 +237,18 @@ def _variables() -> dict[str, str]:
 
 
 @contextmanager
-def _as_a_guest() -> Iterator[None]:
-    """Restore environment variables and torch's number of threads after the block; a signal raises KeyboardInterrupt."""
-    variables = _variables()
+def _as_a_guest() -> Iterator[StopFlag]:
+    """Restore environment variables and torch's number of threads after the block; a signal raises KeyboardInterrupt, also one
+    that came too late to interrupt the run."""
+    variables, stop = _variables(), StopFlag()
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch else None
     try:
-        yield
+        yield stop
+        if stop.by_signal:
+            raise KeyboardInterrupt(f"{stop.reason} came in the last unit: the run is finished")
     except Ended as end:
-        if end.by_signal:
+        if end.by_signal or stop.by_signal:
             raise KeyboardInterrupt(str(end)) from None
         raise
     finally:

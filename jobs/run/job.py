@@ -89,14 +89,15 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
             return OK
 
 
-def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None) -> str:
+def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None, stop: StopFlag | None = None) -> str:
     """Run or resume a job until it is finished; returns its run directory.
 
     A date in the output path is filled in: the logical date of the spec, or else `now`; then the lease of the base path is held,
-    too. Raises UserError if the spec, an input or the directory is unusable, NothingLeft if no input is new, AnotherDriver if
-    another driver has a lease, and Ended if it was interrupted or too many samples failed.
+    too. Signals set `stop`, also one in the last unit, after which the run is finished. Raises UserError if the spec, an input or
+    the directory is unusable, NothingLeft if no input is new, AnotherDriver if another driver has a lease, and Ended if it was
+    interrupted or too many samples failed.
     """
-    job, path, stop = at_date(spec, now or datetime.now(UTC)), spec.output.path, StopFlag()
+    job, path, stop = at_date(spec, now or datetime.now(UTC)), spec.output.path, stop or StopFlag()
     with ExitStack() as stack:
         if has_date(path):
             check_places(job)

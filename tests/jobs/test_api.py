@@ -260,10 +260,15 @@ def test_a_signal_raises_keyboard_interrupt_and_the_same_call_resumes(tmp_path, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_generate_also_in_its_last_unit(monkeypatch, number):
+def test_a_signal_ends_generate_and_run_also_in_their_last_unit(tmp_path, monkeypatch, number):
+    rows = [{"id": f"{number}", "prompt": "x = 1\n" * number, "level": 0} for number in (1, 2000)]  # one fails
+    spec = job_of(tmp_path, rows)
     monkeypatch.setattr(driver, "failpoint", lambda name: signal.raise_signal(number))  # at a finished unit
     with pytest.raises(KeyboardInterrupt, match="interrupted"):
         draftmill.generate("builtin:ar-micro", ["def f("], task={"max_new_tokens": 2})
+    for changes, message in (({"errors.max_rate": 1.0}, "the run is finished"), ({}, "1 of 2 samples failed")):
+        with pytest.raises(KeyboardInterrupt, match=message):
+            draftmill.run(spec, local=True, changes=changes | {"output.path": str(tmp_path / f"run{len(changes)}")})
     monkeypatch.undo()
     assert len(draftmill.generate("builtin:ar-micro", ["def f("], task={"max_new_tokens": 2})) == 1
 
