@@ -17,9 +17,9 @@ import io
 import os
 import tempfile
 import zlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -45,7 +45,9 @@ below; a file made to fill a disk does not."""
 KEPT_BYTES = 4 * 2**30
 """Bytes of temporary files per reading process."""
 
-PIECE_BYTES = 64 * 2**20
+MEMORY_BYTES = 64 * 2**20
+"""What is kept of a file in memory where the disk has no room for it."""
+
 HEAD_BYTES = 2**20
 """Bytes at the start of a file that are kept while it is open: a csv file's header is there."""
 
@@ -184,62 +186,60 @@ def blocks_at(file: InputFile, offsets: Iterable[int]) -> list[Block]:
     return [Block(*_object(file), index) for index in sorted({offset // BLOCK_BYTES for offset in offsets})]
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Bytes [start, end) of the content, in an unnamed file, or in memory if the disk is full."""
-
-    start: int
-    end: int
-    file: IO[bytes]
-
-
 class _UnpackedFile(SeekableFile):
-    """The content of a compressed file, seekable. Keeps at most `kept_bytes` and the head."""
+    """The content of a compressed file, seekable.
+
+    Keeps the head, and the last `kept_bytes` in a ring: byte p is at p modulo its size, in an unnamed file.
+    """
 
     def __init__(self, file: InputFile, kept_bytes: int) -> None:
         super().__init__(size=None)
-        self._file = file
-        self._kept_bytes = kept_bytes
+        self._file, self._kept_bytes = file, kept_bytes
+        self._stream: io.BufferedReader | None = None
+        self._ring: IO[bytes] = io.BytesIO()
         self._begin()
 
     def _begin(self) -> None:
-        self._stream: io.BufferedReader | None = None
-        self._head = io.BytesIO()
-        self._pieces: deque[_Piece] = deque()
-        self._end = 0
-        self._at_end = False
+        """Go back to the front of the content, with nothing kept."""
+        self._let_go()
+        self._stream, self._at_end, self._head = None, False, io.BytesIO()
+        self._start = self._end = 0  # of what the ring has
+        try:
+            self._ring = tempfile.TemporaryFile(prefix="draftmill-", buffering=0)  # noqa: SIM115 - until it is let go
+            self._ring_bytes = self._kept_bytes
+        except OSError:
+            self._use_memory()
 
-    def _begin_again(self) -> None:
-        self._close_all()
-        self._begin()
+    def _use_memory(self) -> None:
+        """Keep less from here on, in memory: that is better than failing the job."""
+        self._ring, self._ring_bytes, self._start = io.BytesIO(), min(MEMORY_BYTES, self._kept_bytes), self._end
+
+    def _let_go(self) -> None:
+        self._ring.close()
+        if self._stream is not None:
+            self._stream.close()
 
     @property
     def num_bytes(self) -> int:
         """How much is kept."""
-        return sum(piece.end - piece.start for piece in self._pieces)
+        return self._end - self._start
 
     def _read(self, length: int) -> bytes:
         """Raises UserError for damaged compression."""
-        start = self._pieces[0].start if self._pieces else self._end
-        if len(self._head.getbuffer()) <= self._position < start:
-            self._begin_again()
+        if len(self._head.getbuffer()) <= self._position < self._start:
+            self._begin()
         while self._position >= self._end and not self._at_end:
             self._unpack()
-        return self._read_kept(self._position, length)
+        if self._position < self._start:
+            self._head.seek(self._position)
+            return self._head.read(length)
+        place = self._position % self._ring_bytes
+        self._ring.seek(place)
+        return self._ring.read(max(0, min(length, self._end - self._position, self._ring_bytes - place)))
 
     def close(self) -> None:
-        self._close_all()
+        self._let_go()
         super().close()
-
-    def _read_kept(self, position: int, size: int) -> bytes:
-        if position < len(self._head.getbuffer()):
-            self._head.seek(position)
-            return self._head.read(size)
-        for piece in reversed(self._pieces):
-            if piece.start <= position < piece.end:
-                piece.file.seek(position - piece.start)
-                return piece.file.read(min(size, piece.end - position))
-        return b""
 
     def _unpack(self) -> None:
         try:
@@ -247,56 +247,28 @@ class _UnpackedFile(SeekableFile):
                 self._stream = open_stream(self._file)
             data = self._stream.read(READ_BYTES)
         except (OSError, UserError, StoreError):
-            self._begin_again()  # otherwise the next read would look like the end
+            self._begin()  # otherwise the next read would look like the end
             raise
         self._at_end = not data
         room = HEAD_BYTES - len(self._head.getbuffer())
         if room > 0:
             self._head.seek(0, io.SEEK_END)
             self._head.write(data[:room])
-        self._keep(data)
-        self._end += len(data)
-
-    def _keep(self, data: bytes) -> None:
-        if not self._pieces or self._pieces[-1].end - self._pieces[-1].start >= PIECE_BYTES:
-            self._pieces.append(_Piece(self._end, self._end, _unnamed_file()))
-        while self.num_bytes + len(data) > self._kept_bytes and len(self._pieces) > 1:
-            self._drop()
-        last = self._pieces[-1]
-        while not _append(last, data):
-            if len(self._pieces) > 1:
-                self._drop()
-            else:  # using memory is better than failing the job
-                last.start, last.end, last.file = self._end, self._end, io.BytesIO()
-        last.end += len(data)
-
-    def _drop(self) -> None:
-        self._pieces.popleft().file.close()
-
-    def _close_all(self) -> None:
-        while self._pieces:
-            self._drop()
-        if self._stream is not None:
-            self._stream.close()
-
-
-def _unnamed_file() -> IO[bytes]:
-    try:
-        return tempfile.TemporaryFile(prefix="draftmill-", buffering=0)
-    except OSError:
-        return io.BytesIO()
-
-
-def _append(piece: _Piece, data: bytes) -> bool:
-    """Append to the piece; False if the disk is full."""
-    try:
-        piece.file.seek(piece.end - piece.start)
-        view = memoryview(data)
-        while view:
-            view = view[piece.file.write(view) :]
-    except OSError:
-        return False
-    return True
+        left = memoryview(data)
+        while left:
+            place = self._end % self._ring_bytes
+            try:
+                self._ring.seek(place)
+                count = self._ring.write(left[: self._ring_bytes - place])
+            except OSError:  # the disk is full
+                if MEMORY_BYTES <= self._end < self._ring_bytes:
+                    self._ring_bytes = self._end
+                else:
+                    self._ring.close()
+                    self._use_memory()
+                continue
+            left, self._end = left[count:], self._end + count
+            self._start = max(self._start, self._end - self._ring_bytes)
 
 
 class DecompressionCache:

@@ -32,8 +32,8 @@ class Unpackings:
 
 @pytest.fixture
 def unpackings(monkeypatch: pytest.MonkeyPatch) -> Unpackings:
-    """Small pieces, so that a file has many."""
-    for name, size in {"PIECE_BYTES": 10_000, "HEAD_BYTES": 500, "READ_BYTES": 3_000, "SEEK_BUFFER_BYTES": 700}.items():
+    """Small rooms, so that a file has more than fits."""
+    for name, size in {"MEMORY_BYTES": 9_999, "HEAD_BYTES": 500, "READ_BYTES": 3_000, "SEEK_BUFFER_BYTES": 700}.items():
         monkeypatch.setattr(sources, name, size)
     counter = Unpackings()
     monkeypatch.setattr(sources, "open_stream", counter.open_stream)
