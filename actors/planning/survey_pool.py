@@ -34,7 +34,7 @@ from draftmill.actors.rows.row import id_hashes
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.decoders.base import ModelInfo
 from draftmill.storage.errors import StoreError, UserError
-from draftmill.storage.inputs.kept import KeptTypes, NewTypes
+from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.reader import count_lines, has_lines
 from draftmill.storage.inputs.rows import FIELD, FileSlice, InputFile
 from draftmill.storage.inputs.tables import group_slices
@@ -56,10 +56,10 @@ class SurveyJob:
 
 @dataclass(frozen=True, slots=True)
 class SurveyedRows:
-    """Rows in order (SURVEYED, and HASH), and what they say of the types of copied columns; `pid` is the task's process."""
+    """Rows in order (SURVEYED, and HASH). `kept` has the types of columns in the chunk so far; `pid` is the task's process."""
 
     table: pa.Table
-    new_types: NewTypes | None
+    kept: KeptTypes | None
     pid: int = 0
 
 
@@ -83,7 +83,7 @@ def _item(tables: list[pa.Table], kept: KeptTypes | None) -> SurveyedRows:
     hashes = pa.FixedSizeBinaryArray.from_buffers(
         HASH.type, table.num_rows, [None, pa.py_buffer(id_hashes(table["id"].to_pylist()))]
     )
-    return SurveyedRows(table.append_column(HASH, hashes), None if kept is None else kept.new_types())
+    return SurveyedRows(table.append_column(HASH, hashes), kept)
 
 
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -284,8 +284,8 @@ class SurveyPool:
                 for item in self._items(stream, maker, begun):
                     if left is not None and item.table.num_rows >= left:
                         item = self._last(stream, maker, begun)  # noqa: PLW2901
-                    if kept is not None and item.new_types is not None:
-                        kept.add_types(item.new_types)
+                    if kept is not None and item.kept is not None:
+                        kept.add(item.kept)
                     yield item.table
                     left = None if left is None else left - item.table.num_rows
                     if left == 0:

@@ -10,7 +10,6 @@ import base64
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
@@ -38,20 +37,6 @@ _SIMPLE: Final = (
 _SCALARS: Final[Mapping[type, pa.DataType]] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnTypes:
-    """What rows say of the type of a column: the types that changed the type so far, in order, and the flags of _Column."""
-
-    types: tuple[pa.DataType, ...]
-    is_there: bool
-    as_json: bool
-    is_wide: bool
-
-
-NewTypes = Mapping[str, ColumnTypes]
-"""The new types of each kept column, by name."""
-
-
 class KeptTypes:
     """Finds the type of each kept column from the inputs seen so far, in constant memory."""
 
@@ -72,14 +57,10 @@ class KeptTypes:
         for name, kind in types.items():
             self._columns[name].see_type(kind)
 
-    def new_types(self) -> NewTypes:
-        """What was seen since the last call, in a form that `add_types` understands."""
-        return {name: column.new_types() for name, column in self._columns.items()}
-
-    def add_types(self, types: NewTypes) -> None:
-        """Add what another process saw in the rows that follow; the same as if this object had seen them."""
-        for name, new in types.items():
-            self._columns[name].add_types(new)
+    def add(self, other: KeptTypes) -> None:
+        """Add what another process saw of rows; the same as if this object had seen them."""
+        for name, column in self._columns.items():
+            column.add(other._columns[name])
 
     def absent(self) -> list[str]:
         """The columns that no input has."""
@@ -99,7 +80,6 @@ class _Column:
         self.is_wide = False  # a whole number that float64 does not hold
         self.kind: pa.DataType | None = None
         self._scalars: set[type] = set()
-        self._new_types: list[pa.DataType] = []
 
     def see(self, value: Any) -> None:
         kind = type(value)
@@ -110,24 +90,25 @@ class _Column:
             return
         if kind in _SCALARS:
             self._scalars.add(kind)
-            self._add(_SCALARS[kind])
+            self._join(_SCALARS[kind])
             return
         self.is_wide |= _has_wide(value)
         try:
-            self._add(pa.array([value]).type)  # infer_type alone takes lists of mixed values
+            self._join(pa.array([value]).type)  # infer_type alone takes lists of mixed values
         except (pa.ArrowException, ValueError, OverflowError, TypeError, RecursionError):
             self.as_json = True
 
     def see_type(self, kind: pa.DataType) -> None:
         self.is_there = True
         if not _types.is_null(kind):
-            self._add(_plain_type(kind))
+            self._join(_plain_type(kind))
 
-    def _add(self, kind: pa.DataType) -> None:
-        before = self.kind
-        self._join(kind)
-        if self.kind != before or self.as_json:
-            self._new_types.append(kind)
+    def add(self, other: _Column) -> None:
+        if other.kind is not None and not self.as_json:
+            self._join(other.kind)
+        self.is_there |= other.is_there
+        self.as_json |= other.as_json
+        self.is_wide |= other.is_wide
 
     def _join(self, kind: pa.DataType) -> None:
         if self.kind is not None and self.kind != kind:
@@ -142,18 +123,6 @@ class _Column:
                 return
         self.kind = kind
         self.as_json |= _num_fields(kind) > MOST_FIELDS
-
-    def new_types(self) -> ColumnTypes:
-        new, self._new_types = self._new_types, []
-        return ColumnTypes(tuple(new), self.is_there, self.as_json, self.is_wide)
-
-    def add_types(self, new: ColumnTypes) -> None:
-        for kind in new.types:
-            if not self.as_json:
-                self._add(kind)
-        self.is_there |= new.is_there
-        self.as_json |= new.as_json
-        self.is_wide |= new.is_wide
 
     def field(self, name: str) -> pa.Field:
         kind = pa.string() if self.kind is None or _types.is_null(self.kind) else self.kind
