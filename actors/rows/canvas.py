@@ -56,7 +56,6 @@ from draftmill.actors.task import (
     Task,
 )
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
-from draftmill.decoders.settings import DECODERS
 from draftmill.storage.errors import RowError
 
 Piece = str | int | NDArray[np.int32]
@@ -134,19 +133,23 @@ class CanvasSize:
 
 @dataclass(frozen=True, slots=True)
 class RowMaker:
-    """Everything that a row's canvas depends on, except the row and its key."""
+    """Everything that a row's canvas depends on, except the row and its key. `columns` are those of a row that was filled."""
 
     task: Task
+    rules: RowRules
     columns: Columns
-    tokenizer: Tokenizer | None
-    info: ModelInfo
-    rules: RowRules | None = field(default=None, kw_only=True)
-    prompter: Prompter = field(default=Prompter(), kw_only=True)
+    prompter: Prompter
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.rules.tokenizer
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.rules.info
 
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row does not fit the task, the decoder or the model."""
-        if self.rules is None:
-            return self._make(self.prompter.fill(values), key, OwnSettings())
         own = self.rules.own_settings(values)
         settings, stops = self.rules.settings(own)
         made = self._make(self.prompter.fill(values), key, own)
@@ -237,8 +240,7 @@ class CanvasMaker(RowMaker):
 
     def _text_or_error(self, values: Values) -> str | RowError:
         try:
-            if self.rules is not None:
-                self.rules.own_settings(values)
+            self.rules.own_settings(values)
             return text_of(self.prompter.fill(values), self.columns)
         except RowError as error:
             return error
@@ -287,9 +289,10 @@ class CanvasMaker(RowMaker):
 
     def _open(self, mask: Marker, texts: Sequence[str], ranges: Sequence[Range], own: OwnSettings) -> Canvas:
         """The canvas with the greatest lengths that fit, of holes whose lengths are to be found."""
-        if self.rules is not None and not DECODERS[self.rules.decoder].finds_lengths:
+        decoder = self.rules.recipe.decoder.baseline
+        if not decoder.finds_lengths:
             raise masking.bad_mask(
-                f"decoder {self.rules.decoder!r} can't find a hole's length; allowed: a number of tokens"
+                f"decoder {decoder.name()!r} can't find a hole's length; allowed: a number of tokens"
             )
         pieces = tuple(self._encode(text) for text in texts)
         if not all(map(len, pieces[1:-1])):
@@ -300,12 +303,11 @@ class CanvasMaker(RowMaker):
         check_length(visible + sum(least for least, _ in ranges), self.info)
         if self.info.kind == "masked":
             bias = mask.bias or CAL_BIAS
-        temperature = 1.0 if self.rules is None else self.rules.sampling.temperature
         found = OpenLengths(
             pieces,
             tuple(tuple(range(least, most + 1)) for least, most in ranges),
             None if limit is None else limit - visible,
-            temperature if own.temperature is None else own.temperature,
+            self.rules.recipe.sampling.temperature if own.temperature is None else own.temperature,
             bias,
         )
         return replace(self._canvas(found.canvas(found.longest), None), lengths=found)
@@ -317,7 +319,7 @@ class CanvasMaker(RowMaker):
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
             return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [(default, None)]
-        given = own.constraint if self.rules is None else self.rules.constraint(own)
+        given = self.rules.constraint(own)
         named = None if isinstance(self.task, Score) else given if isinstance(given, Mapping) else {}
         return masking.split_at_markers(text_of(values, self.columns), mask.marker, default, named)
 

@@ -19,7 +19,7 @@ the template or the header of the answer. Pure: no files, no model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -67,11 +67,9 @@ MORE_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker(RowMaker):
-    """Makes the canvas of a completion, or of a text to score. With `notes_beginnings`, sizes say how the canvas begins."""
+    """Makes the canvas of a completion, or of a text to score; where beginnings are shared, sizes say how the canvas begins."""
 
     task: Complete | Score
-    truncate: Side | None = None
-    notes_beginnings: bool = field(default=False, kw_only=True)
 
     def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
         if isinstance(self.task, Complete):
@@ -80,7 +78,7 @@ class PromptMaker(RowMaker):
 
     def _size_of(self, canvas: Canvas) -> CanvasSize:
         size = canvas.size
-        if not self.notes_beginnings:
+        if not shares_beginnings(self.task, self.info):
             return size
         end = canvas.holes[0][0] if canvas.holes else size.length
         return CanvasSize(size.length, size.masked, canvas.tokens[:end].copy())  # without the holes, which may be many
@@ -157,9 +155,9 @@ class PromptMaker(RowMaker):
         start = len(lead) + sum(end <= len(before) for _, end in offsets)
         tokens = check_ids([*lead, *ids], self.info)
         prompt, scored = tokens[:start], tokens[start:]
-        if self.truncate is not None and self.info.max_length is not None:
+        if self.rules.recipe.truncate is not None and self.info.max_length is not None:
             keep = max(len(lead), self.info.max_length - len(scored))
-            prompt = cut_ids(prompt, keep, self.truncate, fixed=len(lead))
+            prompt = cut_ids(prompt, keep, self.rules.recipe.truncate, fixed=len(lead))
         return self._behind(np.append(prompt, scored), len(prompt), text, start - len(prompt))
 
     # ---- prompts that are too long
@@ -172,13 +170,13 @@ class PromptMaker(RowMaker):
         `chat` are the row's settings if the prompt is a conversation, else None.
         """
         lead = () if self.tokenizer is None else self.tokenizer.lead
-        if self.truncate is None or len(prompt) <= keep or keep <= len(lead):
+        if self.rules.recipe.truncate is None or len(prompt) <= keep or keep <= len(lead):
             return prompt
         if chat is not None and self.columns.tokens is None:
             render = partial(self._chat_ids, own=chat)
-            return cut_chat(self._messages(values), keep, self.truncate, self._tokenizer(), render)
+            return cut_chat(self._messages(values), keep, self.rules.recipe.truncate, self._tokenizer(), render)
         fixed = len(lead) if tuple(prompt[: len(lead)].tolist()) == tuple(lead) else 0
-        return cut_ids(prompt, keep, self.truncate, fixed=fixed)
+        return cut_ids(prompt, keep, self.rules.recipe.truncate, fixed=fixed)
 
     # ---- prompts
 
@@ -288,30 +286,15 @@ def maker_for(
 
     Raises UserError if a causal model has to fill holes but lacks the special tokens for it.
     """
-    task, columns, decoder = recipe.task, recipe.columns, recipe.decoder
-    open_ended = isinstance(task, Infill) and fills_in_middle(task, info)
-    rules = RowRules(
-        task,
-        columns,
-        decoder.baseline.name(),
-        recipe.sampling,
-        tokenizer,
-        recipe.ends,
-        open_ended,
-        constraints,
-        vocab_size=info.vocab_size,
-        edits=getattr(decoder, "tau_edit", None) is not None,
-    )
-    prompter = prompter_of(recipe.prompt, recipe.chat, columns, task)
-    base = own_columns(recipe.prompt, columns, task), tokenizer, info
-    if isinstance(task, Infill) and open_ended:
-        return FimMaker(task, *base, template_of(task.fim, tokenizer, info), rules=rules, prompter=prompter)
+    task, rules = recipe.task, RowRules(recipe, tokenizer, info, constraints)
+    base = rules, own_columns(recipe), prompter_of(recipe)
+    if isinstance(task, Infill) and fills_in_middle(task, info):
+        return FimMaker(task, *base, template_of(task.fim, tokenizer, info))
     if isinstance(task, Infill):
-        return CanvasMaker(task, *base, rules=rules, prompter=prompter)
+        return CanvasMaker(task, *base)
     if isinstance(task, Score) and task.mask is not None:
-        return ScoreMaker(CanvasMaker(task, *base, rules=rules, prompter=prompter))
-    noted = shares_beginnings(task, info)
-    return PromptMaker(task, *base, truncate=recipe.truncate, rules=rules, notes_beginnings=noted, prompter=prompter)
+        return ScoreMaker(CanvasMaker(task, *base))
+    return PromptMaker(task, *base)
 
 
 def shares_beginnings(task: Task, info: ModelInfo) -> bool:

@@ -23,7 +23,7 @@ from jinja2.nodes import Const, Getattr, Getitem, Name, Node
 from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.chat import LimitedEnvironment, environment
 from draftmill.actors.rows.row import Messages, Values, check_text, missing, prompt_of, string_of
-from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Complete, Infill, Prompt, Score, Task
+from draftmill.actors.task import Chat, Columns, Complete, Infill, Prompt, Score
 from draftmill.storage.errors import RowError, UserError, list_names
 from draftmill.storage.inputs.kept import plain
 
@@ -34,7 +34,6 @@ TEXT: Final = FIELD
 ROW, EXAMPLES = "row", "examples"
 """Names of a template that are no columns."""
 
-NO_COLUMNS: Final = Columns()
 SYSTEM_ROLES: Final = ("system", "developer")
 
 
@@ -123,9 +122,9 @@ def _missing(message: str) -> RowError:
 class Prompter:
     """All that a spec says in `prompt` and `chat`; the examples are `turns` of a chat, or `examples` of a template."""
 
-    prompt: Prompt = NO_PROMPT
-    chat: Chat = NO_CHAT
-    columns: Columns = NO_COLUMNS
+    prompt: Prompt
+    chat: Chat
+    columns: Columns
     turns: Sequence[dict[str, Any]] = ()
     examples: Sequence[dict[str, Any]] | None = None
 
@@ -152,25 +151,27 @@ class Prompter:
         return [*head, *self.turns, *rest]
 
 
-def prompter_of(prompt: Prompt, chat: Chat, columns: Columns, task: Task) -> Prompter:
-    """The prompter of a spec, whose examples have been read. UserError if an example can't be a turn of the chat."""
-    given, chat = prompt.examples, Chat(template_kwargs=plain(chat.template_kwargs))
+def prompter_of(recipe: RowRecipe) -> Prompter:
+    """The prompter of a job, whose examples have been read. UserError if an example can't be a turn of the chat."""
+    prompt, columns, given = recipe.prompt, recipe.columns, recipe.prompt.examples
+    chat = Chat(template_kwargs=plain(recipe.chat.template_kwargs))
     if given is None:
         return Prompter(prompt, chat, columns)
     assert given.rows is not None, "examples are read before any row"
     rows = [plain(row) for row in given.rows]
     if given.answer is None:
         return Prompter(prompt, chat, columns, examples=rows)
-    assert not isinstance(task, Infill), "no conversation without a chat"
-    return Prompter(prompt, chat, columns, turns=_turns(prompt.template, rows, given.answer, columns, task))
+    assert not isinstance(recipe.task, Infill), "no conversation without a chat"
+    return Prompter(prompt, chat, columns, turns=_turns(prompt.template, rows, given.answer, columns, recipe.task))
 
 
-def own_columns(prompt: Prompt, columns: Columns, task: Task) -> Columns:
+def own_columns(recipe: RowRecipe) -> Columns:
     """The columns that a task reads of a row that was filled: the template's text takes the place of a prompt or a text."""
-    if prompt.template is None:
-        return columns
+    task = recipe.task
+    if recipe.prompt.template is None:
+        return recipe.columns
     gives_text = isinstance(task, Infill) or (isinstance(task, Score) and task.mask is not None)
-    return columns.model_copy(update={"text" if gives_text else "prompt": TEXT})
+    return recipe.columns.model_copy(update={"text" if gives_text else "prompt": TEXT})
 
 
 def _turns(

@@ -25,13 +25,15 @@ from decimal import Decimal
 from functools import cached_property, partial
 from typing import Any, Final, NoReturn
 
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, read_constraint
+from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.row import CHAT, Values, body_of, decode_bytes, endpoint_of, missing, problems_of
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.task import MOST_NEW_TOKENS, Columns, Complete, Score, Task
-from draftmill.decoders.base import RowSettings
+from draftmill.actors.task import MOST_NEW_TOKENS, Complete, Score
+from draftmill.decoders.base import ModelInfo, RowSettings
 from draftmill.decoders.common_settings import MOST_TOP_LOGPROBS, Sampling
 from draftmill.decoders.engine.ends import NeverStops
 from draftmill.decoders.engine.penalties import Penalties
@@ -69,35 +71,27 @@ class OwnSettings:
 class RowRules:
     """Everything, except the row, that decides which settings a row may have.
 
-    `ends` are the end tokens of the job's completions; with `open_ended`, holes are filled until such a token comes. The model
-    has `vocab_size` ids, None: the tokenizer's. `edits`: the decoder replaces tokens that it has generated.
     `constraints` makes the rows' constraints; None where they are not needed.
     """
 
-    task: Task
-    columns: Columns
-    decoder: str
-    sampling: Sampling
-    tokenizer: Tokenizer | None = None
-    ends: tuple[int, ...] = ()
-    open_ended: bool = False
+    recipe: RowRecipe
+    tokenizer: Tokenizer | None
+    info: ModelInfo
     constraints: ConstraintMaker | None = None
-    vocab_size: int | None = None
-    edits: bool = False
 
     def constraint(self, own: OwnSettings) -> Any:
         """What the text of a row must match: its own constraint, else the task's; None for none."""
-        return getattr(self.task, "constraint", None) if own.constraint is None else own.constraint
+        return getattr(self.recipe.task, "constraint", None) if own.constraint is None else own.constraint
 
     @cached_property
     def job_penalties(self) -> Penalties | None:
         """Those of rows without their own; ValueError as penalties_of."""
-        return penalties_of(self.sampling, self.tokenizer, vocab_size=self.vocab_size, ends=self.ends)
+        return penalties_of(self.recipe.sampling, self.tokenizer, self.info.vocab_size, self.recipe.ends)
 
     def own_settings(self, values: Values) -> OwnSettings:
         """The row's own settings; RowError if one is invalid or unsupported."""
         body = body_of(values)
-        if body is None and not self.columns.has_own_settings():
+        if body is None and not self.recipe.columns.has_own_settings():
             return OwnSettings()
         endpoint = None
         if body is not None:
@@ -105,16 +99,16 @@ class RowRules:
             if problems := list(problems_of(body, self._job_values(), endpoint)):
                 _refuse("; ".join(problems))
         kwargs = self._template_kwargs(values, body or {})
-        if isinstance(self.task, Score):  # nothing is generated, so the other settings have no effect
+        if isinstance(self.recipe.task, Score):  # nothing is generated, so the other settings have no effect
             return OwnSettings(endpoint=endpoint, template_kwargs=kwargs)
         return replace(self._settings_of(values, body or {}, endpoint), template_kwargs=kwargs)
 
     def settings(self, own: OwnSettings) -> tuple[RowSettings, StopStrings | None]:
         """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
         stops, texts = None, own.stop
-        min_new = own.penalties.get("min_new_tokens", self.sampling.min_new_tokens)
-        if texts is None and min_new != self.sampling.min_new_tokens:
-            texts = getattr(self.task, "stop", ())
+        min_new = own.penalties.get("min_new_tokens", self.recipe.sampling.min_new_tokens)
+        if texts is None and min_new != self.recipe.sampling.min_new_tokens:
+            texts = getattr(self.recipe.task, "stop", ())
         if texts:
             assert self.tokenizer is not None, "stop strings without a tokenizer are refused"
             stops = StopStrings(self.tokenizer, texts, skip_special=self._skips_special, min_new=min_new)
@@ -125,44 +119,45 @@ class RowRules:
             min_p=own.min_p,
             stop_text=NeverStops() if own.stop == () else stops,
             stop_ids=own.stop_ids,
-            token_logprobs=own.logprobs or self.sampling.top_logprobs > 0,
-            top_logprobs=own.top_logprobs or self.sampling.top_logprobs,
+            token_logprobs=own.logprobs or self.recipe.sampling.top_logprobs > 0,
+            top_logprobs=own.top_logprobs or self.recipe.sampling.top_logprobs,
             penalties=self._penalties(own),
         ), stops
 
     def _penalties(self, own: OwnSettings) -> Penalties | None:
         if not own.penalties and not own.stop_ids:
             return self.job_penalties
-        sampling, ends = self.sampling.model_copy(update=dict(own.penalties)), (*self.ends, *own.stop_ids)
+        sampling, ends = self.recipe.sampling.model_copy(update=dict(own.penalties)), (*self.recipe.ends, *own.stop_ids)
         try:
-            return penalties_of(sampling, self.tokenizer, vocab_size=self.vocab_size, ends=ends)
+            return penalties_of(sampling, self.tokenizer, self.info.vocab_size, ends)
         except ValueError as error:
             raise RowError("bad_setting", "read", str(error)) from None
 
     # ---- the values
 
     def _settings_of(self, values: Values, body: Mapping[str, Any], endpoint: str | None) -> OwnSettings:
-        name, most = _setting(values, self.columns.max_new_tokens, body, ("max_completion_tokens", "max_tokens"))
-        stop_name, stop = _setting(values, self.columns.stop, body, ("stop",))
-        if not isinstance(self.task, Complete):
-            if most is not None and not self.open_ended:
+        task, columns, sampling = self.recipe.task, self.recipe.columns, self.recipe.sampling
+        name, most = _setting(values, columns.max_new_tokens, body, ("max_completion_tokens", "max_tokens"))
+        stop_name, stop = _setting(values, columns.stop, body, ("stop",))
+        if not isinstance(task, Complete):
+            if most is not None and not fills_in_middle(task, self.info):
                 _refuse(f"{name}: {brief(str(most))}, but this job fills holes of given lengths; allowed: null")
             if stop is not None and stop != []:
                 _refuse(f"{stop_name}: {brief(str(stop))}, but stop strings end completions only; allowed: null")
             stop = None
         constraint = self._constraint(values, body)
-        if (stop or getattr(self.task, "stop", ())) and (constraint or getattr(self.task, "constraint", None)):
+        if (stop or getattr(task, "stop", ())) and (constraint or getattr(task, "constraint", None)):
             _refuse(
                 f"{stop_name}: stop strings would cut a text before it matches its constraint; allowed: only one of them"
             )
-        temperature = _number(*_setting(values, self.columns.temperature, body, ("temperature",)), most=100.0)
-        top_p = _number(*_setting(values, self.columns.top_p, body, ("top_p",)), most=1.0, above=True)
+        temperature = _number(*_setting(values, columns.temperature, body, ("temperature",)), most=100.0)
+        top_p = _number(*_setting(values, columns.top_p, body, ("top_p",)), most=1.0, above=True)
         top_k, min_p = self._top_k(values, body), _number("min_p", body.get("min_p"), most=1.0)
         self._check_draws(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
         logprobs, tops = self._logprobs(body, endpoint)
         penalties, stop_ids = self._own_penalties(body), self._stop_ids(body.get("stop_token_ids"))
-        if constraint or getattr(self.task, "constraint", None):
-            banning = [*self.sampling.model_copy(update=penalties).bans, *(["stop_token_ids"] if stop_ids else [])]
+        if constraint or getattr(task, "constraint", None):
+            banning = [*sampling.model_copy(update=penalties).bans, *(["stop_token_ids"] if stop_ids else [])]
             if banning:
                 _refuse(
                     f"{banning[0]}: could leave no token that a constraint allows, or cut a text; allowed: only one of them"
@@ -184,7 +179,7 @@ class RowRules:
 
     def _constraint(self, values: Values, body: Mapping[str, Any]) -> Any:
         """The row's own constraint; RowError where the job can't keep it."""
-        column = self.columns.constraint
+        column = self.recipe.columns.constraint
         name, value = _setting(values, column, {}, ("constraint",))
         given = constraint_of_body(body) if value is None else read_constraint(value)
         if given is None:
@@ -193,8 +188,8 @@ class RowRules:
             _refuse(f"{name}: a constraint is about text, which needs a tokenizer; model.tokenizer is 'none'")
         if (
             column is None
-            and self.sampling.acceptance == "rejection"
-            and getattr(self.task, "constraint", None) is None
+            and self.recipe.sampling.acceptance == "rejection"
+            and getattr(self.recipe.task, "constraint", None) is None
         ):
             _refuse(
                 f"{name}: with sampling.acceptance 'rejection' the job must say that rows have constraints; "
@@ -204,7 +199,7 @@ class RowRules:
 
     def _template_kwargs(self, values: Values, body: Mapping[str, Any]) -> dict[str, Any]:
         """The row's own arguments of the chat template, without nulls; a csv file has them as JSON text."""
-        name, value = _setting(values, self.columns.template_kwargs, body, ("chat_template_kwargs",))
+        name, value = _setting(values, self.recipe.columns.template_kwargs, body, ("chat_template_kwargs",))
         if isinstance(value, str):
             with suppress(ValueError):
                 value = parse_json(value)
@@ -216,7 +211,7 @@ class RowRules:
 
     def _top_k(self, values: Values, body: Mapping[str, Any]) -> int | None:
         """0 cuts nothing off, and so does -1 of a request."""
-        name, value = _setting(values, self.columns.top_k, body, ("top_k",))
+        name, value = _setting(values, self.recipe.columns.top_k, body, ("top_k",))
         number = None if value is None else _spelt(value)
         if value is not None and (number is None or number != int(number) or not -1 <= number < 2**31):
             _bad(name, value, "a whole number from 1 on; 0 or -1: all tokens")
@@ -227,17 +222,17 @@ class RowRules:
         found = dict[str, Any]()
         for key, (name, read) in _PENALTIES.items():
             value = None if body.get(key) is None else read(key, body[key])
-            if value is not None and value != getattr(self.sampling, name):
+            if value is not None and value != getattr(self.recipe.sampling, name):
                 found[name] = value
-        changed = self.sampling.model_copy(update=found)
-        if found.get("min_new_tokens") and not isinstance(self.task, Complete):
+        changed = self.recipe.sampling.model_copy(update=found)
+        if found.get("min_new_tokens") and not isinstance(self.recipe.task, Complete):
             _refuse(
                 f"min_tokens: {found['min_new_tokens']}, but only completions have a length of their own; allowed: 0"
             )
-        if self.edits and changed.reads_text:
+        if getattr(self.recipe.decoder, "tau_edit", None) is not None and changed.reads_text:
             _refuse(f"{changed.reads_text[0]}: depends on the tokens so far, which decoder.tau_edit may replace")
         keys = changed.changes_logits
-        if keys and not self.sampling.changes_logits and self.sampling.acceptance == "rejection":
+        if keys and not self.recipe.sampling.changes_logits and self.recipe.sampling.acceptance == "rejection":
             _refuse(
                 f"{keys[0]}: under sampling.acceptance 'rejection' rows have penalties of their own only where the "
                 "job has some; set them in sampling, or use acceptance 'coupled'"
@@ -249,15 +244,15 @@ class RowRules:
             return ()
         if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
             _bad("stop_token_ids", value, "a list of token ids")
-        if not isinstance(self.task, Complete):
+        if not isinstance(self.recipe.task, Complete):
             _refuse(f"stop_token_ids: {brief(str(value))}, but stop tokens end completions only; allowed: []")
         return tuple(value)
 
     def _check_draws(self, **own: float | None) -> None:
         """RowError for values other than the job's, if the decoder uses the job's values for all rows."""
-        if DECODERS[self.decoder].draws_by_row:
+        sampling, decoder = self.recipe.sampling, self.recipe.decoder.baseline
+        if decoder.draws_by_row:
             return
-        sampling = self.sampling
         job = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p or 1.0,
@@ -267,7 +262,7 @@ class RowRules:
         for key, value in own.items():
             if value is not None and value != job[key]:
                 _refuse(
-                    f"{key}: {value:g}, but decoder {self.decoder!r} uses one value for all rows; allowed: {job[key]:g}, "
+                    f"{key}: {value:g}, but decoder {decoder.name()!r} uses one value for all rows; allowed: {job[key]:g}, "
                     f"from sampling.{key}"
                 )
 
@@ -292,7 +287,7 @@ class RowRules:
             return None
         for token, text in sorted(self.tokenizer.special.items()):
             for stop in stops:
-                if text in stop and token not in self.ends:
+                if text in stop and token not in self.recipe.ends:
                     return (
                         f"{brief(stop)} contains the special token {text!r}, which the text leaves out; "
                         "allowed: other texts, or any text with task.skip_special_tokens: false"
@@ -314,9 +309,9 @@ class RowRules:
         if tops is not None and (type(tops) is not int or not 0 <= tops <= MOST_TOP_LOGPROBS):
             key = "top_logprobs" if endpoint == CHAT else "logprobs"
             _bad(key, body.get(key), f"a whole number from 0 to {MOST_TOP_LOGPROBS}, null")
-        if value and not DECODERS[self.decoder].token_logprobs:
+        if value and not self.recipe.decoder.baseline.token_logprobs:
             _refuse(
-                f"logprobs: decoder {self.decoder!r} does not record them; "
+                f"logprobs: decoder {self.recipe.decoder.baseline.name()!r} does not record them; "
                 f"allowed: null, or one of {', '.join(sorted(kind for kind, rules in DECODERS.items() if rules.token_logprobs))}"
             )
         return bool(value), tops or 0
@@ -325,13 +320,13 @@ class RowRules:
 
     @property
     def _skips_special(self) -> bool:
-        return not isinstance(self.task, Score) and self.task.skip_special_tokens
+        return not isinstance(self.recipe.task, Score) and self.recipe.task.skip_special_tokens
 
     def _job_values(self) -> dict[str, tuple[Any, ...]]:
         """The values that some keys of a body must have, since they are fixed for the whole job."""
-        ignores = isinstance(self.task, Complete) and self.task.ignore_eos
+        ignores = isinstance(self.recipe.task, Complete) and self.recipe.task.ignore_eos
         return {
-            "n": (self.sampling.n,),
+            "n": (self.recipe.sampling.n,),
             "ignore_eos": (ignores,),
             "skip_special_tokens": (self._skips_special,),
         }
@@ -415,11 +410,10 @@ def _refuse(message: str) -> NoReturn:
 
 
 def penalties_of(
-    sampling: Sampling, tokenizer: Tokenizer | None, *, vocab_size: int | None = None, ends: Sequence[int] = ()
+    sampling: Sampling, tokenizer: Tokenizer | None, size: int, ends: Sequence[int] = ()
 ) -> Penalties | None:
     """What changes the logits by these settings; None if nothing does. `ends` end a text. ValueError, which begins with the key,
-    for a text that is not one token where it must be, and for ids that the model has not."""
-    size = tokenizer.size if vocab_size is None and tokenizer is not None else vocab_size
+    for a text that is not one token where it must be, and for ids beyond the model's `size`."""
     biases = {_one_token("logit_bias", given, tokenizer, size): bias for given, bias in sampling.logit_bias.items()}
     banned = dict[tuple[int, ...], None]()
     for given in sampling.suppress_tokens:
@@ -440,7 +434,7 @@ def penalties_of(
     return None if made == Penalties() else made
 
 
-def _one_token(key: str, given: int | str, tokenizer: Tokenizer | None, size: int | None) -> int:
+def _one_token(key: str, given: int | str, tokenizer: Tokenizer | None, size: int) -> int:
     """The id of a token that is given by its id or text: behind other text, at the beginning of one, or as a special token."""
     if isinstance(given, int):
         return _known(key, given, size)
@@ -452,7 +446,7 @@ def _one_token(key: str, given: int | str, tokenizer: Tokenizer | None, size: in
     return one
 
 
-def _runs_of(given: tuple[int, ...] | str, tokenizer: Tokenizer | None, size: int | None) -> Iterator[tuple[int, ...]]:
+def _runs_of(given: tuple[int, ...] | str, tokenizer: Tokenizer | None, size: int) -> Iterator[tuple[int, ...]]:
     """The runs of tokens that spell a text inside of another one, with a space before it or not."""
     if isinstance(given, tuple):
         yield tuple(_known("bad_words", token, size) for token in given)
@@ -463,8 +457,8 @@ def _runs_of(given: tuple[int, ...] | str, tokenizer: Tokenizer | None, size: in
             yield run
 
 
-def _known(key: str, token: int, size: int | None) -> int:
-    if size is not None and token >= size:
+def _known(key: str, token: int, size: int) -> int:
+    if token >= size:
         raise ValueError(f"{key}: {token} is not an id of the model; allowed: 0 to {size - 1}")
     return token
 

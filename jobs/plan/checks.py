@@ -81,8 +81,7 @@ def check_stop(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) 
         raise UserError(f"{info.mask_id} {reason}", field="model.mask_id")
     task = recipe.task
     if isinstance(task, Complete) and task.stop:
-        rules = RowRules(task, recipe.columns, recipe.decoder.baseline.name(), recipe.sampling, tokenizer, recipe.ends)
-        problem = rules.unseen_stop(task.stop)
+        problem = RowRules(recipe, tokenizer, info).unseen_stop(task.stop)
         if problem is not None:
             raise UserError(problem, field="task.stop")
 
@@ -90,7 +89,7 @@ def check_stop(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) 
 def check_penalties(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) -> None:
     """Raise UserError if sampling settings name tokens that the model does not have."""
     try:
-        penalties_of(recipe.sampling, tokenizer, vocab_size=info.vocab_size, ends=recipe.ends)
+        penalties_of(recipe.sampling, tokenizer, info.vocab_size, recipe.ends)
     except ValueError as error:
         key, _, problem = str(error).partition(": ")
         raise UserError(problem, field=f"sampling.{key}") from None

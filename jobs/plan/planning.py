@@ -233,8 +233,7 @@ def no_column(recipe: RowRecipe, inputs: Sequence[InputFile]) -> UserError:
         )
     if recipe.prompt.template is not None:
         try:
-            prompter = prompter_of(recipe.prompt, recipe.chat, recipe.columns, recipe.task)
-            prompter.fill(lift(there, columns_of(recipe.prompt.template)))
+            prompter_of(recipe).fill(lift(there, columns_of(recipe.prompt.template)))
         except RowError as error:
             return UserError(f"no row has all columns: {error.message.removeprefix(f'{TEMPLATE}: ')}", field=TEMPLATE)
     expected = _expected_column(recipe.task, there)

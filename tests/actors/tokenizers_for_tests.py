@@ -1,12 +1,17 @@
 """Two small tokenizers: one byte-level, whose pieces join exactly, and one of words, whose pieces do not."""
 
 from functools import cache
+from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
+from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.text import Tokenizer
+from draftmill.actors.task import Columns, Task
 from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.settings import DECODERS
 
 CORPUS = ["def f(x):\n    return x\n", "for value in values:\n        total += value\n", "The cat sat. A dog ran! Why?"]
 SPECIAL = ["<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>"]
@@ -45,3 +50,9 @@ def word_pieces() -> Tokenizer:
 
 def model_info(*, vocab_size: int = 300, max_length: int | None = 64) -> ModelInfo:
     return ModelInfo("xlnet", vocab_size, 6, max_length, "any_subset", 1000, suppressed=(6,))
+
+
+def recipe_of(task: Task, columns: dict[str, str] | None = None, decoder: str = "assd", **more: Any) -> RowRecipe:
+    """The recipe of a task's rows; `more` are further fields of it."""
+    settings: Any = DECODERS[decoder].model_validate({"kind": decoder, **more.pop("keys", {})})
+    return RowRecipe(task, Columns(**(columns or {})), settings, **{"sampling": Sampling()} | more)

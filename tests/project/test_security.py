@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from draftmill.actors.rows.makers import PromptMaker
+from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
-from draftmill.actors.task import Columns, Complete
+from draftmill.actors.task import Complete
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.drive.log import shown
@@ -29,7 +29,7 @@ from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.secrets import HIDDEN, redacted
 from draftmill.storage.stores import s3 as s3_module
 from draftmill.storage.stores.store import Place, S3Options, open_store
-from tests.actors.tokenizers_for_tests import model_info
+from tests.actors.tokenizers_for_tests import model_info, recipe_of
 from tests.runs.causal_jobs import TOKENIZER
 from tests.runs.jobs_here import without_ray
 from tests.runs.jobs_of_tests import GOLDEN, write_rows, write_spec
@@ -391,7 +391,7 @@ def test_a_chat_template_stays_in_its_sandbox(tmp_path, template):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = load_tokenizer(tmp_path)
     task = Complete(kind="complete", chat=True)
-    make = PromptMaker(task, Columns(), tokenizer, model_info(vocab_size=2048))
+    make = maker_for(recipe_of(task), tokenizer, model_info(vocab_size=2048))
     with pytest.raises(RowError) as caught:
         make.make({"messages": [{"role": "user", "content": "x"}]}, 0)
     assert caught.value.kind == "bad_messages" and not (tmp_path / "owned").exists()

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.actors.rows.canvas import Canvas, CanvasMaker, CanvasSize, finish_row, runs
-from draftmill.actors.task import Columns, Infill
+from draftmill.actors.rows.canvas import Canvas, CanvasSize, finish_row, runs
+from draftmill.actors.rows.makers import Maker, maker_for
+from draftmill.actors.task import Infill
 from draftmill.decoders.base import HOLE
 from draftmill.storage.errors import RowError
-from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
+from tests.actors.tokenizers_for_tests import byte_level, model_info, recipe_of, word_pieces
 
 TEXT = "def f(x):\n    return x\n\nfor value in values:\n        total += value\n"
 LETTER = byte_level().encode("A")[0]
@@ -19,14 +20,14 @@ LETTER = byte_level().encode("A")[0]
 
 def maker(mask: dict[str, Any], *, columns: dict[str, str] | None = None, max_length: int | None = 64, tokenizer=None):
     task = Infill.model_validate({"kind": "infill", "mask": mask}, strict=True)
-    return CanvasMaker(task, Columns(**(columns or {})), tokenizer or byte_level(), model_info(max_length=max_length))
+    return maker_for(recipe_of(task, columns), tokenizer or byte_level(), model_info(max_length=max_length))
 
 
 def filled(canvas: Canvas, token: int = LETTER) -> str | None:
     return finish_row(canvas, np.full(canvas.num_masked, token, dtype=np.int32), byte_level())[0]
 
 
-def error_of(make: CanvasMaker, values: dict[str, Any]) -> RowError:
+def error_of(make: Maker, values: dict[str, Any]) -> RowError:
     with pytest.raises(RowError) as caught:
         make.make(values, 1)
     return caught.value
@@ -182,7 +183,7 @@ def test_a_lone_surrogate_fails_its_row():
 
 def test_given_tokens_need_no_tokenizer():
     task = Infill.model_validate({"kind": "infill", "mask": {"kind": "given"}})
-    make = CanvasMaker(task, Columns(tokens="ids"), None, model_info())
+    make = maker_for(recipe_of(task, {"tokens": "ids"}), None, model_info())
     canvas = make.make({"ids": [5, None, None, 7, None]}, 1)
     assert canvas.tokens.tolist() == [5, HOLE, HOLE, 7, HOLE] and canvas.holes == ((1, 3), (4, 5))
     text, fills = finish_row(canvas, np.asarray([1, 2, 3], dtype=np.int32), None)

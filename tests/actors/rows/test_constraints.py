@@ -6,28 +6,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.actors.rows.canvas import Canvas, CanvasMaker
+from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, node_of, read_constraint
-from draftmill.actors.rows.row_settings import RowRules
+from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.task import Columns, Complete, ConstraintSettings, Infill, Marker
 from draftmill.decoders.base import HOLE
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.automaton import Automaton
 from draftmill.decoders.constraints.expressions import dfa_of
 from draftmill.jobs.config.rules import constraint_problem
 from draftmill.storage.errors import RowError
-from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
+from tests.actors.tokenizers_for_tests import byte_level, model_info, recipe_of, word_pieces
 from tests.decoders.support import accepts
 
 DIGITS = ConstraintSettings(regex="[0-9]+")
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-def maker(constraints: Any, *, marker: str = "<hole>") -> CanvasMaker:
+def maker(constraints: Any, *, marker: str = "<hole>") -> Maker:
     task = Infill(kind="infill", mask=Marker(kind="marker", marker=marker, length=2), constraint=constraints)
     builder = ConstraintMaker(byte_level(), model_info(), ())
-    rules = RowRules(task, Columns(), "assd", Sampling(), byte_level(), constraints=builder)
-    return CanvasMaker(task, Columns(), byte_level(), model_info(), rules=rules)
+    return maker_for(recipe_of(task), byte_level(), model_info(), constraints=builder)
 
 
 def made(text: str, constraints: Any, **more: Any) -> Canvas:
@@ -126,9 +124,7 @@ def test_dots_that_stand_alone_are_a_marker_of_their_own():
 
 def test_names_of_a_rows_own_constraints_are_read():
     task = Infill(kind="infill", mask=Marker(kind="marker", marker="<hole>", length=2))
-    columns = Columns(constraint="c")
-    rules = RowRules(task, columns, "assd", Sampling(), byte_level())
-    own = CanvasMaker(task, columns, byte_level(), model_info(), rules=rules)
+    own = maker_for(recipe_of(task, {"constraint": "c"}), byte_level(), model_info())
     canvas = own.make({"text": "<hole:n> <hole>", "c": {"n": {"regex": "[0-9]+"}}}, 0)
     assert canvas.rules == (DIGITS, None) and canvas.size.is_constrained
     assert not own.make({"text": "<hole>", "c": None}, 0).size.is_constrained

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.actors.rows.makers import PromptMaker, cut_ids, cut_text, prompt_room
+from draftmill.actors.rows.makers import Maker, cut_ids, cut_text, prompt_room
 from draftmill.actors.task import Side
 from draftmill.storage.errors import RowError
 from tests.actors.rows import test_prompts
@@ -18,7 +18,7 @@ __all__ = ["chat_folder", "chatting"]  # fixtures
 SIDES: tuple[Side, ...] = ("left", "right", "middle")
 
 
-def maker(truncate: Side | None, **more: Any) -> PromptMaker:
+def maker(truncate: Side | None, **more: Any) -> Maker:
     return test_prompts.maker(truncate=truncate, **{"max_length": 16} | more)
 
 

@@ -13,12 +13,12 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftmill.actors.rows.canvas import Canvas, CanvasSize
-from draftmill.actors.rows.makers import PromptMaker, ScoreMaker
+from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import Columns, Complete, Score, Side
+from draftmill.actors.task import Complete, Score, Side
 from draftmill.decoders.base import HOLE
 from draftmill.storage.errors import RowError
-from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
+from tests.actors.tokenizers_for_tests import byte_level, model_info, recipe_of, word_pieces
 
 BEGIN, END = 1, 2
 TEMPLATE = (
@@ -65,7 +65,7 @@ def maker(
     score: bool = False,
     truncate: Side | None = None,
     **task: Any,
-) -> PromptMaker:
+) -> Maker:
     info = replace(
         model_info(max_length=task.pop("max_length", 64)),
         mask_id=task.pop("mask_id", None),
@@ -76,10 +76,10 @@ def maker(
         if score
         else Complete.model_validate({"kind": "complete"} | task, strict=True)
     )
-    return PromptMaker(setting, Columns(**(columns or {})), tokenizer or byte_level(), info, truncate=truncate)
+    return maker_for(recipe_of(setting, columns, truncate=truncate), tokenizer or byte_level(), info)
 
 
-def made(make: PromptMaker, values: dict[str, Any]) -> Canvas:
+def made(make: Maker, values: dict[str, Any]) -> Canvas:
     """The row's canvas, of the size that the planner knows."""
     canvas = make.make(values, 1)
     assert make.sizes([(values, 1)]) == [canvas.size]
@@ -90,7 +90,7 @@ def prompt(canvas: Canvas) -> list[int]:
     return canvas.tokens[: canvas.holes[0][0]].tolist()
 
 
-def error_kind(make: PromptMaker | ScoreMaker, values: dict[str, Any]) -> str:
+def error_kind(make: Maker, values: dict[str, Any]) -> str:
     with pytest.raises(RowError) as caught:
         make.make(values, 1)
     (size,) = make.sizes([(values, 1)])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.actors.rows.makers import PromptMaker
+from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.row import CHAT, COMPLETIONS, row_key
 from draftmill.actors.rows.row_settings import OwnSettings, RowRules
 from draftmill.actors.rows.text import Tokenizer
@@ -16,7 +16,7 @@ from draftmill.decoders.engine.penalties import Penalties
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.lines import openai_request
 from tests.actors.rows.test_prompts import chat_folder, chatting  # noqa: F401 - fixtures
-from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.actors.tokenizers_for_tests import byte_level, model_info, recipe_of
 
 COMPLETE = Complete(kind="complete")
 INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "random"}}, strict=True)
@@ -31,7 +31,8 @@ def rules(
     tokenizer: Tokenizer | None = None,
     ends: tuple[int, ...] = (2,),
 ) -> RowRules:
-    return RowRules(task, Columns(**(columns or {})), decoder, sampling, tokenizer or byte_level(), ends)
+    recipe = recipe_of(task, columns, decoder, sampling=sampling, ends=ends)
+    return RowRules(recipe, tokenizer or byte_level(), model_info())
 
 
 def request(url: str | None = COMPLETIONS, **body: Any) -> dict[str, Any]:
@@ -216,7 +217,8 @@ def test_penalties_that_a_decoder_can_not_have_for_one_row_are_refused_by_name(k
     assert "acceptance" in refusal(ratio, request(**{key: PENALTIES[key]}))
     both = rules(sampling=Sampling(acceptance="rejection", presence_penalty=0.1))
     assert both.own_settings(request(**{key: PENALTIES[key]})).penalties
-    editing = RowRules(COMPLETE, Columns(), "block_diffusion", Sampling(), byte_level(), (2,), edits=True)
+    edits = recipe_of(COMPLETE, None, "block_diffusion", ends=(2,), keys={"tau_edit": 0.9})
+    editing = RowRules(edits, byte_level(), model_info())
     if key != "logit_bias":
         assert "tau_edit" in refusal(editing, request(**{key: PENALTIES[key]}))
 
@@ -229,7 +231,7 @@ def test_what_could_leave_no_token_beside_a_constraint_is_refused(body):
 
 
 def test_ids_that_the_model_lacks_fail_their_row():
-    made = RowRules(COMPLETE, Columns(), "autoregressive", Sampling(), byte_level(), (2,), vocab_size=50)
+    made = RowRules(recipe_of(COMPLETE, ends=(2,)), byte_level(), model_info(vocab_size=50))
     with pytest.raises(RowError, match="logit_bias: 50 is not an id of the model; allowed: 0 to 49"):
         made.settings(made.own_settings(request(logit_bias={"50": 1})))
 
@@ -315,7 +317,7 @@ def test_conversations_and_prompts_may_stand_in_one_file(chatting: Tokenizer) ->
     messages = [{"role": "user", "content": "hi"}]
     for chat in (False, True):
         task = Complete(kind="complete", chat=chat)
-        make = PromptMaker(task, Columns(), chatting, model_info(), rules=rules(task, tokenizer=chatting))
+        make = maker_for(recipe_of(task), chatting, model_info())
         plain, talk = make.make(request(prompt="hi"), 0), make.make(request(CHAT, messages=messages), 0)
         shown = [chatting.decode(canvas.tokens[canvas.tokens >= 0].tolist()) for canvas in (plain, talk)]
         assert shown == ["<s>hi", "<s><cls>user\nhi<sep><cls>assistant\n"], "whatever task.chat says"
@@ -323,14 +325,14 @@ def test_conversations_and_prompts_may_stand_in_one_file(chatting: Tokenizer) ->
 
 
 def test_a_conversation_without_a_template_fails_alone():
-    make = PromptMaker(COMPLETE, Columns(), byte_level(), model_info(), rules=rules())
+    make = maker_for(recipe_of(COMPLETE), byte_level(), model_info())
     with pytest.raises(RowError, match="no chat template"):
         make.make(request(CHAT), 0)
     assert make.make(request(), 0).num_masked
 
 
 def test_a_request_that_asks_nothing_says_so():
-    make = PromptMaker(COMPLETE, Columns(), byte_level(), model_info(), rules=rules())
+    make = maker_for(recipe_of(COMPLETE), byte_level(), model_info())
     for values, words in (
         ({"custom_id": "a", "url": COMPLETIONS}, "body is missing"),
         ({"custom_id": "a", "body": None}, "body is missing"),
@@ -345,8 +347,7 @@ def test_a_request_that_asks_nothing_says_so():
 
 
 def test_a_row_gets_the_room_it_asks_for_and_the_plan_knows_it():
-    made = rules(columns={"max_new_tokens": "m"})
-    make = PromptMaker(COMPLETE, Columns(max_new_tokens="m"), byte_level(), model_info(max_length=64), rules=made)
+    make = maker_for(recipe_of(COMPLETE, {"max_new_tokens": "m"}), byte_level(), model_info(max_length=64))
     rows: list[dict[str, Any]] = [
         {"prompt": "x", "m": 5},
         {"prompt": "x", "m": None},

@@ -14,11 +14,11 @@ import pytest
 from draftmill.actors.rows.row import messages_of, prompt_of, row_id, row_key, string_of, text_of
 from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.task import Columns, Complete
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate
+from tests.actors.tokenizers_for_tests import model_info, recipe_of
 
 
 def test_an_id_is_taken_where_there_is_one():
@@ -90,8 +90,9 @@ def outcome(read: Any) -> Any:
 
 def as_every_column(row: dict[str, Any]) -> list[Any]:
     """What a value is as an id, as a seed, as a text, as a number of tokens, and as a temperature."""
-    rules = RowRules(Complete(kind="complete"), Columns(max_new_tokens="x"), "autoregressive", Sampling())
-    warm = RowRules(Complete(kind="complete"), Columns(temperature="x"), "autoregressive", Sampling())
+    task = Complete(kind="complete")
+    rules = RowRules(recipe_of(task, {"max_new_tokens": "x"}), None, model_info())
+    warm = RowRules(recipe_of(task, {"temperature": "x"}), None, model_info())
     seed = outcome(lambda: row_key(row, Columns(seed="x"), job_seed=1, sample_id="a"))
     return [
         outcome(lambda: row_id(row, Columns(id="x"))),

@@ -6,30 +6,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftmill.actors.rows.canvas import Canvas, CanvasMaker, CanvasSize
-from draftmill.actors.rows.makers import ScoreMaker
+from draftmill.actors.rows.canvas import Canvas, CanvasSize
+from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.task import Columns, Infill, Score
+from draftmill.actors.task import Infill, Score
 from draftmill.decoders.base import HOLE
 from tests.actors.rows.test_prompts import error_kind
-from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
+from tests.actors.tokenizers_for_tests import byte_level, model_info, recipe_of, word_pieces
 
 TEXT = "def f(x):\n    y = x\n    return y\n"
 
 
 def makers(
     mask: dict[str, Any], *, columns: dict[str, str] | None = None, tokenizer: Tokenizer | None = None
-) -> tuple[ScoreMaker, CanvasMaker]:
+) -> tuple[Maker, Maker]:
     """What scores such a mask's text, and what fills its holes."""
-    named, info = Columns(**(columns or {})), replace(model_info(max_length=64), mask_id=None)
+    info, vocabulary = replace(model_info(max_length=64), mask_id=None), tokenizer or byte_level()
     score = Score.model_validate({"kind": "score", "mask": mask}, strict=True)
     infill = Infill.model_validate({"kind": "infill", "mask": mask}, strict=True)
-    vocabulary = tokenizer or byte_level()
+    without = {name: column for name, column in (columns or {}).items() if name != "reference"}
     return (
-        ScoreMaker(CanvasMaker(score, named, vocabulary, info)),
-        CanvasMaker(
-            infill, Columns(**{k: v for k, v in named.mapping().items() if k != "reference"}), vocabulary, info
-        ),
+        maker_for(recipe_of(score, columns), vocabulary, info),
+        maker_for(recipe_of(infill, without), vocabulary, info),
     )
 
 

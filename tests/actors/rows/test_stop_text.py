@@ -13,9 +13,8 @@ from tokenizers import decoders, models
 from draftmill.actors.rows.row_settings import RowRules
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.task import Columns, Complete
-from draftmill.decoders.common_settings import Sampling
-from tests.actors.tokenizers_for_tests import byte_level, word_pieces
+from draftmill.actors.task import Complete
+from tests.actors.tokenizers_for_tests import byte_level, model_info, recipe_of, word_pieces
 
 
 @cache
@@ -200,7 +199,7 @@ def test_a_stop_string_among_the_first_tokens_is_ordinary_text(data):
 
 def test_min_tokens_of_a_row_hold_for_the_stop_strings_of_the_job():
     task = Complete(kind="complete", stop=("x",))
-    rules = RowRules(task, Columns(), "autoregressive", Sampling(), byte_level())
+    rules = RowRules(recipe_of(task), byte_level(), model_info())
     for body, expected in (({}, None), ({"min_tokens": 2}, 3), ({"min_tokens": 2, "stop": "b"}, None)):
         own = rules.own_settings({"custom_id": "a", "body": {"prompt": "p", **body}})
         finder = rules.settings(own)[1]
