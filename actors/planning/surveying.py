@@ -129,7 +129,7 @@ def _chars(value: Any) -> int:
 
 
 def _measure_batch(recipe: RowRecipe, maker: Maker, batch: Batch) -> pa.Table:
-    named = [_name_row(recipe, batch.piece.file, row) for row in batch.rows]
+    named = [name_row(recipe, batch.piece.file, row) for row in batch.rows]
     good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
     sizes = iter(_sizes(maker, good))
     return table_of(
@@ -154,7 +154,8 @@ def _size(maker: Maker, row: tuple[Values, int]) -> CanvasSize | RowError:
     return size
 
 
-def _name_row(recipe: RowRecipe, file: InputFile, row: Row) -> tuple[str, int | RowError]:
+def name_row(recipe: RowRecipe, file: InputFile, row: Row) -> tuple[str, int | RowError]:
+    """The id of a row, and its key, or why it has none."""
     name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
     if row.error is not None:
         return name, row.error

@@ -21,13 +21,11 @@ from numpy.typing import NDArray
 
 from draftmill.actors.checkpoints.generation import HONOURED
 from draftmill.actors.checkpoints.models import user_error
-from draftmill.actors.job import RowRecipe
 from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
+from draftmill.actors.planning.surveying import name_row
 from draftmill.actors.rows.canvas import Canvas
-from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
-from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
@@ -49,7 +47,7 @@ from draftmill.jobs.run.since import new_files, with_last_run
 from draftmill.storage.errors import MOST_NAMES, RowError, UserError, printable
 from draftmill.storage.inputs.inputs import is_object, local_path
 from draftmill.storage.inputs.reader import iterate
-from draftmill.storage.inputs.rows import InputFile, Row, default_id
+from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import EXAMPLES, Sums
 from draftmill.storage.stores.store import open_store
 
@@ -317,19 +315,12 @@ def first_rows(resolved: Resolved) -> Iterator[FirstRow]:
     columns = read_columns(recipe)
     for number, file in enumerate(resolved.inputs):
         for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars):
-            name = default_id(file, row.row)
-            found = try_row(partial(_first_row, recipe, maker, row, number, name), "tokenize", "tokenize_error")
-            yield FirstRow(number, row.offset, name, 0, found) if isinstance(found, RowError) else found
-
-
-def _first_row(recipe: RowRecipe, maker: Maker, row: Row, file: int, name: str) -> FirstRow:
-    if row.error is not None:
-        return FirstRow(file, row.offset, name, 0, row.error)
-    values = row.values or {}
-    name = row_id(values, recipe.columns) or name
-    key = row_key(values, recipe.columns, job_seed=recipe.seed, sample_id=name)
-    made = try_row(lambda: maker.make(values, key), "tokenize", "tokenize_error")
-    return FirstRow(file, row.offset, name, key, made)
+            name, key = name_row(recipe, file, row)
+            if isinstance(key, RowError):
+                yield FirstRow(number, row.offset, name, 0, key)
+                continue
+            made = try_row(partial(maker.make, row.values or {}, key), "tokenize", "tokenize_error")
+            yield FirstRow(number, row.offset, name, key, made)
 
 
 def loaded_lines(resolved: Resolved, unit_rows: int) -> Iterator[str]:
