@@ -252,23 +252,18 @@ DRAFTER_FIELD = "decoder.drafter.path"
 LAST = "last"
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierRuns:
-    """The runs as workers read them, and the fingerprints of their jobs, which are a part of this job's."""
-
-    runs: tuple[FinishedRun, ...] = ()
-    fingerprints: tuple[str, ...] = ()
-
-
-def earlier_runs(spec: JobSpec, tokenizer: str, plan: Plan | None, display: Notes) -> EarlierRuns | None:
-    """The runs that the spec names, None if its drafter is another one; UserError if one of them is not finished.
+def earlier_runs(
+    spec: JobSpec, tokenizer: str, plan: Plan | None, display: Notes
+) -> tuple[tuple[FinishedRun, ...], list[str] | None]:
+    """The runs that the spec names, and the fingerprints of their jobs, which are a part of this job's, None if its drafter is
+    another one. UserError if a run is not finished.
 
     `tokenizer` is the hash of this job's. A job that is resumed (it has a `plan`) does without runs that are gone, with a note:
     under coupled acceptance its texts are the same.
     """
     drafter = getattr(spec.decoder, "drafter", None)
     if not isinstance(drafter, RunDrafterSettings):
-        return None
+        return (), None
     runs, fingerprints = list[FinishedRun](), list[str]()
     for path in drafter.path:
         try:
@@ -283,7 +278,7 @@ def earlier_runs(spec: JobSpec, tokenizer: str, plan: Plan | None, display: Note
     planned: Sequence[str] | None = None if plan is None else plan.results["decoder"].get("drafter", {}).get("runs")
     if planned is not None and set(fingerprints) < set(planned):
         fingerprints = list(planned)
-    return EarlierRuns(tuple(runs), tuple(fingerprints))
+    return tuple(runs), fingerprints
 
 
 def finished_run(path: str, place: Place, tokenizer: str) -> tuple[str, FinishedRun]:

@@ -150,14 +150,14 @@ def resolve(
     if isinstance(recipe.task, Infill) and fills_in_middle(recipe.task, info):
         fim = template_of(recipe.task.fim, tokenizer, info).key()
     same_tokens = tokenizer_hash(folder, model.tokenizer)
-    earlier = earlier_runs(spec, same_tokens, plan, display or Notes())
+    earlier, fingerprints = earlier_runs(spec, same_tokens, plan, display or Notes())
     results = results_key(
         recorded(spec, recipe),
         info,
         model=_hash_model(folder, display or Notes()),
         adapter=adapter_hash(folder),
         tokenizer=same_tokens,
-        runs=None if earlier is None else earlier.fingerprints,
+        runs=fingerprints,
         head=head_hash(spec),
         drafter=drafter,
         begin=None if tokenizer is None else tokenizer.bos_id,
@@ -172,8 +172,7 @@ def resolve(
         compare_plan(plan, recorded(spec, recipe), with_files(results, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
-    drafts = () if earlier is None else earlier.runs
-    return Resolved(spec, recipe, results, folder, info, tokenizer, inputs, plan, constraints, drafts)
+    return Resolved(spec, recipe, results, folder, info, tokenizer, inputs, plan, constraints, earlier)
 
 
 def inputs_of(plan: Plan) -> list[InputFile]:
@@ -194,10 +193,9 @@ def resolved_of(plan: Plan) -> Resolved:
     model, recipe = spec.model, spec.recipe(plan.results["task"].get("ends", ()))
     folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
     tokenizer = load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
-    info, earlier = inspect(spec, folder), None
+    info, drafts = inspect(spec, folder), tuple[FinishedRun, ...]()
     with suppress(UserError):  # a run that drafted is gone
-        earlier = earlier_runs(spec, plan.results["model"]["tokenizer"], plan, Notes())
-    drafts = () if earlier is None else earlier.runs
+        drafts, _ = earlier_runs(spec, plan.results["model"]["tokenizer"], plan, Notes())
     return Resolved(spec, recipe, plan.results, folder, info, tokenizer, list(plan.files), plan, earlier=drafts)
 
 
