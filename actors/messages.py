@@ -132,6 +132,9 @@ class Effort:
     wall_s: float = 0.0
     tail_s: float = 0.0
 
+    def __add__(self, other: Effort) -> Effort:
+        return Effort(self.engine + other.engine, self.wall_s + other.wall_s, self.tail_s + other.tail_s)
+
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:

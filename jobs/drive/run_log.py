@@ -24,7 +24,7 @@ from typing import Any
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.jobs.drive.log import LOST, JsonLines, event_record
-from draftmill.jobs.drive.totals import DeviceSums, Totals, add_effort, progress_facts
+from draftmill.jobs.drive.totals import DeviceSums, Totals, progress_facts
 from draftmill.storage.errors import StoreError
 from draftmill.storage.json_text import parse_as, shaped
 from draftmill.storage.runs.commit import all_exact
@@ -165,7 +165,7 @@ class Sessions:
             wall_s=self.wall_s + later.wall_s,
             worker_s=self.worker_s + later.worker_s,
             committed=self.committed + later.committed,
-            effort=add_effort(self.effort, later.effort),
+            effort=self.effort + later.effort,
             exact=exact,
             devices=self.devices + later.devices,
             rows_ended=self.rows_ended + later.rows_ended,
@@ -178,22 +178,16 @@ def session_record(totals: Totals) -> dict[str, Any]:
     """The record of a session, for the log: its Sessions as JSON data."""
     devices = dataclasses.replace(totals.devices, unended=float(totals.ended_s is None))
     ended = totals.rows_done - totals.rows_before
-    return dataclasses.asdict(
-        Sessions(
-            wall_s=totals.wall_s,
-            worker_s=totals.worker_s,
-            committed=totals.committed,
-            effort=totals.effort,
-            units_held=totals.units_held,
-            exact=totals.exact,
-            devices=devices,
-            open_s=devices.open_s,
-            rows_ended=ended,
-            rows_open=max(0, ended - totals.committed.rows),
-            tokens=totals.tokens,
-            started_on=dict(totals.started_on),
-        )
+    alike = ("wall_s", "worker_s", "committed", "effort", "units_held", "exact", "tokens")
+    session = Sessions(
+        **{name: getattr(totals, name) for name in alike},
+        devices=devices,
+        open_s=devices.open_s,
+        rows_ended=ended,
+        rows_open=max(0, ended - totals.committed.rows),
+        started_on=dict(totals.started_on),
     )
+    return dataclasses.asdict(session)
 
 
 def read_sessions(store: Store) -> Sessions:

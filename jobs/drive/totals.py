@@ -113,7 +113,7 @@ class Totals:
 
     def add_report(self, worker: str, report: TurnReport) -> None:
         self.decoded += report.decoded
-        self.effort = add_effort(self.effort, report.effort)
+        self.effort += report.effort
         self.waiting[worker] = report.waiting
         if worker in self.lives:
             self.lives[worker] = self.lives[worker][0], self.clock()
@@ -208,11 +208,6 @@ def time_left_s(left: int, ended: int, wall_s: float, failed: int, planned_failu
 def ratio(above: float, below: float) -> float:
     """above / below; 0 if `below` is 0."""
     return above / below if below else 0.0
-
-
-def add_effort(a: Effort, b: Effort) -> Effort:
-    """Sum of two efforts, field by field."""
-    return Effort(a.engine + b.engine, a.wall_s + b.wall_s, a.tail_s + b.tail_s)
 
 
 def efficiency(effort: Effort) -> dict[str, float]:
