@@ -122,8 +122,7 @@ def commit_metrics(
     """Write the metrics of one unit once; returns the file's name. An existing file of the same job stays as it is.
 
     `table` has the columns of KEYS and of the set, and the unit's rows in the order of its results. Raises StoreError if
-    another job holds the name. On a store that ignores conditions, two writers at the same moment may both write; the
-    driver's lease keeps that from happening.
+    another job holds the name.
     """
     schema = pa.schema([*KEYS, *(pa.field(name, pa.float64()) for name in metric_set.columns)])
     assert table.schema.remove_metadata().equals(schema), "a table of metrics has its set's columns"
@@ -136,11 +135,10 @@ def commit_metrics(
     data = write_parquet(table, metadata)
     assert read_parquet(data).num_rows == table.num_rows, "rows were lost in writing"
     failpoint("metrics.before_commit")
-    if not store.exists(name):  # also on a store that ignores conditions
-        with suppress(AlreadyExists):
-            store.create(name, data, metadata=identity)
-            failpoint("metrics.after_commit")
-            return name
+    with suppress(AlreadyExists):
+        store.create(name, data, metadata=identity)
+        failpoint("metrics.after_commit")
+        return name
     require_identity(store, name, parquet_metadata(_read(store, name, store.get(name)).schema), identity)
     return name
 
