@@ -142,22 +142,16 @@ class RunResults:
     def summary(self) -> dict[str, Any]:
         """The figures of the table at the end of `draftmill run`, and what notices say of a run (docs/watching.md)."""
         passes, plan = self._found.passes, self._found.plan
-        tally = sums_of(passes)
+        sums = sums_of(passes)
         facts = {
             "name": plan.spec.name,
             "path": self.path,
-            "samples": {"planned": plan.rows, "ok": tally.ok, "failed": tally.failed},
             "passes": len(passes),
-            "tokens": tally.new_tokens,
-            "prompt_tokens": tally.prompt_tokens,
-            "nfe": tally.nfe,
-            "drafts_proposed": tally.proposed,
-            "drafts_accepted": tally.accepted,
-            "errors": dict(tally.errors),
+            "errors": dict(sums.errors),
             "exact": all_exact(part.manifest.exact for part in passes if part.manifest is not None),
             "metrics": metric_means(self._found.store),
         }
-        return payload(self._found.store) | facts
+        return payload(self._found.store, sums) | facts
 
     def _names(self, columns: Sequence[str] | None) -> list[str]:
         return columns_of(self._found.plan, "parquet", columns or self._usual())

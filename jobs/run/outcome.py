@@ -22,6 +22,7 @@ from draftmill.jobs.results.summary import error_rows, metric_lines, read_summar
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import AnotherDriver, StoreError, UserError
 from draftmill.storage.runs.commit import SUCCESS, done_units, read_manifest
+from draftmill.storage.runs.records import Sums
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.store import Store
 
@@ -130,8 +131,11 @@ class RunOutcome(Watcher):
         self.log.write_out()
 
 
-def payload(store: Store) -> dict[str, Any]:
-    """What a run has done, finished or not, as JSON data; {} if it has no plan, or its directory can't be read."""
+def payload(store: Store, sums: Sums | None = None) -> dict[str, Any]:
+    """What a run has done, finished or not, as JSON data; {} if it has no plan, or its directory can't be read.
+
+    `sums` are those over all passes, in place of those of the first one and of what the sessions noted.
+    """
     try:
         plan = load_plan(store)
         if plan is None:
@@ -140,10 +144,11 @@ def payload(store: Store) -> dict[str, Any]:
         done = plan.units if manifest else len(done_units(store))
     except (StoreError, UserError):
         return {}
-    sums, tally = sessions.devices, sessions.committed
-    ok = manifest.total("ok") if manifest else tally.ok
-    failed = manifest.total("failed") if manifest else tally.failed
-    hours = {name: round(seconds / HOUR_S, 6) for name, seconds in purposes_of(sums).items()}
+    devices, tally = sessions.devices, sums or sessions.committed
+    ok, failed = tally.ok, tally.failed
+    if manifest and sums is None:
+        ok, failed = manifest.total("ok"), manifest.total("failed")
+    hours = {name: round(seconds / HOUR_S, 6) for name, seconds in purposes_of(devices).items()}
     return {
         "fingerprint": plan.fingerprint,
         "pass": plan.pass_,
@@ -156,8 +161,8 @@ def payload(store: Store) -> dict[str, Any]:
         "drafts_proposed": tally.proposed,
         "drafts_accepted": tally.accepted,
         "decoding_s": round(sessions.wall_s, 3),
-        "device_hours": {"total": round(sums.up_s / HOUR_S, 6), **hours},
-        "lost_drivers": round(sums.unended),
+        "device_hours": {"total": round(devices.up_s / HOUR_S, 6), **hours},
+        "lost_drivers": round(devices.unended),
     }
 
 
