@@ -7,9 +7,9 @@ memory of the machine, or of their container, in proportion to their threads.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -36,10 +36,6 @@ class BatchLimits:
     max_tokens: int
     length: int
     rows: int
-
-    def facts(self) -> dict[str, Any]:
-        """The limits as a dict, for the run's log."""
-        return asdict(self)
 
 
 def fit(decoder: Decoder, *, threads: int, gpus: float = 1.0) -> BatchLimits | None:

@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -147,7 +147,7 @@ def build_runner(
     model_cache = model_cache or ModelCache()
     decoder, unit_io = build_parts(job, name=name, node=node, threads=threads, model_cache=model_cache)
     room = fit(decoder, threads=threads, gpus=gpus)
-    facts: dict[str, Any] = {"loaded": model_cache.loaded} | ({"memory": room.facts()} if room else {})
+    facts: dict[str, Any] = {"loaded": model_cache.loaded} | ({"memory": asdict(room)} if room else {})
     facts["device"] = device_facts(decoder)
     facts["load_s"] = round(time.perf_counter() - began_s, 3)
     return UnitRunner(decoder, unit_io, worker=name, facts=facts)

@@ -1,6 +1,6 @@
 """What a worker may use of its device's memory: measured when its models are loaded, from a device that is only pretended."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +104,7 @@ def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch):
     decoder = engine(Small(num_positions=6), token_info(3), settings, rows=64, max_tokens=64 * 512)
     room = fit(decoder, threads=1)
     assert room is not None
-    facts = room.facts()
+    facts = asdict(room)
     assert facts["free_bytes"] == 2_000_000 and facts["max_rows"] == 64 and facts["max_tokens"] == 64 * 512
     assert facts["rows"] == decoder.room(512) == 2 and facts["length"] == 512
     assert decoder.room(6) == 64, "a spec's own bounds stay"
