@@ -226,7 +226,7 @@ class CanvasMaker(RowMaker):
             and self.columns.spans is None
         ):
             return self._sizes_of_texts(mask, [values for values, _ in rows])
-        return [self._size(values, key) for values, key in rows]
+        return RowMaker.sizes(self, rows)
 
     # ---- sizes
 

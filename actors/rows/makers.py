@@ -366,9 +366,7 @@ class FimMaker(CanvasMaker):
         tokens = row.ask([]).canvas
         return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row, rules=rules)
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
-        """Return the size of each row's longest canvas, or its error; rows are (values, key)."""
-        return [self._size(values, key) for values, key in rows]
+    sizes = RowMaker.sizes  # of the longest canvases, which no mask alone tells
 
     def _row(
         self, values: Values, key: int, own: OwnSettings
