@@ -12,7 +12,7 @@ import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
+from itertools import groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -227,34 +227,16 @@ BYTES_AT_ONCE = 2**18
 def in_input_order(plan: Plan, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Yield the rows of `tables`, one for each unit of the plan in the plan's order, in the order of the inputs. Out of core.
 
-    A plan sorts rows by length, but only within a window of the input. So its units form groups that are consecutive in the
-    input: a group ends after a unit if all rows so far precede all rows of later units. A group is at most a window, 65,536 rows
-    or 2^25 tokens by default, and only one group is in memory at a time. The groups are computed from the plan's row numbers
-    alone, sixteen bytes per unit.
-
-        units        |  7 3 9  |  4 8 1  |  12 10  |  11 14 |        numbers of rows in the input
-        groups       |---------|---------|         |        |        {1 3 4 7 8 9}
-                                         |------------------|        {10 11 12 14}
+    A plan sorts rows by length, but only within a window of the input, and the windows follow one another. Only one of them is
+    in memory at a time: 65,536 rows or 2^25 tokens by default.
     """
-    units = iter(zip(plan.tables(["file", "row"]), tables, strict=True))
-    for count in groups(plan):
-        group = list(islice(units, count))
-        order = np.argsort(np.concatenate([places(planned) for planned, _ in group]), kind="stable")
-        rows = pa.concat_tables([table for _, table in group]).unify_dictionaries()
-        del group
+    units = zip(plan.sizes(), plan.tables(["file", "row"]), tables, strict=True)
+    for _, window in groupby(units, key=lambda unit: unit[0].window):
+        _, planned, of_units = zip(*window, strict=True)
+        order = np.argsort(np.concatenate([*map(places, planned)]), kind="stable")
+        rows = pa.concat_tables(of_units).unify_dictionaries()
         for start in range(0, rows.num_rows, AT_ONCE):
             yield rows.take(pa.array(order[start : start + AT_ONCE]))
-
-
-def groups(plan: Plan) -> Iterator[int]:
-    """Yield the number of units in each group, in order. Groups are as small as possible."""
-    numbers = map(places, plan.tables(["file", "row"]))
-    spans = [(int(of_unit.min()), int(of_unit.max())) for of_unit in numbers if len(of_unit)]
-    firsts, lasts = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
-    to_come = np.minimum.accumulate(firsts[::-1])[::-1]  # the first row that this unit or a later one holds
-    so_far = np.maximum.accumulate(lasts)
-    ends = np.flatnonzero(np.append(so_far[:-1] < to_come[1:], [True] * (len(lasts) > 0))) + 1
-    yield from np.diff(ends, prepend=0).tolist()
 
 
 def places(planned: pa.Table) -> NDArray[np.int64]:
