@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -35,7 +35,6 @@ from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
-from draftmill.jobs.plan.resolve import Loaders, remembering
 from draftmill.jobs.results.export import columns_of, own_columns, tables_of
 from draftmill.jobs.results.formats import plain_rows
 from draftmill.jobs.results.passes import count_failed
@@ -262,20 +261,14 @@ SECTIONS: Final = ("seed", "task", "decoder", "sampling", "batching", "input", "
 ROWS: Final = "prompts.jsonl"
 
 
-def _loaders() -> Loaders:
-    """Loaders that get a tokenizer only once; each call has other inputs, and its own date."""
-    return replace(remembering(), inputs=Loaders().inputs, day=Loaders().day)
-
-
 @dataclass(slots=True)
 class _Kept:
-    """What stays in memory from one call of `generate` to the next: networks and tokenizers.
+    """What stays in memory from one call of `generate` to the next: networks.
 
     `files` are those of all checkpoints since, with their sizes and times.
     """
 
     backend: LocalBackend = field(default_factory=lambda: LocalBackend(keep=True))
-    loaders: Loaders = field(default_factory=_loaders)
     files: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     def refresh(self, job: JobSpec) -> None:
@@ -287,7 +280,7 @@ class _Kept:
         files = {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
         if any(self.files.get(path, now) != now for path, now in files.items()):
             self.backend.end_spare()
-            self.loaders, self.files = _loaders(), {}
+            self.files = {}
         self.files |= files
 
 
@@ -370,7 +363,7 @@ def _model_kind(job: JobSpec) -> ModelKind:
 
 def _decode(job: JobSpec) -> list[Row]:
     _KEPT.refresh(job)
-    passes = decode_here(job, _KEPT.backend, loaders=_KEPT.loaders)
+    passes = decode_here(job, _KEPT.backend)
     plan = passes[0].plan
     tables = tables_of(passes, plan.schema.names, order="input")
     return [row for table in tables for row in plain_rows(table, plan.keep)]

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,8 +193,16 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
     for path in sorted(place.iterdir()):
         if path.suffix in {".json", ".model", ".txt", ".jinja"} and (problem := pointer_problem(path)):
             raise UserError(problem, field=_FIELD)
+    stats = ((path.name, path.stat()) for path in sorted(place.iterdir()) if path.is_file())
+    stamp = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return _loaded(place, trust_remote_code, bos_id(folder), stamp)
+
+
+@lru_cache(maxsize=4)
+def _loaded(place: Path, trust_remote_code: bool, begin: int | None, stamp: Hashable) -> Tokenizer:
+    """The tokenizer of these files, which the jobs of a process share."""
     core, bos, eos, chat = _read(place, trust_remote_code)
-    return Tokenizer(core, bos_id=bos_id(folder) if bos is None else bos, eos_id=eos, chat=chat)
+    return Tokenizer(core, bos_id=begin if bos is None else bos, eos_id=eos, chat=chat)
 
 
 def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int | None, ChatTemplate | None]:

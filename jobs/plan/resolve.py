@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cache
 from heapq import nsmallest
 from itertools import chain, islice
 from pathlib import Path
@@ -105,15 +104,14 @@ def resolve(
     store: Store,
     display: Notes | None = None,
     *,
-    loaders: Loaders | None = None,
     inputs: list[InputFile] | None = None,
+    day: date | None = None,
 ) -> Resolved:
     """Check the run directory, the model and the inputs; raises UserError if one of them is unusable.
 
-    Compares settings with an existing plan first, before it fetches or hashes weights, which may take long. `loaders` are for
-    jobs that have something in common; `inputs` are those that were listed already.
+    Compares settings with an existing plan first, before it fetches or hashes weights, which may take long. `inputs` are those
+    that were listed already, `day` is the date that chats of a new plan see in place of the job's own.
     """
-    loaders = loaders or Loaders()
     plan = load_plan(store)
     if plan is not None:
         spec = with_baseline(spec, plan.spec.decoder)
@@ -128,21 +126,21 @@ def resolve(
     recipe = replace(recipe, decoder=spec.recipe().decoder)
     if spec.sampling.from_checkpoint:
         recipe = with_sampling(spec, recipe, folder)
-    tokenizer = loaders.tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
     check_chat(recipe.task, tokenizer)
     planned = None if plan is None else plan.results["input"].get("run")
     run = None if spec.input.run is None else run_state(spec.place(spec.input.run), planned)
     if run is not None:
         inputs = [] if plan is None else copied_files(plan, store)
     elif inputs is None:
-        inputs = loaders.inputs(*spec.input_places, delimiter=spec.input.delimiter)
+        inputs = list_inputs(*spec.input_places, delimiter=spec.input.delimiter)
     if plan is not None:
         if spec.input.since is not None:
             inputs = planned_files(inputs, plan.files)
         inputs = with_known_hashes(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
     elif sees_date(recipe, tokenizer, inputs):
-        recipe = replace(recipe, task=with_chat_date(recipe.task, loaders.day(spec)))
+        recipe = replace(recipe, task=with_chat_date(recipe.task, day or day_of(spec)))
     recipe = replace(recipe, ends=end_ids(recipe.task, folder, tokenizer, info))
     drafter = fim = None
     if (place := fetch_drafter(spec.decoder, spec.s3.options())) is not None:
@@ -387,21 +385,6 @@ def day_of(spec: JobSpec) -> date:
     """The date of a new plan: the job's logical date, or today in UTC."""
     logical = spec.output.logical_date
     return today() if logical is None else read_date(logical).date()
-
-
-@dataclass(frozen=True, slots=True)
-class Loaders:
-    """How `resolve` gets what jobs may have in common; `remembering` gets each of these only once."""
-
-    tokenizer: Callable[..., Tokenizer | None] = load_tokenizer
-    inputs: Callable[..., list[InputFile]] = list_inputs
-    day: Callable[[JobSpec], date] = day_of
-
-
-def remembering() -> Loaders:
-    """Loaders for jobs that are resolved one after another and may have the same models, tokenizers and inputs."""
-    now = today()  # jobs that are compared with each other have one date, also around midnight
-    return Loaders(cache(load_tokenizer), cache(list_inputs), lambda spec: now)
 
 
 def weight_bytes(folder: Path) -> int:

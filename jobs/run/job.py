@@ -31,7 +31,7 @@ from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, create_plan, load_plan
 from draftmill.jobs.plan.planning import make_plan
-from draftmill.jobs.plan.resolve import Loaders, Resolved, resolve
+from draftmill.jobs.plan.resolve import Resolved, resolve
 from draftmill.jobs.results.measure import (
     CheckedMetrics,
     kept_columns,
@@ -140,15 +140,13 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
     return job.output.path
 
 
-def decode_here(
-    job: JobSpec, backend: Backend, loaders: Loaders | None = None, check: Callable[[Resolved], None] = lambda _: None
-) -> list[Pass]:
+def decode_here(job: JobSpec, backend: Backend, check: Callable[[Resolved], None] = lambda _: None) -> list[Pass]:
     """Run a small job in this process, and return its passes; `check` may refuse what was resolved. Prints no table. A signal
     ends it at once, with Ended: the caller keeps no part of it."""
     store, stop = open_store(job.output.path), StopFlag()
     backend.check(job)
     with hold_lease(store, stop.set) as lease, Display() as display:
-        resolved = resolve(job, store, display, loaders=loaders)
+        resolved = resolve(job, store, display)
         check(resolved)
         plan = make_plan(resolved, store, display, epoch=lease.epoch)
         decode(Run(resolved, plan, RunOptions(local=True, grace_s=0.0), lease, stop, display, backend))

@@ -14,9 +14,11 @@ import shlex
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from draftmill.actors.loop.loading import fetch_drafter, network_keys
+from draftmill.actors.task import today
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.config.sweep_spec import CASES, RECORD, CaseSpec, Sweep, changes_text, load_sweep
 from draftmill.jobs.drive.backend import Backend, backend_of
@@ -40,13 +42,14 @@ from draftmill.jobs.exit_codes import (
 from draftmill.jobs.formatting import counted, rate_text, table_lines
 from draftmill.jobs.plan.plan import DRAFTER_FIELD, LAST, Plan, finished_run, load_plan
 from draftmill.jobs.plan.planning import copy_plan, make_plan, plan_groups
-from draftmill.jobs.plan.resolve import Resolved, remembering, resolve
+from draftmill.jobs.plan.resolve import Resolved, resolve
 from draftmill.jobs.results.measure import CheckedMetrics, measure_units, ready_for, units_to_measure
 from draftmill.jobs.results.passes import count_failed, passes_of
 from draftmill.jobs.results.summary import figure_text, metric_means, read_summary
 from draftmill.jobs.run.session import Run, RunOptions, decode
 from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, UserError
 from draftmill.storage.failpoints import failpoint
+from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.runs.commit import done_units, is_closed, read_manifest
 from draftmill.storage.runs.lease import LeaseHeld
 from draftmill.storage.stores.store import NotFound, Store, open_store, probe
@@ -379,7 +382,7 @@ def check_cases(
     """The cases that can run, and what is wrong with the others, by name. Writes nothing and loads no model."""
     usable: list[SweepCase] = []
     problems: dict[str, str] = {}
-    loaders = remembering()
+    listed, day = cache(list_inputs), today()  # cases have one date, also around midnight
     for case in cases:
         try:
             if case.spec is None:
@@ -391,7 +394,8 @@ def check_cases(
                     "a sweep reads files; `draftmill export` makes one of the run, for input.path", field="input.run"
                 )
             spec, takes_last = without_last(spec)
-            resolved = resolve(spec, store, display, loaders=loaders)
+            inputs = listed(*spec.input_places, delimiter=spec.input.delimiter)
+            resolved = resolve(spec, store, display, inputs=inputs, day=day)
             finished = resolved.plan is not None and is_closed(store)
             if not finished:
                 backend.check(spec)
