@@ -326,24 +326,17 @@ def lift_batch(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
     """The batch with exactly these columns, if it has them; fields of a struct become separate columns."""
     if set(batch.schema.names) <= set(columns):
         return batch
-    arrays = {column: array for column in columns if (array := _array(batch, column)) is not None}
+    whole = batch.to_struct_array()
+    arrays = {column: array for column in columns if (array := _inside(whole, column)) is not None}
     if not arrays:  # a batch without columns would have no rows
         return batch
     return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
 
 
-def _array(batch: pa.RecordBatch, column: str) -> pa.Array | None:
-    outer = _outer(batch.schema.names, column)
-    if outer is None:
-        return None
-    array = batch.column(batch.schema.get_field_index(outer))
-    return array if outer == column else _inside(array, column[len(outer) + 1 :])
-
-
 def types_in(schema: pa.Schema, columns: Iterable[str]) -> dict[str, pa.DataType]:
     """The types of these columns, if a table of this schema has them."""
-    empty = pa.RecordBatch.from_pylist([], schema=schema)
-    return {column: array.type for column in columns if (array := _array(empty, column)) is not None}
+    empty = pa.RecordBatch.from_pylist([], schema=schema).to_struct_array()
+    return {column: array.type for column in columns if (array := _inside(empty, column)) is not None}
 
 
 def _inside(array: pa.Array, name: str) -> pa.Array | None:
