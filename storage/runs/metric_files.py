@@ -256,22 +256,11 @@ def _side_by_side(store: Store, tables: Sequence[pa.Table]) -> pa.Table:
 def _last_passes(tables: Sequence[tuple[int, pa.Table]]) -> pa.Table:
     """All rows in one table; a sample that a later pass has takes the later row, in its first place."""
     merged = pa.concat_tables([table for _, table in tables], promote_options="default").combine_chunks()
-    firsts = sum(table.num_rows for pass_, table in tables if pass_ == 1)
-    if firsts == merged.num_rows:
+    if all(pass_ == 1 for pass_, _ in tables):
         return merged
-    order = list(range(merged.num_rows))
-    place: dict[tuple[str, int], int] = {}
-    later = merged.slice(firsts)
-    again = pc.index_in(merged["id"], value_set=pc.unique(later["id"])).is_valid().to_numpy(zero_copy_only=False)
-    dropped = set()
-    for row in np.flatnonzero(again).tolist():
-        key = merged["id"][row].as_py(), merged["sample"][row].as_py()
-        if key in place:
-            order[place[key]] = row
-            dropped.add(row)
-        else:
-            place[key] = row
-    return merged.take([order[row] for row in range(merged.num_rows) if row not in dropped])
+    names = pc.binary_join_element_wise(pc.cast(merged["sample"], pa.string()), merged["id"], ":").combine_chunks()
+    from_the_end = pc.index_in(pc.unique(names), value_set=names[::-1]).to_numpy()
+    return merged.take(merged.num_rows - 1 - from_the_end)
 
 
 def _digest(content: Any) -> str:
