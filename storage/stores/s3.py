@@ -94,20 +94,13 @@ class S3Store(Store):
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
         """One PutObject with If-None-Match and a SHA-256 checksum."""
         failpoint("s3.before_create")
-        token = secrets.token_hex(16)
-        try:
-            answer = self._write(name, data, {**(metadata or {}), TOKEN: token}, IfNoneMatch="*")
-        except ClientError as error:
-            if status_of(error) != 412:
-                raise self.error_of(name, error) from None
-            stat = self.stat(name)
-            if stat is None:
-                raise StoreError(f"{self.where(name)} was refused as existing, but does not exist") from None
-            if stat.metadata.get(TOKEN) != token:
-                raise AlreadyExists(stat) from None
-            return stat
+        is_ours, stat = self._write_if(name, data, metadata or {}, IfNoneMatch="*")
+        if stat is None:
+            raise StoreError(f"{self.where(name)} was refused as existing, but does not exist")
+        if not is_ours:
+            raise AlreadyExists(stat)
         failpoint("s3.after_create")
-        return Stat(name, len(data), _etag(answer), dict(metadata or {}))
+        return stat
 
     def put(self, name: str, data: bytes) -> Stat:
         failpoint("s3.before_put")
@@ -120,17 +113,10 @@ class S3Store(Store):
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
         """One PutObject with If-Match."""
         failpoint("s3.before_replace")
-        token = secrets.token_hex(16)
-        try:
-            answer = self._write(name, data, {TOKEN: token}, IfMatch=etag)
-        except ClientError as error:
-            if status_of(error) not in {404, 412}:
-                raise self.error_of(name, error) from None
-            stat = self.stat(name)
-            if stat is None or stat.metadata.get(TOKEN) != token:
-                raise Conflict(f"{self.where(name)} has changed") from None
-            return stat
-        return Stat(name, len(data), _etag(answer))
+        is_ours, stat = self._write_if(name, data, {}, IfMatch=etag)
+        if not is_ours or stat is None:
+            raise Conflict(f"{self.where(name)} has changed")
+        return stat
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
         """One request for each thousand objects, as they are consumed."""
@@ -218,6 +204,18 @@ class S3Store(Store):
             return bytes(self._client.get_object(**call)["Body"].read())
 
         return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
+
+    def _write_if(self, name: str, data: Body, metadata: dict[str, str], **condition: str) -> tuple[bool, Stat | None]:
+        """Whether the object is now what was written, and its facts; if the condition is not met, those of what is there."""
+        token = secrets.token_hex(16)
+        try:
+            answer = self._write(name, data, {**metadata, TOKEN: token}, **condition)
+        except ClientError as error:
+            if status_of(error) != 412 and not ("IfMatch" in condition and status_of(error) == 404):
+                raise self.error_of(name, error) from None
+            stat = self.stat(name)
+            return stat is not None and stat.metadata.get(TOKEN) == token, stat
+        return True, Stat(name, len(data), _etag(answer), dict(metadata))
 
     def _write(self, name: str, data: Body, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
         """PutObject with retries; persistent ClientErrors are raised unchanged for the verb to handle."""
