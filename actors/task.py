@@ -257,12 +257,13 @@ class Given(Settings):
 Mask = Annotated[Marker | Random | Spans | Lines | Sentences | SpanFraction | Given, Field(discriminator="kind")]
 
 
-def _one_or_more(value: Any) -> Any:
+def one_or_more(value: Any) -> Any:
+    """A text, or a list of texts, as a tuple."""
     return (value,) if isinstance(value, str) else as_tuple(value)
 
 
 Spellings = Annotated[
-    tuple[Spelling, ...], BeforeValidator(_one_or_more, json_schema_input_type=Spelling | tuple[Spelling, ...])
+    tuple[Spelling, ...], BeforeValidator(one_or_more, json_schema_input_type=Spelling | tuple[Spelling, ...])
 ]
 
 
@@ -304,7 +305,7 @@ def _visible(text: str) -> str:
 
 
 Stop = Annotated[str, Field(min_length=1), AfterValidator(_visible)]
-Stops = Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more, json_schema_input_type=Stop | tuple[Stop, ...])]
+Stops = Annotated[tuple[Stop, ...], BeforeValidator(one_or_more, json_schema_input_type=Stop | tuple[Stop, ...])]
 
 
 def _as_date(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from draftmill.actors.task import INPUTS, Columns, Side, as_tuple
+from draftmill.actors.task import INPUTS, Columns, Side, as_tuple, one_or_more
 from draftmill.decoders.common_settings import FOLDER, MODEL, Dtype, PathMark, Settings
 from draftmill.jobs.config.dates import format_date, read_date
 from draftmill.storage.inputs.where import parse_where
@@ -260,10 +260,6 @@ Shapes = Annotated[Annotated[WorkerShape, Tag("one")] | Annotated[_Several, Tag(
 """`workers` is one mapping, or a list of such mappings for several kinds of workers."""
 
 
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else as_tuple(value)
-
-
 def _command(words: tuple[str, ...]) -> tuple[str, ...]:
     for word in words:
         if redacted(word) != word or has_authorization(word):
@@ -278,13 +274,13 @@ class NotifySettings(Settings):
 
     command: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],
-        BeforeValidator(_one_or_more, json_schema_input_type=str | tuple[str, ...]),
+        BeforeValidator(one_or_more, json_schema_input_type=str | tuple[str, ...]),
         Field(min_length=1),
         AfterValidator(_command),
     ] = Field(description="a command and its arguments; it reads the notice from standard input")
     on: Annotated[
         tuple[Event, ...],
-        BeforeValidator(_one_or_more, json_schema_input_type=Event | tuple[Event, ...]),
+        BeforeValidator(one_or_more, json_schema_input_type=Event | tuple[Event, ...]),
         Field(min_length=1),
     ] = Field(default=("finish", "failure", "stall"), description="the events of which it is notified")
 
