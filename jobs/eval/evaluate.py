@@ -68,9 +68,9 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
     if not shows_progress():
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     info, tokenizer = _load_model(spec, options)
-    from draftmill.jobs.eval.model import DraftmillLM, TaskFinder, check_tasks
+    from draftmill.jobs.eval.model import DraftmillLM, check_tasks, load_tasks
 
-    tasks = TaskFinder(options, Display().note).load()
+    tasks = load_tasks(options, Display().note)
     check_tasks(tasks.tasks, spec, info, options)
     with ExitStack() as stack:
         run = _runner(run_options, stack)

@@ -13,7 +13,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -284,69 +284,68 @@ class ChosenTasks(TaskManager):  # type: ignore[misc]
         return dict(self.chosen["tasks"])
 
 
-@dataclass(frozen=True, slots=True)
-class TaskFinder:
-    """Where tasks are looked for: `include_path` and `TASKS`, then all that lm_eval ships, whose index takes up to a minute."""
+def load_tasks(options: EvalOptions, note: Callable[[str], None]) -> ChosenTasks:
+    """Load all tasks; UserError for a task that is unknown or can't be loaded.
 
-    options: EvalOptions
-    note: Callable[[str], None] = print
+    They are looked for in `include_path` and `TASKS`, then in all that lm_eval ships, whose index takes up to a minute.
+    """
+    errors = list[UserError]()
+    for manager in _managers(options, note):
+        try:
+            return _load_from(manager, options)
+        except UserError as error:
+            errors.append(error)
+    raise errors[-1]  # that of all tasks, which knows the nearest names
 
-    def load(self) -> ChosenTasks:
-        """Load all tasks; UserError for a task that is unknown or can't be loaded."""
-        errors = list[UserError]()
-        for manager in self._managers():
-            try:
-                return self._load_from(manager)
-            except UserError as error:
-                errors.append(error)
-        raise errors[-1]  # that of all tasks, which knows the nearest names
 
-    def _managers(self) -> Iterator[ChosenTasks]:
-        """The fewest tasks come first: nothing else is indexed if they are enough. A pattern means lm_eval's tasks, too."""
-        path = self.options.include_path
-        if path is not None and not Path(path).is_dir():
-            raise UserError(f"{path!r} is no folder", field="--include_path")
-        only_files = all(name.endswith(".yaml") for name in self.options.tasks)
-        own = [] if path is None else [path]
-        has_pattern = any(set("*?[") & set(name) for name in self.options.tasks)
-        if own or only_files or not has_pattern:
-            first = own if has_pattern else [str(TASKS), *own]
-            yield ChosenTasks(include_path=first, include_defaults=False, metadata=self.options.metadata)
-        if not only_files:
-            logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)  # TASKS replace some on purpose
-            self.note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
-            yield ChosenTasks(include_path=[str(TASKS), *own], metadata=self.options.metadata)
+def _managers(options: EvalOptions, note: Callable[[str], None]) -> Iterator[ChosenTasks]:
+    """The fewest tasks come first: nothing else is indexed if they are enough. A pattern means lm_eval's tasks, too."""
+    path = options.include_path
+    if path is not None and not Path(path).is_dir():
+        raise UserError(f"{path!r} is no folder", field="--include_path")
+    only_files = all(name.endswith(".yaml") for name in options.tasks)
+    own = [] if path is None else [path]
+    has_pattern = any(set("*?[") & set(name) for name in options.tasks)
+    if own or only_files or not has_pattern:
+        first = own if has_pattern else [str(TASKS), *own]
+        yield ChosenTasks(include_path=first, include_defaults=False, metadata=options.metadata)
+    if not only_files:
+        logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)  # TASKS replace some on purpose
+        note("reading the index of lm-evaluation-harness's own tasks, which takes up to a minute")
+        yield ChosenTasks(include_path=[str(TASKS), *own], metadata=options.metadata)
 
-    def _load_from(self, manager: ChosenTasks) -> ChosenTasks:
-        chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-        for name in dict.fromkeys(name for given in self.options.tasks for name in self._names(manager, given)):
-            try:
-                loaded = dict(TaskManager.load(manager, [name]))
-            except Exception as error:  # lm_eval and the libraries under it raise anything
-                raise _unloadable(name, error) from error
-            twice = sorted(set(loaded["tasks"]) & set(chosen["tasks"]))
-            if twice:
-                raise UserError(f"{twice[0]!r} is named twice, once as a part of a group", field=FIELD)
-            for part, of_part in chosen.items():
-                of_part.update(loaded[part])
-        manager.chosen = chosen
-        return manager
 
-    def _names(self, manager: ChosenTasks, given: str) -> list[str]:
-        """The tasks that a name, a pattern, or the path of a file or a folder stands for."""
-        if given.endswith(".yaml"):
-            if not Path(given).is_file():
-                raise UserError(f"{given!r} is no file", field=FIELD)
-            return [str(Path(given).absolute())]
-        names = manager.match_tasks([given])
-        if not names and Path(given).is_dir():
-            names = sorted(str(file.absolute()) for file in Path(given).glob("*.yaml"))
-        if not names:
-            near = difflib.get_close_matches(given, manager.all_tasks, n=3)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            hint += "" if self.options.include_path is not None else "; --include_path FOLDER adds tasks of your own"
-            raise UserError(f"{brief(given)} is no task of lm-evaluation-harness{hint}", field=FIELD)
-        return list(names)
+def _load_from(manager: ChosenTasks, options: EvalOptions) -> ChosenTasks:
+    chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in dict.fromkeys(name for given in options.tasks for name in _names(manager, given, options)):
+        try:
+            loaded = dict(TaskManager.load(manager, [name]))
+        except Exception as error:  # lm_eval and the libraries under it raise anything
+            raise _unloadable(name, error) from error
+        twice = sorted(set(loaded["tasks"]) & set(chosen["tasks"]))
+        if twice:
+            raise UserError(f"{twice[0]!r} is named twice, once as a part of a group", field=FIELD)
+        for part, of_part in chosen.items():
+            of_part.update(loaded[part])
+    manager.chosen = chosen
+    return manager
+
+
+def _names(manager: ChosenTasks, given: str, options: EvalOptions) -> list[str]:
+    """The tasks that a name, a pattern, or the path of a file or a folder stands for."""
+    if given.endswith(".yaml"):
+        if not Path(given).is_file():
+            raise UserError(f"{given!r} is no file", field=FIELD)
+        return [str(Path(given).absolute())]
+    names = manager.match_tasks([given])
+    if not names and Path(given).is_dir():
+        names = sorted(str(file.absolute()) for file in Path(given).glob("*.yaml"))
+    if not names:
+        near = difflib.get_close_matches(given, manager.all_tasks, n=3)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        hint += "" if options.include_path is not None else "; --include_path FOLDER adds tasks of your own"
+        raise UserError(f"{brief(given)} is no task of lm-evaluation-harness{hint}", field=FIELD)
+    return list(names)
 
 
 def _unloadable(name: str, error: Exception) -> UserError:

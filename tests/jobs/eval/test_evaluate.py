@@ -347,12 +347,10 @@ def refused(world: World, folder: Path, capsys: pytest.CaptureFixture[str], name
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_names(world, tmp_path, capsys, monkeypatch):
-    from draftmill.jobs.eval.model import TaskFinder
+    from draftmill.jobs.eval import model
 
-    managers = TaskFinder._managers
-    monkeypatch.setattr(
-        TaskFinder, "_managers", lambda self: islice(managers(self), 1)
-    )  # the whole index takes a minute
+    managers = model._managers  # the whole index takes a minute
+    monkeypatch.setattr(model, "_managers", lambda *given: islice(managers(*given), 1))
     write_eval_spec(tmp_path)
     said = refused(world, tmp_path, capsys, ["repeatd"])
     assert "--tasks: 'repeatd' is no task of lm-evaluation-harness; nearest: repeated" in said
