@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -51,8 +51,8 @@ class UnitIO(Protocol):
 class OpenUnit:
     """A unit that the runner holds. `left` counts its unfinished samples; `job` is the UnitIO's current work on it, if any.
 
-    `active` counts its samples that hold a slot, `spent_s` is its share of the loop's time so far. `again` are samples that
-    returned their slot but have more holes to fill: they go before those in `waiting`.
+    `spent_s` is its share of the loop's time so far. `again` are samples that returned their slot but have more holes to fill:
+    they go before those in `waiting`.
     """
 
     unit: WorkUnit
@@ -64,7 +64,6 @@ class OpenUnit:
     queued_at_s: float = 0.0
     opened: bool = False
     closing: bool = False
-    active: int = 0
     spent_s: float = 0.0
 
 
@@ -81,14 +80,13 @@ class UnitRunner:
         self.limit = RowLimit()
         self._open: dict[int, OpenUnit] = {}
         self._resident: dict[int, tuple[OpenUnit, Sample]] = {}
-        self._active: dict[int, OpenUnit] = {}
         self._suspects: deque[tuple[OpenUnit, Sample]] = deque()
         self._handles = 0
         self._logged = set[type[Exception]]()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unit_io")
         self._answers: list[Receipt | Failure] = []
         self._meter = LoopMeter(decoder)
-        self._weights: list[tuple[OpenUnit, int]] = []
+        self._decoded = Counter[OpenUnit]()
 
     @property
     def held(self) -> int:
@@ -116,7 +114,7 @@ class UnitRunner:
         self._open.pop(lease, None)
         if not self._open:
             self.decoder.clear()
-            self._empty_slots()
+            self._resident.clear()
             self._suspects.clear()
 
     def step(self) -> list[Receipt | Failure]:
@@ -136,11 +134,9 @@ class UnitRunner:
 
     def _share(self, held: dict[int, OpenUnit], took_s: float) -> None:
         """Divide a step's time among the units with samples in the slots, by their number; without such, among those held."""
-        shares = [(unit, count) for unit, count in self._weights if count]
-        shares = shares or [(unit, 1) for unit in held.values()]
-        total = sum(count for _, count in shares)
-        for unit, count in shares:
-            unit.spent_s += took_s * count / total
+        shares = self._decoded or Counter(held.values())
+        for unit, count in shares.items():
+            unit.spent_s += took_s * count / shares.total()
 
     def take_effort(self) -> tuple[Effort, Tally]:
         """The effort since the last call, and the sums over the samples that ended."""
@@ -169,7 +165,9 @@ class UnitRunner:
         unit.job = None
         error = job.exception()
         if error is not None:
-            self._fail_unit(unit, error)
+            self._open.pop(unit.unit.lease)
+            stage = "store" if unit.closing else "read"
+            self._answers.append(unit_failure(unit.unit, error, worker=self.worker, stage=stage))
         elif unit.closing:
             self._answers.append(job.result())
             self._open.pop(unit.unit.lease)
@@ -192,19 +190,14 @@ class UnitRunner:
             unit.closing = True
             unit.job = self._thread.submit(self.unit_io.close_unit, unit.unit, unit.samples)
 
-    def _fail_unit(self, unit: OpenUnit, error: BaseException) -> None:
-        self._open.pop(unit.unit.lease)
-        stage = "store" if unit.closing else "read"
-        self._answers.append(unit_failure(unit.unit, error, worker=self.worker, stage=stage))
-
     # ---- the decoder's side
 
     def _decode(self) -> None:
         """The error boundary of the worker: an exception of the decoder ends the samples that caused it, not the worker."""
-        self._weights = []
+        self._decoded.clear()
         try:
             self._admit()
-            self._weights = [(unit, unit.active) for unit in self._active.values()]
+            self._decoded.update(unit for unit, _ in self._resident.values())
             rows = len(self._resident)
             outcomes = self.decoder.step() if self._resident else []
         except Exception as error:  # noqa: BLE001 - a decoder may raise anything; the failing sample is then found
@@ -213,7 +206,6 @@ class UnitRunner:
         self.limit.count_step(rows)
         for outcome in outcomes:
             unit, sample = self._resident.pop(outcome.index)
-            self._free_slot(unit)
             self._take_outcome(unit, sample, outcome)
 
     def _admit(self) -> None:
@@ -245,8 +237,6 @@ class UnitRunner:
             self._resident[self._handles] = (unit, sample)
             requests.append(sample.request(self._handles))
             self._handles += 1
-            unit.active += 1
-            self._active[unit.unit.lease] = unit
         queued = [unit.queued_at_s if sample.queued_at_s is None else sample.queued_at_s for unit, sample in samples]
         self.decoder.admit(requests, queued_at_s=queued)
 
@@ -256,7 +246,7 @@ class UnitRunner:
         if not self._resident:
             raise error  # no sample is to blame: the decoder is broken, so this worker is too
         dropped = [self._resident[handle] for handle in sorted(self._resident)]
-        self._empty_slots()
+        self._resident.clear()
         self.decoder.clear()
         out_of_memory = ran_out_of_memory(error)
         if out_of_memory:
@@ -280,17 +270,6 @@ class UnitRunner:
             if type(error) not in self._logged:
                 self._logged.add(type(error))
                 _log.warning("A step of %d samples raised; each is decoded again alone.", len(dropped), exc_info=error)
-
-    def _empty_slots(self) -> None:
-        self._resident.clear()
-        for unit in self._active.values():
-            unit.active = 0
-        self._active.clear()
-
-    def _free_slot(self, unit: OpenUnit) -> None:
-        unit.active -= 1
-        if not unit.active:
-            del self._active[unit.unit.lease]
 
     def _take_outcome(self, unit: OpenUnit, sample: Sample, outcome: Outcome) -> None:
         if sample.take(outcome):

@@ -225,4 +225,4 @@ def test_time_on_a_unit_that_is_revoked_is_not_counted_for_another():
     effort, _ = runner.take_effort()
     assert receipt.unit == 1
     assert 0 < receipt.spent_s < effort.wall_s
-    assert not runner._active and not runner._resident
+    assert not runner._resident
