@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util import get_current_placement_group, placement_group, remove_placement_group
@@ -253,13 +254,7 @@ def end_workers(workers: Iterable[Any]) -> None:
 
 def is_running(node: str, pid: int) -> bool:
     """Whether a process of this node is still running; False for processes of other nodes, which are not visible here."""
-    if node != socket.gethostname():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return node == socket.gethostname() and psutil.pid_exists(pid)
 
 
 def reason_of(error: RayError) -> str:
