@@ -104,9 +104,9 @@ def report_page(place: Place, baseline: str | None) -> str:
     compared = comparisons_of(named, name)
     cases = [read_statistics(run) for run in named]
     sections = [section for section in _sections(cases, compared) if section["parts"]]
-    return render_page(
-        title=title, lead=_lead(cases, unfinished), sections=sections, foot=_foot(cases), rows=None, last=0
-    )
+    versions = ", ".join(sorted({run.plan.code_version for run in runs}))
+    foot = f"Made by draftmill report from the files of the run alone (version {versions}). Figures are counted or measured."
+    return render_page(title=title, lead=_lead(cases, unfinished), sections=sections, foot=foot, rows=None, last=0)
 
 
 def render_page(**content: Any) -> str:
@@ -618,8 +618,3 @@ def _settings(settings: BaseModel) -> str:
     values = settings.model_dump(mode="json", exclude_none=True)
     text = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
     return text.strip()[1:-1]
-
-
-def _foot(cases: Sequence[RunStatistics]) -> str:
-    versions = ", ".join(sorted({case.run.plan.code_version for case in cases}))
-    return f"Made by draftmill report from the files of the run alone (version {versions}). Figures are counted or measured."

@@ -201,18 +201,14 @@ def _uploads(store: S3Store, name: str) -> Iterator[tuple[str, float]]:
     query: dict[str, Any] = {"Prefix": store.key(name)}
     while True:
         page = store.ask("list_multipart_uploads", name, **query)
-        now_s = _clock_s(page)
+        date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+        now_s = parsedate_to_datetime(date).timestamp() if date else time.time()
         for upload in page.get("Uploads", ()):
             if upload["Key"] == store.key(name):
                 yield upload["UploadId"], now_s - upload["Initiated"].timestamp()
         if not page.get("IsTruncated"):
             return
         query |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-
-def _clock_s(answer: Any) -> float:
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return parsedate_to_datetime(date).timestamp() if date else time.time()
 
 
 def _abort(store: S3Store, name: str, upload_id: str) -> None:
