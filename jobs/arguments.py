@@ -598,7 +598,6 @@ command("models", "list the model families and decoders", "arguments:models")
 
 
 def schema(file: str) -> int:
-    """The command `schema`."""
     import json
 
     from draftmill.jobs.config.spec import json_schema
@@ -609,7 +608,6 @@ def schema(file: str) -> int:
 
 
 def models() -> int:
-    """The command `models`."""
     from draftmill.actors.checkpoints.models import builtin_models
     from draftmill.decoders.backbones.families import any_causal
     from draftmill.decoders.backbones.families.table import FAMILIES

@@ -45,7 +45,6 @@ LINES = """\
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a model's path names a GGUF file."""
     return path.lower().endswith(".gguf")
 
 

@@ -121,7 +121,6 @@ class MeasureRunner:
         return tuple(self._held)[:1]
 
     def add(self, unit: WorkUnit) -> None:
-        """Add a unit."""
         self._held[unit.lease] = unit, self._measure_unit(unit)
 
     def drop(self, lease: int) -> None:

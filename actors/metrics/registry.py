@@ -235,11 +235,9 @@ class JudgeMeter:
         return [None if row.text is None else _values(self._samples[n]) for n, row in enumerate(rows)]
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
-        """See UnitIO."""
         return [self._sample(number, row) for number, row in enumerate(self._rows)]
 
     def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
-        """See UnitIO."""
         self._samples = samples
         return Receipt(unit.lease, unit.unit, "judge", "", None, Tally())
 

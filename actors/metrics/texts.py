@@ -151,7 +151,6 @@ class UnicodeWords:
     """A tokenizer for rouge-score that keeps words of any script, in lower case."""
 
     def tokenize(self, text: str) -> list[str]:
-        """The words of a text."""
         return _WORD.findall(text.lower())
 
 
@@ -170,14 +169,12 @@ def rouge(settings: Rouge) -> RowByRow:
 
 
 def bleu(settings: Bleu) -> RowByRow:
-    """Sentence BLEU."""
     from sacrebleu.metrics.bleu import BLEU
 
     return _sentences(BLEU(tokenize=settings.tokenize, effective_order=True).sentence_score)
 
 
 def chrf(settings: Chrf) -> RowByRow:
-    """Sentence chrF."""
     from sacrebleu.metrics.chrf import CHRF
 
     return _sentences(CHRF(word_order=settings.word_order).sentence_score)

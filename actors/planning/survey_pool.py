@@ -101,7 +101,6 @@ def pack_tokenizer(folder: Path, setting: str) -> TokenizerParcel:
 
 
 def unpack_tokenizer(parcel: TokenizerParcel) -> Tokenizer | None:
-    """Load the tokenizer from its files."""
     with tempfile.TemporaryDirectory(prefix="draftmill-tokenizer-") as place:
         folders = [Path(place, str(number)) for number in range(len(parcel))]
         for folder, files in zip(folders, parcel, strict=True):

@@ -247,7 +247,6 @@ def early_workers(allocation: Allocation, family: str, decoder: str) -> list[Spa
 
 
 def end_workers(workers: Iterable[Any]) -> None:
-    """End workers that have no job."""
     for actor in workers:
         ray.kill(actor, no_restart=True)
 

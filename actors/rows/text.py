@@ -166,7 +166,6 @@ class Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer's files."""
     return any((folder / name).is_file() for name in _FILES)
 
 

@@ -328,7 +328,6 @@ def environment(folder: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def launcher_source() -> str:
-    """The launcher's text."""
     return Path(__file__).with_name("launcher.py").read_text(encoding="utf-8")
 
 

@@ -50,7 +50,6 @@ HOW: Final = (
 
 
 def as_text(comparisons: Comparisons) -> str:
-    """The comparison for a terminal."""
     parts = ["\n".join([f"runs{_baseline_text(comparisons)}", *table_lines(runs_table(comparisons.runs))])]
     for comparison in comparisons.against:
         lines = [line for table in comparison_tables(comparison) for line in table_lines(table)]
@@ -59,7 +58,6 @@ def as_text(comparisons: Comparisons) -> str:
 
 
 def as_markdown(comparisons: Comparisons) -> str:
-    """The comparison as Markdown tables."""
     parts = [f"### Runs{_escape(_baseline_text(comparisons))}", _markdown(runs_table(comparisons.runs))]
     for comparison in comparisons.against:
         title, counts = heading(comparison).split(": ", 1)

@@ -326,7 +326,6 @@ def _metric_figure(
 
 
 def is_binary(values: Floats) -> bool:
-    """Whether a metric has zeros and ones only."""
     return bool(np.isin(values, (0, 1)).all())
 
 

@@ -118,7 +118,6 @@ class JobSpec(Settings):
 
     @property
     def input_places(self) -> list[Place]:
-        """The places of `input.path`."""
         return [self.place(path) for path in self.input.paths]
 
     def with_s3(self, options: S3Options) -> JobSpec:

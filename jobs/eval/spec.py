@@ -71,7 +71,6 @@ class EvalSpec:
 
     @property
     def decoder(self) -> str:
-        """The kind of the spec's decoder."""
         return str(self.data["decoder"]["kind"])
 
     @property
@@ -241,7 +240,6 @@ class AskedAnswer:
 
     @property
     def task(self) -> str:
-        """The task's name."""
         return self.instance.task_name or "task"
 
     @property
@@ -298,7 +296,6 @@ class JobRows:
         return len(self._rows)
 
     def lines(self) -> bytes:
-        """The rows as JSON lines."""
         rows = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in self._rows.values())
         return "".join(f"{row}\n" for row in rows).encode()
 

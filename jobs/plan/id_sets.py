@@ -35,7 +35,6 @@ _RECORD = np.dtype([("hash", _HASH), ("file", "<i4"), ("row", "<i8")])
 
 
 def hashes_of(ids: Sequence[str]) -> Hashes:
-    """The hashes of ids."""
     return np.frombuffer(id_hashes(ids), dtype=_HASH)
 
 

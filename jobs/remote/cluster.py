@@ -137,7 +137,6 @@ class RayJobs:
             return list(self._client.list_jobs())
 
     def info(self, name: str) -> Any:
-        """One job."""
         with self._in_words():
             return self._client.get_job_info(name)
 

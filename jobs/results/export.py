@@ -162,7 +162,6 @@ def in_order(plan: Plan, tables: Iterable[pa.Table], order: str) -> Iterator[pa.
 
 
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
-    """The sink for a format."""
     if kind == "openai":
         is_chat = getattr(plan.spec.task, "chat", False)
         return OpenAISink(file, count=plan.spec.sampling.n, chat=is_chat, keep=plan.keep)

@@ -133,7 +133,6 @@ class RunFacts:
 
 
 def facts_of(run: FoundRun) -> RunFacts:
-    """The facts of a run."""
     driver, stat = driver_of(run.store), run.level.files.get(PLAN)
     planned_s = None if stat is None else stat.mtime_s
     facts = RunFacts(

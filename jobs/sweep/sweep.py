@@ -352,7 +352,6 @@ class SweepCase:
 
     @property
     def spec(self) -> JobSpec:
-        """The case's spec."""
         return self.resolved.spec
 
     @property

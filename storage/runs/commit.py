@@ -47,7 +47,6 @@ _UNIT_FILE = re.compile(r"data/unit-(\d{8,})\.parquet")
 
 
 def trace_name(unit: int) -> str:
-    """The name of a unit's decoder trace."""
     return f"traces/unit-{unit:08d}.parquet"
 
 

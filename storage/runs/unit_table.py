@@ -78,7 +78,6 @@ class PlanPart:
 
 
 def part_name(number: int, epoch: int = 0) -> str:
-    """The name of a part in the run directory."""
     return f"{FOLDER}part-{number:05d}-{epoch:04d}.parquet"
 
 

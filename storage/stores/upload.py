@@ -84,7 +84,6 @@ class Upload(io.RawIOBase):
             _abort(self._store, self._name, upload_id)
 
     def tell(self) -> int:
-        """Bytes written."""
         return self._sent_bytes + len(self._buffer)
 
     def writable(self) -> bool:
