@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from draftmill.actors.faults import DeviceLostError, lost_device
 from draftmill.actors.job import WorkerResources
@@ -182,14 +183,15 @@ class MeasureRunner:
         if unit.probe:
             return None
         columns, errors = columns_of(chosen, rows, answers)
-        keys = [(name, sample or 0) for name, sample in zip(*_keys(table), strict=True)]
+        schema = pa.schema([*KEYS, *(pa.field(name, pa.float64()) for name in columns)])
+        keys = {"id": table["id"], "sample": pc.fill_null(table["sample"], 0)}
         failpoint("measure.measured")
         commit_metrics(
             store,
             unit=place.unit,
             pass_=place.pass_,
             metric_set=MetricSet(tuple(metric.measured for metric in chosen)),
-            table=table_of(keys, columns),
+            table=pa.table(keys | columns, schema=schema),
             fingerprint=job.fingerprint,
             code_version=job.code_version,
             errors=errors,
@@ -238,22 +240,17 @@ def measure_runner(job: MeasureJob, *, name: str, node: str, threads: int, meter
 
 def rows_of(table: pa.Table, reference: str | None, joiner: str | None) -> list[MeasuredRow | None]:
     """The rows of a unit's results; None for a row that was not decoded."""
-    kept: Sequence[Mapping[str, Any] | None] = [None] * table.num_rows
-    if KEEP in table.column_names:
-        schema = pa.schema(list(table.schema.field(KEEP).type))
-        kept = [to_json(values, schema) for values in table[KEEP].to_pylist()]
-    names, samples = _keys(table)
+    keep = pa.schema(list(table.schema.field(KEEP).type) if KEEP in table.column_names else [])
     rows: list[MeasuredRow | None] = []
-    for index, result in enumerate(table.to_pylist()):
+    for result in table.to_pylist():
         if result["status"] != "ok":
             rows.append(None)
             continue
-        values = kept[index] or {}
-        result.pop(KEEP, None)
+        values = to_json(result.pop(KEEP, None), keep) or {}
         rows.append(
             MeasuredRow(
-                id=names[index],
-                sample=samples[index] or 0,
+                id=result["id"],
+                sample=result["sample"] or 0,
                 text=result["text"],
                 tokens=result["tokens"] or (),
                 references=references_of(None if reference is None else values.get(reference), joiner),
@@ -280,11 +277,6 @@ def _text(value: Any) -> str:
     return json.dumps(plain(value), ensure_ascii=False) if isinstance(value, dict | list) else str(value)
 
 
-def _keys(table: pa.Table) -> tuple[list[str], list[int | None]]:
-    samples = table["sample"].to_pylist() if "sample" in table.column_names else [None] * table.num_rows
-    return table["id"].to_pylist(), samples
-
-
 # ---- columns out
 
 
@@ -305,10 +297,3 @@ def columns_of(
             for index, name in enumerate(names):
                 columns[name].append(answer[index] if isinstance(answer, tuple) else None)
     return columns, errors
-
-
-def table_of(keys: Sequence[tuple[str, int]], columns: Mapping[str, Sequence[float | None]]) -> pa.Table:
-    """The table of a unit's metrics."""
-    schema = pa.schema([*KEYS, *(pa.field(name, pa.float64()) for name in columns)])
-    named: dict[str, Any] = {"id": [name for name, _ in keys], "sample": [sample for _, sample in keys]} | dict(columns)
-    return pa.table(named, schema=schema)
