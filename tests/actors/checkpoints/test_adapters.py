@@ -29,12 +29,6 @@ LLAMA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "
 GPT2: dict[str, Any] = {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def train(model: Any, folder: Path, settings: dict[str, Any], *, seed: int = 3) -> Any:
     """Save an adapter whose weights are all random, as training leaves them; returns the model with it."""
     import peft  # takes seconds, which every process of the tests would spend

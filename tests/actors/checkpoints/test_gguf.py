@@ -33,12 +33,6 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": len(WORDS["tok
 TOKENS = [5, 17, 3, 60, 1, 8, 21]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def made(tmp_path: Path, file: Path) -> Path:
     """The checkpoint of a file, converted in this process."""
     folder = tmp_path / "made"

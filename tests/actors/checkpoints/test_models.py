@@ -69,7 +69,6 @@ def test_a_revision_of_what_has_none_is_refused(checkpoint):
 
 def test_a_model_on_s3_is_fetched_once_by_version(checkpoint, tmp_path, monkeypatch):
     store = MemoryStore("bucket-of-models")
-    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(models, "open_store", lambda place: store)
     for file in checkpoint.iterdir():
         store.put(f"models/a/{file.name}", file.read_bytes())
@@ -100,8 +99,7 @@ def age(folder: Path, *, seconds: float = 60.0) -> None:
         os.utime(file, (time.time() - seconds,) * 2)
 
 
-def test_a_model_is_hashed_once(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
+def test_a_model_is_hashed_once(checkpoint):
     age(checkpoint)
     read: list[int] = []
     first = model_hash(checkpoint, read.append)
@@ -111,8 +109,7 @@ def test_a_model_is_hashed_once(checkpoint, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["size", "time", "inode", "at once"])
-def test_a_changed_model_is_hashed_again(how, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
+def test_a_changed_model_is_hashed_again(how, checkpoint, tmp_path):
     weights = checkpoint / "model.safetensors"
     if how != "at once":
         age(checkpoint)

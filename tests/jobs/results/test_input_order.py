@@ -22,8 +22,7 @@ def test_the_rows_of_a_plan_come_in_the_order_of_the_input(tmp_path, window, see
     (tmp_path / "in").mkdir()
     for name in ("a", "b", "c"):
         rows = [{"id": f"{name}{number}", "text": "7" * rng.randrange(90)} for number in range(rng.randrange(60))]
-        lines = [json.dumps(row) for row in rows]
-        (tmp_path / "in" / f"{name}.jsonl").write_text("\n\n".join(lines))
+        (tmp_path / "in" / f"{name}.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
         expected += [str(row["id"]) for row in rows]
     made = plan(
         spec_for(tmp_path / "in", batching__window=window, output__unit_rows=4), open_store(str(tmp_path / "run"))
@@ -42,13 +41,11 @@ def test_an_export_in_the_order_of_the_input_has_every_row_once_and_what_a_rerun
     spec = write_spec(tmp_path, rows=rows, batching={"window": 12}, errors={"max_rate": 1.0})
     assert run_with({"row-3", "row-17"}, "run", str(spec)) == 0
     assert run_with(set(), "rerun", str(tmp_path / "run"), "--failed") == 0
-    for kind, order in (("jsonl", "input"), ("jsonl", "plan")):
-        command = ["export", str(tmp_path / "run"), "--format", kind, "--out", str(tmp_path / f"{order}.{kind}")]
-        assert main([*command, "--order", order]) == 0
-    found = {
-        order: [json.loads(line) for line in (tmp_path / f"{order}.jsonl").read_text().splitlines()]
-        for order in ("input", "plan")
-    }
+    found = {}
+    for order in ("input", "plan"):
+        out = tmp_path / f"{order}.jsonl"
+        assert main(["export", str(tmp_path / "run"), "--format", "jsonl", "--out", str(out), "--order", order]) == 0
+        found[order] = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in found["input"]] == [f"row-{number}" for number in range(24)]
     assert [row["id"] for row in found["plan"]] != [row["id"] for row in found["input"]]
     assert {row["id"]: row for row in found["plan"]} == {row["id"]: row for row in found["input"]}
