@@ -16,9 +16,9 @@ exceed the model's limit, they are cut at the ends that are farthest from the ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Final
 
 import numpy as np
@@ -219,10 +219,7 @@ class Infilling:
 
     def filled(self, fills: Sequence[IDS]) -> list[IDS]:
         """The row's pieces and the fills between them, in order."""
-        parts = [self.pieces[0]]
-        for fill, piece in zip(fills, self.pieces[1:], strict=False):
-            parts += [fill, piece]
-        return [*parts, *self.pieces[len(fills) + 1 :]]
+        return [*chain.from_iterable(zip(self.pieces, fills, strict=False)), *self.pieces[len(fills) :]]
 
 
 def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:
@@ -247,7 +244,7 @@ def costs(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def together(parts: Sequence[TextPart]) -> Outcome:
-    """One outcome for all holes so far. Counts and times are sums.
+    """One outcome for all holes so far. Counts and times are sums; what one of them lacks is None.
 
     `finish` is `eos` if every hole ended so, else `length`. If a hole failed, so did the row.
     """
@@ -256,33 +253,23 @@ def together(parts: Sequence[TextPart]) -> Outcome:
     if len(outcomes) == 1:
         return last
     failed = last.error_kind is not None
+
+    def joined(name: str, join: Callable[[Any], Any]) -> Any:
+        values = [getattr(outcome, name) for outcome in outcomes]
+        return None if any(value is None for value in values) else join(values)
+
     return replace(
         last,
         tokens=last.tokens if failed else np.concatenate([outcome.tokens for outcome in outcomes]),
         finish="eos" if all(outcome.finish == "eos" for outcome in outcomes) else "length",
-        logprob=_sum([outcome.logprob for outcome in outcomes]),
+        logprob=joined("logprob", sum),
         **costs(outcomes),
         **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in _DRAFTS},
         accept_hist=list(map(sum, zip_longest(*(outcome.accept_hist for outcome in outcomes), fillvalue=0))),
         trace=_traces(outcomes),
-        token_logprobs=None if failed else _scores(outcomes),
-        top_logprobs=None if failed else _tops(outcomes),
+        token_logprobs=None if failed else joined("token_logprobs", np.concatenate),
+        top_logprobs=None if failed else joined("top_logprobs", lambda tops: [*chain(*tops)]),
     )
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
-def _scores(outcomes: Sequence[Outcome]) -> NDArray[np.float32] | None:
-    scores = [outcome.token_logprobs for outcome in outcomes if outcome.token_logprobs is not None]
-    return np.concatenate(scores) if len(scores) == len(outcomes) else None
-
-
-def _tops(outcomes: Sequence[Outcome]) -> list[list[tuple[int, float]]] | None:
-    tops = [outcome.top_logprobs for outcome in outcomes if outcome.top_logprobs is not None]
-    return [best for each in tops for best in each] if len(tops) == len(outcomes) else None
 
 
 def _traces(outcomes: Sequence[Outcome]) -> list[TraceStep] | None:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -68,10 +69,8 @@ class OpenLengths:
 
     def canvas(self, lengths: Sequence[int]) -> IDS:
         """The canvas with holes of these lengths, int32."""
-        parts = [self.pieces[0]]
-        for length, piece in zip(lengths, self.pieces[1:], strict=True):
-            parts += [np.full(length, HOLE, dtype=np.int32), piece]
-        return np.concatenate(parts)
+        holes = [np.full(length, HOLE, dtype=np.int32) for length in lengths]
+        return np.concatenate([*chain.from_iterable(zip(self.pieces, holes, strict=False)), self.pieces[-1]])
 
     def holes(self, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """The [start, end) ranges of the holes on that canvas."""
