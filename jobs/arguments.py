@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from datetime import datetime, timedelta
@@ -168,6 +168,22 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
+class PrintSchema(argparse.Action):
+    """Prints a schema, from which an editor completes keys, and ends the program, as --help does."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **given: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", const="job", choices=["job", "sweep"], **given)
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, values: Any, option_string: str | None = None) -> None:
+        import json
+
+        from draftmill.jobs.config.spec import json_schema
+        from draftmill.jobs.config.sweep_spec import sweep_schema
+
+        print(json.dumps(sweep_schema() if values == "sweep" else json_schema(), indent=2, ensure_ascii=False))
+        parser.exit()
+
+
 # ---- options of several commands
 
 
@@ -314,6 +330,7 @@ command(
     "run.validate:validate",
     *SPEC,
     LOGICAL_DATE,
+    option("--schema", "KIND", "print the JSON Schema of a spec (job) or a sweep file (sweep)", action=PrintSchema),
     spec=_spec,
 )
 
@@ -321,7 +338,13 @@ command(
 # ---- a run directory
 
 
-command("status", "show the progress of a run", "results.runs:status", *RUN_DIR)
+command(
+    "status",
+    "show the progress of a run, or the state of each run below a folder",
+    "results.runs:status",
+    *RUN_DIR,
+    flag("--json", "all facts of the runs at or below the folder, as JSON", dest="as_json"),
+)
 command(
     "logs",
     "print what drivers and workers of a run noted",
@@ -523,15 +546,6 @@ def _keep(arguments: argparse.Namespace) -> KeepRule:
 
 
 command(
-    "list",
-    "list the runs below a folder, with their state",
-    "results.runs:list_runs",
-    option("place", "DIR", "a folder or s3://bucket/prefix"),
-    flag("--json", "all facts as JSON", dest="as_json"),
-    S3_ENDPOINT,
-    folder=_place,
-)
-command(
     "prune",
     "delete the results of old runs of a recurring job",
     "run.pruning:prune",
@@ -588,23 +602,7 @@ command(
 # ---- what is known here
 
 
-command(
-    "schema",
-    "print the JSON Schema of a spec, or of a sweep file, from which an editor completes keys",
-    "arguments:schema",
-    option("file", help="job (the default) or sweep", nargs="?", choices=["job", "sweep"], default="job"),
-)
 command("models", "list the model families and decoders", "arguments:models")
-
-
-def schema(file: str) -> int:
-    import json
-
-    from draftmill.jobs.config.spec import json_schema
-    from draftmill.jobs.config.sweep_spec import sweep_schema
-
-    print(json.dumps(sweep_schema() if file == "sweep" else json_schema(), indent=2, ensure_ascii=False))
-    return 0
 
 
 def models() -> int:

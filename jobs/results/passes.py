@@ -104,7 +104,7 @@ def require_plan(store: Store) -> Plan:
         held = holder(store)
         raise NoPlanYet(store, None if held is None else held.owner)
     raise UserError(
-        f"{store.url} is not a run directory: there is no {PLAN}; `draftmill list` shows the runs below a folder"
+        f"{store.url} is not a run directory: there is no {PLAN}; `draftmill status` shows the runs below a folder"
     )
 
 

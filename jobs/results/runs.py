@@ -1,4 +1,4 @@
-"""Runs by their directories alone: those below a folder, the facts of each, and `draftmill status`, `list` and `logs`.
+"""Runs by their directories alone: those below a folder, the facts of each, and `draftmill status` and `logs`.
 
 Runs are found level by level without listing their units; facts are read without results. Nothing is written.
 """
@@ -176,9 +176,13 @@ def facts_of(run: FoundRun) -> RunFacts:
 _log = logging.getLogger(__name__)
 
 
-def status(place: Place) -> int:
-    """Print done, running and failed units and samples, the rate and the remaining time; returns the exit code."""
+def status(place: Place, *, as_json: bool = False) -> int:
+    """Print a run's done, running and failed units and samples, its rate and remaining time; of another folder, or `as_json`,
+    the facts of each run below. Returns the exit code."""
     store = open_store(place)
+    level = store.level()
+    if as_json or not (PLAN in level.files or is_unplanned(level)):
+        return list_runs(store, level, as_json=as_json)
     try:
         plan = require_plan(store)
     except NoPlanYet as state:
@@ -243,14 +247,11 @@ def device_time_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]
     return [f"  {label:<13}{text}" for label, text in rows]
 
 
-def list_runs(folder: Place, *, as_json: bool = False) -> int:
+def list_runs(store: Store, level: FolderLevel, *, as_json: bool) -> int:
     """Print the runs below a folder, a line for each; returns the exit code. UserError if nothing is there."""
-    store = open_store(folder)
     found = runs_below(store)
-    if not found:
-        level = store.level()
-        if not level.folders and not level.files:
-            raise UserError(f"nothing is at {store.url}")
+    if not found and not level.folders and not level.files:
+        raise UserError(f"nothing is at {store.url}")
     runs = [promise.result() for _, promise in parallel_map(store, found, facts_of)]
     if as_json:
         print(json.dumps([asdict(facts) for facts in runs], indent=1))

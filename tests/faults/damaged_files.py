@@ -480,7 +480,7 @@ OVER_RUN: Final = (
     ("compare", "done", "done"),
     ("measure", "done", "--metric", "entropy", "--local", "--quiet"),
     ("logs", "done"),
-    ("list", "."),
+    ("status", "."),
     ("rerun", "done", "--failed", "--local", "--quiet"),
     ("run", "done.yaml", "--local", "--quiet"),
     ("validate", "done.yaml"),

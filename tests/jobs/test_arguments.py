@@ -48,7 +48,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"place": PLACE, "address": None, "overrides": [], "logical_date": None, "wait_s": 0.0},
     ),
     "validate job.yaml --logical-date 2026-11-22": ("validate", {"spec": DATED}),
-    f"status {RUN}": ("status", {"place": PLACE}),
+    f"status {RUN}": ("status", {"place": PLACE, "as_json": False}),
     f"logs {RUN} --json": ("logs", {"place": PLACE, "as_json": True, "follow": False}),
     f"verify {RUN} --invariance 3": ("verify", {"place": PLACE, "invariance": 3}),
     f"rerun {RUN} --failed {DRIVER}": ("rerun", {"place": PLACE, "options": LOCAL, "overrides": []}),
@@ -82,13 +82,11 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "evaluate",
         {"path": "job.yaml", "overrides": [], "options": EvalOptions(("a", "b"), limit=2.0), "run_options": LOCAL},
     ),
-    f"list {RUN}": ("list_runs", {"folder": PLACE, "as_json": False}),
     f"prune {RUN} --keep 3 2w": ("prune", {"base": PLACE, "keep": KeepRule(3, timedelta(weeks=2)), "yes": False}),
     "manifest job.yaml --for slurm --shared-path /s": (
         "manifest",
         {"spec": "job.yaml", "overrides": [], "options": Options("slurm", shared_path=("/s",))},
     ),
-    "schema sweep": ("schema", {"file": "sweep"}),
     "models": ("models", {}),
 }
 

@@ -41,7 +41,7 @@ def test_a_job_without_a_readable_row_says_why_each_row_failed(tmp_path, capsys)
     printed = capsys.readouterr()
     assert "JSON lines have no comma at their end" in printed.out
     assert "6 of 6 samples failed; errors.max_count: 5 allows 5; see the table above" in printed.err
-    assert main(["status", str(tmp_path / "run")]) == main(["list", str(tmp_path)]) == 0
+    assert main(["status", str(tmp_path / "run")]) == main(["status", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "  state    failed: 6 of 6 samples failed" in said and "run  failed  " in said
     assert rows_of(tmp_path / "run")["status"].to_pylist() == ["failed"] * 6

@@ -68,5 +68,7 @@ def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(tmp_path, caps
     assert capsys.readouterr().out == interrupted
     assert main(["verify", place]) == 2
     assert capsys.readouterr().err == f"draftmill: {interrupted}"
-    assert main(["status", str(tmp_path)]) == 2
+    assert main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split()[1:4] == ["1", "run", "run"]
+    assert main(["verify", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err

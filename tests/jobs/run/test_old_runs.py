@@ -1,4 +1,4 @@
-"""`draftmill list`, `prune` and `run --catch-up`: what is below a folder, what may go without a loss, which dates are missing."""
+"""`status` of a folder, `prune` and `run --catch-up`: which runs there are, what may go without loss, which dates are missing."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def spec_at(folder: Path, finished: Path, **changes: Any) -> Path:
 
 def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["list", str(folder), "--json"]) == 0
+    assert main(["status", str(folder), "--json"]) == 0
     return {one["name"]: one for one in json.loads(capsys.readouterr().out)}
 
 
@@ -75,7 +75,7 @@ def files_of(run_dir: Path) -> list[str]:
     return sorted((path.name for path in run_dir.iterdir()), key=str.lower)
 
 
-# ---- list
+# ---- status of a folder
 
 
 def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path, capsys):
@@ -101,7 +101,7 @@ def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path, capsys):
     assert found["nightly/2026-11-01"]["logical_date"] == "2026-11-01T00:00:00Z"
     assert found["other/plain"]["logical_date"] is None and found["other/plain"]["planned_at"]
     lease = acquire(open_store(str(tmp_path / "nightly" / "2026-11-03")), "elsewhere:boot:1", 60.0)
-    assert main(["list", str(tmp_path / "nightly")]) == 0
+    assert main(["status", str(tmp_path / "nightly")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{tmp_path}/nightly: 3 runs"
     assert lines[1].split() == ["2026-11-01", "finished", "2026-11-01", "4", "samples", "0", "failed"]
@@ -109,8 +109,8 @@ def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path, capsys):
     lease.release()
     (tmp_path / "nightly" / "2026-11-01" / "_plan.json").write_text("{")
     assert listed(tmp_path / "nightly", capsys)["2026-11-01"]["state"] == "damaged"
-    assert main(["list", str(tmp_path / "nightly" / "2026-11-02")]) == 0
-    assert main(["list", str(tmp_path / "nowhere")]) == 2
+    assert main(["status", str(tmp_path / "nightly" / "2026-11-02")]) == 0
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
     assert "nothing is at" in capsys.readouterr().err
 
 
@@ -270,7 +270,7 @@ def test_runs_in_a_bucket_are_listed_and_pruned(tmp_path, capsys, s3_url, s3_opt
         assert on(spec, day) == 0
     base, options = f"{s3_url}/nightly", ["--s3-endpoint", str(s3_options.endpoint)]
     capsys.readouterr()
-    assert main(["list", base, *options]) == 0
+    assert main(["status", base, *options]) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["2026-11-01", "finished"],
         ["2026-11-02", "finished"],
