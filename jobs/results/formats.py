@@ -89,7 +89,7 @@ class CsvSink(Sink):
 
 
 class ParquetSink(Sink):
-    """Row groups of `group_bytes` (of Arrow), in the format of the run's own files."""
+    """Row groups of at most `group_bytes` (of Arrow), or of one row, in the format of the run's own files."""
 
     def __init__(
         self, file: Target, schema: pa.Schema, metadata: Mapping[str, str], *, group_bytes: int = GROUP_BYTES
@@ -104,10 +104,14 @@ class ParquetSink(Sink):
         self._writer = parquet_writer(file, self._schema, self._metadata)
 
     def add(self, table: pa.Table) -> None:
+        if table.nbytes > self._group_bytes and (half := table.num_rows // 2):
+            self.add(table.slice(0, half))
+            self.add(table.slice(half))
+            return
+        if self._held and self._bytes + table.nbytes > self._group_bytes:
+            self._flush()
         self._held.append(table)
         self._bytes += table.nbytes
-        if self._bytes >= self._group_bytes:
-            self._flush()
 
     def close(self) -> None:
         if self._held:
@@ -127,7 +131,7 @@ class ParquetSink(Sink):
 
 
 class PartsSink(ParquetSink):
-    """Files of at most `file_bytes`, part-00000.parquet and so on; a file is larger only if a single row group is.
+    """Files of about `file_bytes` at most, part-00000.parquet and so on; a file is much larger only if a single row is.
 
     Memory holds one file. Each appears whole.
     """
