@@ -90,10 +90,9 @@ def publish(
         raise UserError(problem, field=TO)
     target, facts = open_dataset(place.at(to), TO), facts_of(passes)
     earlier = earlier_files(target, to)
-    if earlier and not overwrite:
-        known = read_facts(target) if FACTS in earlier else {}
-        if known.get("fingerprint") != facts["fingerprint"]:
-            raise UserError(f"{to!r} has {min(earlier)} of another export; --overwrite replaces it", field=TO)
+    known = read_facts(target) if FACTS in earlier and not overwrite else {}
+    if earlier and not overwrite and known.get("fingerprint") != facts["fingerprint"]:
+        raise UserError(f"{to!r} has {min(earlier)} of another export; --overwrite replaces it", field=TO)
     tables = with_inputs(plan, latest_rows(passes), inputs_of(plan))
     if SUCCESS in earlier:
         target.delete(SUCCESS)
@@ -102,7 +101,12 @@ def publish(
     schema = without_dictionaries(schema).append(pa.field(INPUT, pa.string()))
     file_bytes = (file_mb or 128) * MIB  # memory holds one file
     sink = PartsSink(lambda name, data: send(target, f"{DATA}{name}", data), schema, metadata, file_bytes)
-    (count,) = write_rows(in_order(plan, tables, order), schema.names, [sink])
+    try:
+        (count,) = write_rows(in_order(plan, tables, order), schema.names, [sink])
+    except UserError:  # the same command would be refused again
+        for name in {FACTS, *(f"{DATA}{part_name(number)}" for number in range(sink.count))} - earlier:
+            target.delete(name)
+        raise
     if overwrite or CARD not in earlier:  # people edit cards
         send(target, CARD, card(facts, target.url).encode())
     for name in earlier - {FACTS, CARD, SUCCESS} - {f"{DATA}{part_name(number)}" for number in range(sink.count)}:
@@ -141,15 +145,23 @@ def open_dataset(place: Place, field: str) -> Dataset:
 
 def read_facts(store: Dataset) -> dict[str, Any]:
     """The facts of a dataset; UserError if it has none that this version can read."""
+    stat = next((stat for stat in store.list(FACTS) if stat.name == FACTS), None)
+    if stat is None:
+        is_empty, no_run = (next(iter(store.list(name)), None) is None for name in ("", PLAN))
+        hint = "nothing is there" if is_empty else "other files are" if no_run else "it is a run, not published yet"
+        raise UserError(f"{store.url} has no {FACTS} of `draftmill export --to`: {hint}")
     try:
-        (stat,) = (stat for stat in store.list(FACTS) if stat.name == FACTS)
         facts: dict[str, Any] = parse_json(store.get_range(FACTS, 0, stat.size))
+        if facts["format"] != FORMAT:
+            raise UserError(f"{store.url}: {FACTS} has format {facts['format']}; this draftmill reads {FORMAT}")
         spec = facts["spec"]
         _ = spec["task"]["kind"], spec["input"]["columns"]["id"], facts["results"]["schema_version"]
-        if facts["format"] != FORMAT or not facts.keys() >= NEEDED or not spec.keys() >= {*SPEC}:
-            raise ValueError
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f"{store.url} has no {FACTS} of `draftmill export --to` that this version reads") from None
+        _ = [facts[name] for name in sorted(NEEDED)], [spec[name] for name in SPEC]
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else "is damaged"
+        raise UserError(f"{store.url}: {FACTS} {what}") from None
     if digest(facts["results"]) != facts["fingerprint"]:
         raise UserError(f"{store.url}: {FACTS} was changed: the hash of its results is not its fingerprint")
     return facts
