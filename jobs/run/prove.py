@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from draftmill.jobs.config.spec import JobSpec, check_overridden
 from draftmill.jobs.drive.backend import LocalBackend
+from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.exit_codes import OK, UNEXPECTED, UNUSABLE
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.fingerprint import differences, shorten
@@ -99,7 +100,8 @@ def pick(store: Dataset, files: Sequence[Stat], rows: int) -> tuple[list[dict[st
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"{store.url}: not the files of `draftmill export --to`: {error}") from None
     if not chosen:
-        raise UserError(f"{store.url} has no rows")
+        what = "rows" if files else f"files in {DATA}, or not the one that was named"
+        raise UserError(f"{store.url} has no {what}")
     return chosen, total
 
 
@@ -117,6 +119,9 @@ def decode_again(
         return {}, f"draftmill {facts['code_version']} has results of another schema"
     with TemporaryDirectory(prefix="draftmill-") as folder:
         job = job_of(facts, rows, Path(folder), place, overrides)
+        if (n := job.sampling.n) > 1:
+            inputs = counted(len({row["id"] for row in rows}), "input row")
+            Display().note(f"to prove {counted(len(rows), 'row')}, all {n} samples of {inputs} are decoded")
         try:
             passes = decode_here(job, LocalBackend(), check=check)
         except UserError as error:
