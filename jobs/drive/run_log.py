@@ -56,7 +56,7 @@ class RunLog(logging.Handler):
         self._lines: list[str] = []
         self._written = 0
         """How many of the lines the last file has: other threads may add lines at any time, so no flag could tell."""
-        self._dropped = 0
+        self._dropped = self._first = 0
         self._flushed_s = self._progress_s = clock()
         self._session = ""
         """The sums as of the last flush, "" before the first worker has come up."""
@@ -84,12 +84,13 @@ class RunLog(logging.Handler):
         self.handle(event_record(event, message, level=level, **facts))
 
     def show(self, totals: Totals) -> None:
-        """Note the progress every PROGRESS_EVERY_S; flush every FLUSH_EVERY_S, and once the first worker has come up."""
+        """Note the progress every PROGRESS_EVERY_S; flush every FLUSH_EVERY_S, at the first worker, and at the first unit."""
         if self._clock() - self._progress_s >= PROGRESS_EVERY_S:
             self._progress_s = self._clock()
             self.add("progress", **progress_facts(totals))
-        is_first = totals.started_s is not None and not self._session
-        if is_first or self._clock() - self._flushed_s >= FLUSH_EVERY_S:
+        first = (totals.started_s is not None) + (totals.units_done > 0)
+        if first > self._first or self._clock() - self._flushed_s >= FLUSH_EVERY_S:
+            self._first = first
             self._start_writing(totals)
 
     def write_out(self, totals: Totals | None = None) -> None:

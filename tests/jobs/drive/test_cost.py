@@ -99,6 +99,17 @@ def test_what_a_lost_driver_did_last_is_missing_and_said_to_be():
     assert [text.partition("  ")[0] for _, text in whole] == ["85 s"]
 
 
+def test_a_driver_that_is_lost_soon_leaves_the_time_of_its_first_unit():
+    store, hand = open_store("memory://first-unit"), Hand()
+    log, totals = log_in(store, clock=hand), Totals(units=2, rows=2, clock=hand)
+    totals.worker_up("w0", {})
+    log.show(totals)
+    totals.add_receipt(Receipt(0, 0, "w0", "node", None, Tally(), spent_s=2.0))
+    log.show(totals)
+    log.write_out()
+    assert read_sessions(store).devices.counted_s == 2.0
+
+
 def test_a_worker_that_ended_twice_or_never_came_up_counts_once_or_not():
     clock = Hand()
     totals = Totals(units=1, rows=1, clock=clock)
