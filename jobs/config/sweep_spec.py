@@ -203,12 +203,10 @@ def _base(base: str | dict[str, Any], file: Path) -> dict[str, Any]:
 def _grid(grid: Any) -> dict[str, dict[str, Any]]:
     """One case for every combination of the values; the first key varies slowest."""
     labels = _labels(list(grid))
-    texts = {key: _unique([f"{labels[key]}-{_short(value)}" for value in values]) for key, values in grid.items()}
-    picks = [
-        list(zip(grid, numbers, strict=True)) for numbers in product(*(range(len(values)) for values in grid.values()))
-    ]
-    names = _unique([_fitting("_".join(texts[key][number] for key, number in pick)) for pick in picks])
-    return {name: {key: grid[key][number] for key, number in pick} for name, pick in zip(names, picks, strict=True)}
+    texts = [_unique([f"{labels[key]}-{_short(value)}" for value in values]) for key, values in grid.items()]
+    names = _unique([_fitting("_".join(picked)) for picked in product(*texts)])
+    cases = (dict(zip(grid, picked, strict=True)) for picked in product(*grid.values()))
+    return dict(zip(names, cases, strict=True))
 
 
 def _same(one: Any, other: Any) -> bool:
