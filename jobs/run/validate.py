@@ -30,6 +30,7 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
+from draftmill.decoders.common_settings import DecoderChoice
 from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date
 from draftmill.jobs.drive.notify import check_receivers
@@ -65,7 +66,7 @@ def header(resolved: Resolved) -> Iterator[str]:
     num_bytes = sum(file.size or 0 for file in resolved.inputs)
     chosen = None if isinstance(task, Complete) else task.mask
     mask = "" if chosen is None else f", mask {chosen.kind}"
-    yield f"job       {spec.name}: {task.kind}{mask}, decoder {spec.decoder.kind}"
+    yield f"job       {spec.name}: {task.kind}{mask}, decoder {spec.decoder.kind}{drafter_text(spec.decoder)}"
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
     if note := length_note(task, info):
         yield f"  length  {note}"
@@ -75,6 +76,15 @@ def header(resolved: Resolved) -> Iterator[str]:
     yield f"input     {spec.input.shown}: {counted(len(resolved.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
     planned = f", planned already: {resolved.plan.rows:,} samples" if resolved.plan is not None else ""
     yield f"output    {spec.output.path}{planned}"
+
+
+def drafter_text(decoder: DecoderChoice) -> str:
+    """What drafts, and where it is, in words; empty if nothing does."""
+    drafter: Any = getattr(decoder, "drafter", None)
+    path = getattr(drafter, "path", None) or ()
+    kind = drafter if isinstance(drafter, str) else getattr(drafter, "kind", "")
+    named = " ".join(filter(None, (kind, *([path] if isinstance(path, str) else path))))
+    return f", drafter {named}" if named else ""
 
 
 def quantized_lines(resolved: Resolved) -> Iterator[str]:

@@ -79,7 +79,7 @@ def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path, capsys):
     assert validate(spec) == 0
     said = capsys.readouterr().out
     for part in (
-        "dry: infill, mask marker, decoder assd",
+        "dry: infill, mask marker, decoder assd, drafter self",
         "3,090,944 parameters, up to 512 tokens",
         "canvas    r0:",
         "1 to generate in 1 holes",
