@@ -421,7 +421,7 @@ def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
 def drafter_of(job: Job, has_head: bool) -> str | None:
     """What drafts: the model itself, its head or masks, an n-gram table, an index of texts, a model's path; None if nothing."""
     drafter = getattr(job.recipe.decoder, "drafter", None)
-    if drafter == "self" and has_head:
+    if has_head and drafter in (None, "self"):
         return "head"
     return drafter.path if isinstance(drafter, DrafterPlace) else getattr(drafter, "kind", drafter)
 

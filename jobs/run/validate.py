@@ -356,6 +356,8 @@ def loaded_lines(resolved: Resolved, unit_rows: int) -> Iterator[str]:
     if spec.model.device != "cpu" and torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated(), "GPU memory"
     yield from device_lines(device_facts(decoder))
+    if recipe.decoder.draft_head != "none":
+        yield f"head      {'no draft head: its folder has none' if networks.heads is None else 'a draft head drafts'}"
     yield f"exact     {exactness(networks.exact)}"
     yield f"memory    {memory[0] / 2**30:.2f} GiB of {memory[1]} at its peak, with the model loaded"
     if room is not None:

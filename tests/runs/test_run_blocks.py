@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from draftmill.storage.errors import UserError
+from recipes.folder import save_draft_heads
+from tests.decoders.support import toy_heads
 from tests.golden_data import read_json
 from tests.runs.causal_jobs import next_job
 
@@ -41,7 +43,11 @@ def world(golden: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(world):
+    width = read_json(world / "model" / "config.json")["hidden_size"]
+    (world / "head").mkdir()
+    save_draft_heads(world / "head", toy_heads(width), "s2d2")
     found = {
+        "headed": decoded(world, ALWAYS | {"fused": True, "head": str(world / "head")}),
         "one": decoded(world, {"kind": "block_diffusion", "block_size": 1, "causal_cache": True}),
         "always": decoded(world, ALWAYS),
         "fused": decoded(world, ALWAYS | {"fused": True}),
@@ -57,7 +63,8 @@ def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(wor
             assert MASK not in row["tokens"] and sum(kinds.values()) == row["nfe"]
     for name in PROMPTS:
         assert found["one"][name]["tokens"] == found["always"][name]["tokens"] == found["fused"][name]["tokens"]
-        assert found["one"][name]["tokens"] == found["drafted"][name]["tokens"]
+        assert found["one"][name]["tokens"] == found["drafted"][name]["tokens"] == found["headed"][name]["tokens"]
+        assert (found["headed"][name]["drafter"], found["fused"][name]["drafter"]) == ("head", None)
         assert found["drafted"][name]["nfe_draft"] > 0 == found["fused"][name]["nfe_draft"]
         assert found["fused"][name]["logprob"] == pytest.approx(found["one"][name]["logprob"], rel=1e-5)
         assert found["fused"][name]["nfe"] < found["always"][name]["nfe"]
