@@ -28,7 +28,11 @@ from draftmill.decoders.backbones.packed import replace_products
 _LARGEST: Final = {"int8": 127, "int4": 15, "fp8": 448}
 _EXACT: Final = 1024  # columns: 1024 * 128 * 127 is below 2^24
 _AT_ONCE: Final = 256  # rows whose sums stay in a processor's cache
-_STEPS, _TINY = 127 * 256, torch.finfo(torch.float32).tiny
+# Tensors, since torch converts a Python number again in each call.
+_STEPS: Final = torch.tensor(127.0 * 256)
+# Added to a number it rounds it: the last 16 bits of the sum are its code, with 128 added to both bytes.
+_ROUND: Final = torch.tensor(1.5 * 2**23 + 128 * 256 + 128)
+_BYTE: Final = torch.tensor(8, dtype=torch.int32)
 _TRIED, _ROWS = 64, 1024  # rows by which a grid is looked for, and rows of a step afterwards
 _ROUTERS: Final = ("gate", "router", "shared_expert_gate")
 
@@ -65,7 +69,7 @@ class SmallLinear(nn.Module):
         """Keep codes of int8 in oneDNN's layout only, unless they are also used elsewhere: products take 15 to 35 % less."""
         if self.kind == "int8":
             self.packed_KM = torch.ops.onednn.qlinear_prepack(self.code_MK, [1, self.in_features])
-            self.code_MK = self.code_MK.new_empty(0)
+            self.code_MK, self._scale_M = self.code_MK.new_empty(0), self.scale_MG1.flatten().float()
 
     def _codes(self) -> Tensor:
         """The codes in the buffer, [M, K] in the layer's dtype."""
@@ -91,21 +95,24 @@ class SmallLinear(nn.Module):
             parts_MGg.add_(self.low_MG1)
         return weight_MK
 
-    def _of_integers(self, rows_RK: Tensor) -> Tensor:
+    def _of_integers(self, rows_RK: Tensor, out_RM: Tensor | None = None) -> Tensor:
         """The products of float32 rows whose numbers are rounded to 16 bits of the row's largest one: two codes each, 256 high +
         low. For one row each call of torch counts: they take as long as the product."""
         if len(rows_RK) > _AT_ONCE:
-            return torch.cat([self._of_integers(part_RK) for part_RK in rows_RK.split(_AT_ONCE)])
-        scale_R1 = (rows_RK.abs().amax(1, keepdim=True) / _STEPS).clamp_(min=_TINY)
-        code_RK = (rows_RK / scale_R1).round_().to(torch.int16)
-        # The low byte has a sign, so the high one is rounded to the nearest.
-        codes_PK = torch.cat([code_RK, (code_RK + 128).bitwise_right_shift_(8)])
+            out_RM = rows_RK.new_empty(len(rows_RK), self.out_features)
+            for part_RK, part_RM in zip(rows_RK.split(_AT_ONCE), out_RM.split(_AT_ONCE), strict=True):
+                self._of_integers(part_RK, part_RM)
+            return out_RM
+        scale_R1 = rows_RK.abs().amax(1, keepdim=True).div_(_STEPS)
+        code_RK = (rows_RK / scale_R1).add_(_ROUND).view(torch.int32)
+        codes_PK = torch.cat([code_RK, code_RK >> _BYTE]).to(torch.uint8)
         if self.packed_KM is None:
-            sums_PM = integer_sums(codes_PK.to(torch.int8), self.code_MK)
+            codes_PK = (codes_PK ^ 128).view(torch.int8)
+            sums_PM = integer_sums(codes_PK, self.code_MK).float().mul_(self.scale_MG1.flatten())
         else:
-            sums_PM = packed_sums(codes_PK, self.packed_KM)
+            sums_PM = packed_sums(codes_PK, self.packed_KM, self._scale_M)
         low_RM, high_RM = sums_PM.chunk(2)
-        out_RM = low_RM.float().add_(high_RM, alpha=256.0).mul_(self.scale_MG1.flatten()).mul_(scale_R1)
+        out_RM = torch.mul(low_RM.add_(high_RM, alpha=256.0), scale_R1, out=out_RM)
         return out_RM if self.bias is None else out_RM.add_(self.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -150,21 +157,16 @@ def integer_sums(code_RK: Tensor, code_MK: Tensor) -> Tensor:
     return sum(((rows.float() @ matrix.float().T).double() for rows, matrix in parts), torch.zeros(())).float()
 
 
-def packed_sums(code_RK: Tensor, packed_KM: Tensor) -> Tensor:
-    """The same, float32, by codes that `pack` packed. Of `code_RK`, int16, the low 8 bits with their sign count; oneDNN is fast
-    where rows have no sign, so it subtracts 128 again."""
-    plain_M, zeros_M = _constants(packed_KM.shape[1])
-    weight = packed_KM, plain_M, zeros_M, None
-    shifted_RK = code_RK.add_(128).to(torch.uint8)
-    return torch.ops.onednn.qlinear_pointwise.default(
-        shifted_RK, 1.0, 128, *weight, 1.0, 0, torch.float32, "none", [], ""
-    )
+def packed_sums(code_RK: Tensor, packed_KM: Tensor, scale_M: Tensor) -> Tensor:
+    """The same, float32 and times `scale_M`, by codes that `pack` packed. To those of rows 128 is added, uint8: oneDNN is fast
+    where they have no sign, and subtracts it again."""
+    weight = packed_KM, scale_M, _zeros(len(scale_M)), None
+    return torch.ops.onednn.qlinear_pointwise.default(code_RK, 1.0, 128, *weight, 1.0, 0, torch.float32, "none", [], "")
 
 
 @cache
-def _constants(count: int) -> tuple[Tensor, Tensor]:
-    """Scales and zero points that change nothing."""
-    return torch.ones(count), torch.zeros(count, dtype=torch.int32)
+def _zeros(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32)
 
 
 @cache
@@ -175,7 +177,8 @@ def adds_exactly() -> bool:
         return False
     extreme = torch.tensor([[127], [-128]]).expand(2, 64)
     codes = extreme.clamp(min=-127).to(torch.int8).contiguous()
-    found = packed_sums(extreme.to(torch.int16), torch.ops.onednn.qlinear_prepack(codes, [1, 64]))
+    packed = torch.ops.onednn.qlinear_prepack(codes, [1, 64])
+    found = packed_sums((extreme + 128).to(torch.uint8), packed, torch.ones(2))
     return torch.equal(found, integer_sums(extreme.to(torch.int8), codes))
 
 
