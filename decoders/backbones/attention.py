@@ -38,8 +38,9 @@ _MOST_COPIED: Final = 1 << 22
 _READ: Final = 3
 _COPY: Final = 8
 _CALL: Final = 1 << 17
-# Fewer query rows of a key head than these leave half precision to torch's fused attention.
+# Fewer query rows of a key head, and numbers of keys, than these leave half precision to torch's fused attention.
 _MANY_ROWS: Final = 32
+_MANY_KEYS: Final = 3 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +192,11 @@ class Scores:
         """The scaled scores, in place."""
         return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
 
-    def left(self, scores_BKTGW: Tensor, weight_BKTGW: Tensor) -> Tensor | None:
-        """The share of each row's weight that its sink leaves; None without sinks. Weights of a row sum up to one, and the
-        largest one is exp(0) / sum: so this takes no sum, whose order would depend on the number of columns."""
-        if self.sink_H is None:
-            return None
-        sink_K1G1 = self.sink_H.to(scores_BKTGW.dtype).view(scores_BKTGW.shape[1], 1, -1, 1)
+    @staticmethod
+    def left(scores_BKTGW: Tensor, weight_BKTGW: Tensor, sink_H: Tensor) -> Tensor:
+        """The share of each row's weight that its sink leaves. Weights of a row sum up to one, and the largest one is
+        exp(0) / sum: so this takes no sum, whose order would depend on the number of columns."""
+        sink_K1G1 = sink_H.to(scores_BKTGW.dtype).view(scores_BKTGW.shape[1], 1, -1, 1)
         most, largest = scores_BKTGW.amax(-1, keepdim=True), weight_BKTGW.amax(-1, keepdim=True)
         return 1 / (1 + (sink_K1G1 - most).exp() * largest)
 
@@ -288,31 +288,32 @@ def attend_grouped(
     key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
     group = num_heads // key_heads
     count, rows = num_slots * key_heads, num_rows * group
-    grouped = (num_slots, num_rows, key_heads, group, width)
+    grouped, by_row = (
+        (num_slots, num_rows, key_heads, group, width),
+        (num_slots, key_heads, num_rows, group, num_columns),
+    )
     device, dtype = query_BTHd.device, query_BTHd.dtype
     is_half = dtype not in EXACT_DTYPES
     # oneDNN multiplies bfloat16 much faster than fused attention does, and rounds the products: values may be, scores may not.
-    by_onednn = is_half and rows >= _MANY_ROWS and can_pack(dtype, device)
+    is_large = rows >= _MANY_ROWS or key_BKWd.numel() >= _MANY_KEYS
+    by_onednn = is_half and is_large and can_pack(dtype, device)
     if by_onednn or not scores.is_plain or (device.type == "cpu" and not is_half):
         wide = torch.promote_types(dtype, torch.float32)
         query_CRd = (query_BTHd.to(wide) * scores.scaling).reshape(grouped).transpose(1, 2).reshape(count, rows, width)
-        # Rows that are too few are repeated, and what the others give is cut off.
-        times = -(-rules.min_queries // rows)
-        if times > 1:
-            query_CRd = query_CRd.unsqueeze(1).expand(-1, times, -1, -1).contiguous().flatten(1, 2)
+        if not is_half and rows < rules.min_queries:  # more rows, which see everything and are cut off
+            query_CRd = functional.pad(query_CRd, (0, 0, 0, rules.min_queries - rows))
         score_CRW = scores.capped_(torch.bmm(query_CRd, key_BKWd.to(wide).flatten(0, 1).transpose(1, 2)))
         if num_rows == 1:
-            score_CRW.view(num_slots, key_heads * times * rows, num_columns).add_(bias_BTW)
+            score_CRW.view(num_slots, -1, num_columns).add_(bias_BTW)
         else:
-            all_rows = (num_slots, key_heads, times, num_rows, group, num_columns)
-            score_CRW.view(all_rows).add_(bias_BTW[:, None, None, :, None])
-        weight_CRW, by_head = score_CRW.softmax(-1), (num_slots, key_heads, times * num_rows, group, num_columns)
-        left = scores.left(score_CRW.view(by_head), weight_CRW.view(by_head))
+            score_CRW[:, :rows].view(by_row).add_(bias_BTW[:, None, :, None])
+        weight_CRW = score_CRW.softmax(-1)
         number, most_columns = (dtype, num_columns) if by_onednn else (wide, rules.sum_columns)
-        mixed_CRd = weigh_values(weight_CRW.to(number), value_BKWd.to(number).flatten(0, 1), most_columns)
-        if left is not None:
-            mixed_CRd = mixed_CRd * left.reshape(count, times * rows, 1)
-        mixed = mixed_CRd[:, :rows].to(dtype)
+        mixed_CRd = weigh_values(weight_CRW.to(number), value_BKWd.to(number).flatten(0, 1), most_columns)[:, :rows]
+        if scores.sink_H is not None:
+            left = scores.left(*(each[:, :rows].view(by_row) for each in (score_CRW, weight_CRW)), scores.sink_H)
+            mixed_CRd = mixed_CRd * left.reshape(count, rows, 1)
+        mixed = mixed_CRd.to(dtype)
         if num_rows == 1:
             return mixed.reshape(query_BTHd.shape)
     else:
