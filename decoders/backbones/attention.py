@@ -192,12 +192,13 @@ class Scores:
         """The scaled scores, in place."""
         return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
 
-    @staticmethod
-    def left(scores_BKTGW: Tensor, weight_BKTGW: Tensor, sink_H: Tensor) -> Tensor:
-        """The share of each row's weight that its sink leaves. Weights of a row sum up to one, and the largest one is
-        exp(0) / sum: so this takes no sum, whose order would depend on the number of columns."""
-        sink_K1G1 = sink_H.to(scores_BKTGW.dtype).view(scores_BKTGW.shape[1], 1, -1, 1)
-        most, largest = scores_BKTGW.amax(-1, keepdim=True), weight_BKTGW.amax(-1, keepdim=True)
+    def left(self, scores_CRW: Tensor, weight_CRW: Tensor, by_row: tuple[int, ...]) -> Tensor | None:
+        """The share of each row's weight that its sink leaves, [B, K, T, G, 1]; None without sinks. Weights of a row sum up to
+        one, and the largest one is exp(0) / sum: so this takes no sum, whose order would depend on the number of columns."""
+        if self.sink_H is None:
+            return None
+        sink_K1G1 = self.sink_H.to(scores_CRW.dtype).view(by_row[1], 1, -1, 1)
+        most, largest = (each.view(by_row).amax(-1, keepdim=True) for each in (scores_CRW, weight_CRW))
         return 1 / (1 + (sink_K1G1 - most).exp() * largest)
 
 
@@ -288,15 +289,12 @@ def attend_grouped(
     key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
     group = num_heads // key_heads
     count, rows = num_slots * key_heads, num_rows * group
-    grouped, by_row = (
-        (num_slots, num_rows, key_heads, group, width),
-        (num_slots, key_heads, num_rows, group, num_columns),
-    )
+    grouped = (num_slots, num_rows, key_heads, group, width)
+    by_row = (num_slots, key_heads, num_rows, group, num_columns)
     device, dtype = query_BTHd.device, query_BTHd.dtype
     is_half = dtype not in EXACT_DTYPES
     # oneDNN multiplies bfloat16 much faster than fused attention does, and rounds the products: values may be, scores may not.
-    is_large = rows >= _MANY_ROWS or key_BKWd.numel() >= _MANY_KEYS
-    by_onednn = is_half and is_large and can_pack(dtype, device)
+    by_onednn = is_half and (rows >= _MANY_ROWS or key_BKWd.numel() >= _MANY_KEYS) and can_pack(dtype, device)
     if by_onednn or not scores.is_plain or (device.type == "cpu" and not is_half):
         wide = torch.promote_types(dtype, torch.float32)
         query_CRd = (query_BTHd.to(wide) * scores.scaling).reshape(grouped).transpose(1, 2).reshape(count, rows, width)
@@ -310,8 +308,7 @@ def attend_grouped(
         weight_CRW = score_CRW.softmax(-1)
         number, most_columns = (dtype, num_columns) if by_onednn else (wide, rules.sum_columns)
         mixed_CRd = weigh_values(weight_CRW.to(number), value_BKWd.to(number).flatten(0, 1), most_columns)[:, :rows]
-        if scores.sink_H is not None:
-            left = scores.left(*(each[:, :rows].view(by_row) for each in (score_CRW, weight_CRW)), scores.sink_H)
+        if (left := scores.left(score_CRW[:, :rows], weight_CRW[:, :rows], by_row)) is not None:
             mixed_CRd = mixed_CRd * left.reshape(count, rows, 1)
         mixed = mixed_CRd.to(dtype)
         if num_rows == 1:

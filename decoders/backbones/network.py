@@ -39,9 +39,7 @@ from draftmill.decoders.backbones.transformer import NetworkBackbone
 from draftmill.decoders.kernels.find import find_layers
 
 Rowwise = Callable[[Tensor], Tensor]
-_AT_ONCE: Final = (
-    512  # rows whose inner products stay in a processor's cache; more of them are new memory in each layer
-)
+_AT_ONCE: Final = 512  # rows of a prompt whose inner products stay in a processor's cache
 _tanh_gelu: Final = partial(functional.gelu, approximate="tanh")
 ACTIVATE: Final[dict[str, Rowwise]] = {
     "silu": functional.silu,
@@ -255,8 +253,7 @@ class RotaryNetwork(nn.Module):
         if layer.mixture is not None:
             return layer.mixture(rows_PD)
         if len(rows_PD) >= 2 * _AT_ONCE and rows_PD.device.type == "cpu":
-            sizes = [_AT_ONCE] * (len(rows_PD) // _AT_ONCE - 1)
-            parts = rows_PD.split([*sizes, len(rows_PD) - sum(sizes)])
+            parts = rows_PD.tensor_split([*range(_AT_ONCE, len(rows_PD) - _AT_ONCE + 1, _AT_ONCE)])
             return torch.cat([self._inner(layer, part_PD) for part_PD in parts])
         both_PI = layer.gate_up(rows_PD)
         if self.kernels is not None and self._activation is functional.silu:

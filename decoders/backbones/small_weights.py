@@ -29,10 +29,9 @@ _LARGEST: Final = {"int8": 127, "int4": 15, "fp8": 448}
 _EXACT: Final = 1024  # columns: 1024 * 128 * 127 is below 2^24
 _AT_ONCE: Final = 256  # rows whose sums stay in a processor's cache
 # Tensors, since torch converts a Python number again in each call.
-_STEPS: Final = torch.tensor(127.0 * 256)
+_STEPS, _BYTE = torch.tensor(127.0 * 256), torch.tensor(8, dtype=torch.int32)
 # Added to a number it rounds it: the last 16 bits of the sum are its code, with 128 added to both bytes.
 _ROUND: Final = torch.tensor(1.5 * 2**23 + 128 * 256 + 128)
-_BYTE: Final = torch.tensor(8, dtype=torch.int32)
 _TRIED, _ROWS = 64, 1024  # rows by which a grid is looked for, and rows of a step afterwards
 _ROUTERS: Final = ("gate", "router", "shared_expert_gate")
 
@@ -69,7 +68,8 @@ class SmallLinear(nn.Module):
         """Keep codes of int8 in oneDNN's layout only, unless they are also used elsewhere: products take 15 to 35 % less."""
         if self.kind == "int8":
             self.packed_KM = torch.ops.onednn.qlinear_prepack(self.code_MK, [1, self.in_features])
-            self.code_MK, self._scale_M = self.code_MK.new_empty(0), self.scale_MG1.flatten().float()
+            self.code_MK, zero_M = self.code_MK.new_empty(0), torch.zeros(self.out_features, dtype=torch.int32)
+            self._scaling = self.scale_MG1.flatten().float(), zero_M
 
     def _codes(self) -> Tensor:
         """The codes in the buffer, [M, K] in the layer's dtype."""
@@ -110,7 +110,7 @@ class SmallLinear(nn.Module):
             codes_PK = (codes_PK ^ 128).view(torch.int8)
             sums_PM = integer_sums(codes_PK, self.code_MK).float().mul_(self.scale_MG1.flatten())
         else:
-            sums_PM = packed_sums(codes_PK, self.packed_KM, self._scale_M)
+            sums_PM = packed_sums(codes_PK, self.packed_KM, *self._scaling)
         low_RM, high_RM = sums_PM.chunk(2)
         out_RM = torch.mul(low_RM.add_(high_RM, alpha=256.0), scale_R1, out=out_RM)
         return out_RM if self.bias is None else out_RM.add_(self.bias)
@@ -157,16 +157,11 @@ def integer_sums(code_RK: Tensor, code_MK: Tensor) -> Tensor:
     return sum(((rows.float() @ matrix.float().T).double() for rows, matrix in parts), torch.zeros(())).float()
 
 
-def packed_sums(code_RK: Tensor, packed_KM: Tensor, scale_M: Tensor) -> Tensor:
-    """The same, float32 and times `scale_M`, by codes that `pack` packed. To those of rows 128 is added, uint8: oneDNN is fast
-    where they have no sign, and subtracts it again."""
-    weight = packed_KM, scale_M, _zeros(len(scale_M)), None
+def packed_sums(code_RK: Tensor, packed_KM: Tensor, scale_M: Tensor, zero_M: Tensor) -> Tensor:
+    """The same, float32 and times `scale_M`, by codes that `pack` packed; `zero_M` is int32 0. To those of rows 128 is added,
+    uint8: oneDNN is fast where they have no sign, and subtracts it again."""
+    weight = packed_KM, scale_M, zero_M, None
     return torch.ops.onednn.qlinear_pointwise.default(code_RK, 1.0, 128, *weight, 1.0, 0, torch.float32, "none", [], "")
-
-
-@cache
-def _zeros(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32)
 
 
 @cache
@@ -178,7 +173,7 @@ def adds_exactly() -> bool:
     extreme = torch.tensor([[127], [-128]]).expand(2, 64)
     codes = extreme.clamp(min=-127).to(torch.int8).contiguous()
     packed = torch.ops.onednn.qlinear_prepack(codes, [1, 64])
-    found = packed_sums((extreme + 128).to(torch.uint8), packed, torch.ones(2))
+    found = packed_sums((extreme + 128).to(torch.uint8), packed, torch.ones(2), torch.zeros(2, dtype=torch.int32))
     return torch.equal(found, integer_sums(extreme.to(torch.int8), codes))
 
 

@@ -102,8 +102,8 @@ def test_sums_of_codes_are_exact_packed_and_by_parts(width):
     expected = (rows.double() @ matrix.double().T).float()
     sums = [lambda part: integer_sums(part, matrix)]
     if adds_exactly():
-        packed = torch.ops.onednn.qlinear_prepack(matrix, [1, width])
-        sums.append(lambda part: packed_sums((part.int() + 128).to(torch.uint8), packed, torch.ones(9)))
+        packed = torch.ops.onednn.qlinear_prepack(matrix, [1, width]), torch.ones(9), torch.zeros(9, dtype=torch.int32)
+        sums.append(lambda part: packed_sums((part.int() + 128).to(torch.uint8), *packed))
     for each in sums:
         assert torch.equal(each(rows), expected)
         assert torch.equal(each(rows[2:3]), expected[2:3])

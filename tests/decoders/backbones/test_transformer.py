@@ -14,7 +14,7 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from draftmill.decoders.backbones import attention, transformer
+from draftmill.decoders.backbones import attention, network, transformer
 from draftmill.decoders.backbones.cache import SlotCache
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
 from draftmill.decoders.backbones.invariance import INEXACT_RULES
@@ -186,6 +186,7 @@ def test_a_row_has_the_same_bits_in_any_tile(tmp_path, monkeypatch, limits):
         whole = decode_with_rejections(load(tmp_path), texts, prompts=prompts)
     for name, value in limits.items():
         monkeypatch.setattr(attention, name, value)
+    monkeypatch.setattr(network, "_AT_ONCE", 64)
     numbers, cut_rows = [], attention.cut_rows
 
     def counted(*of, ordered):
