@@ -35,7 +35,6 @@ INTERRUPTED_S = 3.0
 
 MESSAGES = {
     OK: "finished",
-    TOO_MANY_FAILED: "more samples failed than `errors` allows",
     INTERRUPTED: "interrupted; run it again to resume",
 }
 
@@ -72,7 +71,7 @@ class RunOutcome(Watcher):
             case KeyboardInterrupt():
                 code, message = INTERRUPTED, MESSAGES[INTERRUPTED]
             case Ended():
-                code, message = error.code, MESSAGES[error.code]
+                code, message = error.code, MESSAGES.get(error.code) or str(error).splitlines()[0].partition("; see")[0]
             case Exception():
                 code, message = code_of(error), str(error)
             case _:

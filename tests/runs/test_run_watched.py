@@ -163,6 +163,7 @@ def test_a_run_that_fails_sends_a_notice_and_keeps_its_exit_code(tmp_path):
     assert main(["run", str(spec), "--local", "--quiet", "--set", "input.path=nowhere.jsonl"]) == 2
     first, second = notices_in(out)
     assert (first["event"], first["exit_code"], first["samples"]["failed"]) == ("failure", 3, 1)
+    assert first["message"].startswith("1 of 13 samples failed; errors.max_rate: 0.01 allows 0; 12 of 13 samples ok")
     assert (second["event"], second["exit_code"]) == ("failure", 2) and "nowhere.jsonl" in second["message"]
 
 
