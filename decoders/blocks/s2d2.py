@@ -133,8 +133,9 @@ def s2d2_fused(
 ) -> Decoding:
     """Verify in every forward, and draft in it, if neither a `drafter` nor earlier texts do. `by_ratio`: a verified token is no
     draft, so copies are asked for drafts, too. With `auto` the clock says how many drafts there are, and whether texts give
-    them. With `by_head` a draft head draws them after the forward."""
+    them. With `by_head` a draft head draws them after the forward, but for samples with a constraint."""
     s.widen(s.length)
+    by_head = by_head and s.tracker is None  # drafts of a head are drawn without constraints
     texts = texts_of(s) if texts_of else None
     purpose, drafts = PREFILL if rules.start(s.prompt) else DRAFTED, Drafts()
     while not s.is_over:

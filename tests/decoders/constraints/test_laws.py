@@ -6,13 +6,14 @@ tokens in these places). The expressions forbid most texts, and a control breaks
 
 import re
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from draftmill.decoders.base import HOLE, ModelInfo, Request, RowSettings
+from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, Request, RowSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.constraints.automaton import Automaton, Vocabulary, automaton_of
 from draftmill.decoders.constraints.constraint import Constraint
@@ -264,6 +265,20 @@ def test_decoders_that_reveal_several_tokens_at_once_keep_the_constraint(kind, s
         assert all(map(matches, filled(canvas, tuple(outcome.tokens.tolist()))))
         committed = max(committed, len(outcome.accept_hist) - 1)
     assert committed > 1, "some step decided several tokens"
+
+
+def test_a_draft_head_drafts_for_samples_without_a_constraint_alone():
+    """Its drafts would know nothing of the constraint."""
+    bound, settings = requests_of("blocks"), DECODERS["blocks"]["s2d2, fused"]
+    free = [replace(made, index=len(bound) + made.index, settings=JOB_SETTINGS) for made in bound]
+    headed, bare = (
+        decode_with(replace(setup("blocks", Sampling(), rows=5), heads=heads), settings, bound + free)
+        for heads in (toy_heads(VOCAB + 1), None)
+    )
+    assert texts(headed) == texts(bare)
+    same = [(headed[index].nfe, headed[index].accepted) == (bare[index].nfe, bare[index].accepted) for index in bare]
+    by_index = dict(zip(bare, same, strict=True))
+    assert all(by_index[made.index] for made in bound) and not all(by_index[made.index] for made in free)
 
 
 @pytest.mark.slow
