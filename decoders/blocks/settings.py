@@ -182,7 +182,8 @@ class BlockSettings(DecoderChoice):
     @property
     def draws_anew(self) -> bool:
         """Whether each step draws new random numbers; needless where the tokens drawn do not decide which masks are revealed."""
-        return self.draws == "fresh" and (self.schedule in {"static", "dynamic"} or self.tau_edit is not None)
+        decides = self.schedule in {"static", "dynamic"} and self.block_size != 1
+        return self.draws == "fresh" and (decides or self.tau_edit is not None)
 
     def check_sampling(self, sampling: Sampling) -> None:
         """See DecoderChoice; also ValueError if positions are to keep random numbers that the rejection rule draws anew."""
