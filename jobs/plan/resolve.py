@@ -38,7 +38,7 @@ from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
 from draftmill.actors.task import ConstraintSettings, Examples, Infill, Prompt, Task, today
 from draftmill.decoders.base import ModelInfo
-from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.common_settings import DecoderChoice, DrafterPlace, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.fastest import FastestSettings
 from draftmill.decoders.settings import check_model
@@ -394,11 +394,15 @@ def weight_bytes(folder: Path) -> int:
 def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
     """Describe the checkpoint; checks that its family supports the task and the decoder."""
     from draftmill.decoders.backbones.checkpoint import check_split, inspect_model
+    from draftmill.decoders.backbones.heads.files import check_heads
 
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
         check_task(spec.task, info)
-        check_model(with_baseline(spec, info).decoder, info, spec.task.kind)
+        decoder = with_baseline(spec, info).decoder
+        check_model(decoder, info, spec.task.kind)
+        if not isinstance(getattr(decoder, "drafter", None), DrafterPlace):  # else the head is the drafter's
+            check_heads(decoder, folder)
         for shape in spec.shapes:
             check_split(info.family, folder, shape.gpus_per_model)
         return info

@@ -78,6 +78,16 @@ def test_a_drafter_that_is_no_block_diffusion_model_is_refused_at_the_start(worl
         decoded(world, ALWAYS | {"drafter": {"path": str(golden / "llada")}})
 
 
+def test_a_damaged_draft_head_is_refused_at_the_start(world):
+    for name, data in (
+        ("draft_head.json", b'{"kind": "s2d2", "width": 64, "markov_hidden": 8}'),
+        ("draft_head.safetensors", b"?"),
+    ):
+        (world / "model" / name).write_bytes(data)
+    with pytest.raises(UserError, match=r"decoder.head: .*draft_head.safetensors is damaged or not a safetensors file"):
+        decoded(world, ALWAYS | {"fused": True})
+
+
 def test_a_job_that_names_the_family_of_d2f_gives_the_public_codes_text(golden, tmp_path):
     """config.json says `llada`, whose decoders are others."""
     cases = read_json(golden / "d2f" / "cases.json")["cases"]
