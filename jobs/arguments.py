@@ -342,7 +342,8 @@ command(
     "status",
     "show the progress of a run, or the state of each run below a folder",
     "results.runs:status",
-    *RUN_DIR,
+    option("place", "DIR", "a folder or s3://bucket/prefix"),
+    S3_ENDPOINT,
     flag("--json", "all facts of the runs at or below the folder, as JSON", dest="as_json"),
 )
 command(
