@@ -97,7 +97,9 @@ def test_every_case_is_a_complete_run_directory(finished, tmp_path, capsys):
         assert "finished" in capsys.readouterr().out
         assert main(["export", run, "--format", "jsonl", "--out", str(tmp_path / f"{name}.jsonl")]) == 0
         assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 12
-    assert main(["status", str(finished / "out")]) == 2
+    assert main(["status", str(finished / "out")]) == 0
+    assert f": {len(CASES)} runs" in capsys.readouterr().out
+    assert main(["verify", str(finished / "out")]) == 2
     assert f"is a sweep; its run directories are {finished}/out/cases/NAME" in capsys.readouterr().err
     listed = json.loads((finished / "out" / "sweep.json").read_text())
     assert [(case["name"], case["path"], case["changes"]) for case in listed["cases"]] == [

@@ -232,6 +232,7 @@ class World:
             sizes=self.job.sizes,
             pass_=1,
             files=(),
+            totals=SimpleNamespace(errors={}),
         )
         options = SimpleNamespace(ray_address=None, grace_s=5.0, local=True)
         return SimpleNamespace(

@@ -42,10 +42,11 @@ CAPTURED = {
     "block_diffusion": 1,
     "s2d2": 1,
     "s2d2, fused": 1,
+    "s2d2, head": 1,
 }
 """The decoders whose forwards are captured, and those of how many models."""
 # Of these each shape comes rarely.
-MANY = {"parallel": 24, "assd": 16, "assd, fused": 24}
+MANY = {"parallel": 24, "assd": 16, "assd, fused": 24, "s2d2, head": 24}
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +163,7 @@ def test_all_other_decoders_run_as_they_did(monkeypatch):
     assert recorder.num_captured == 0
 
 
-RATIO = ["speculative", "speculative, model", "assd, n-gram", "assd", "assd, fused"]
+RATIO = ["speculative", "speculative, model", "assd, n-gram", "assd", "assd, fused", "s2d2, head"]
 CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
 
 
@@ -174,7 +175,7 @@ CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
     ids=str,
 )
 def test_captured_forwards_judge_by_ratio_as_others_do(name, more, monkeypatch):
-    check(name, many(name, 24 if name.startswith("assd") else 9), monkeypatch, acceptance="rejection", **more)
+    check(name, many(name, 24 if name.startswith(("assd", "s2d2")) else 9), monkeypatch, acceptance="rejection", **more)
 
 
 @pytest.mark.one_in(3)
