@@ -150,7 +150,7 @@ def test_graphs_of_two_engines_that_make_room_for_each_other_give_what_others_gi
             assert len(cuda_graphs._LIVING) <= 2
     same(found, expected)
     assert all(engine.graphs == "on" or name == "specdiff" for engine in engines)
-    assert recorder.num_dropped > 1 or name == "parallel"
+    assert recorder.num_dropped or name == "parallel"
 
 
 @pytest.mark.slow
