@@ -66,7 +66,7 @@ def read_rows(run: FinishedRun, *, by: By = "tokens") -> RunRows:
     metrics = {name: values for name, values in metrics.items() if not np.isnan(values).all()}
     metrics |= metrics_of_files(run, ids, sample_N)
     known = [metric for metric_set in metric_sets(run.store).values() for metric in metric_set.metrics]
-    kinds = {column: metric.settings.get("kind") for metric in known for column in metric.columns}
+    kinds = {column: str(metric.settings.get("kind")) for metric in known for column in metric.columns}
     return RunRows(
         ids,
         sample_N,

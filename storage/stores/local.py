@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
+from draftmill.storage.errors import StoreError, StoreFull, StoreRefused, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.stores.store import (
     AlreadyExists,
@@ -64,6 +64,8 @@ class LocalStore(Store):
         with self._temporary(path, data) as temporary, translate_errors(path):
             failpoint("local.before_link")
             if not link_new(temporary, path):
+                if path.is_dir():
+                    raise IsADirectoryError
                 raise AlreadyExists(self._stat(name, path))
             failpoint("local.after_link")
             sync_folder(path.parent)
@@ -243,11 +245,13 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def translate_errors(path: Path) -> Iterator[Path]:
-    """Turn the system's errors into ours: NotFound, StoreRefused if the user must act, else StoreError."""
+    """Turn the system's errors into ours: NotFound, UserError or StoreRefused if the user must act, else StoreError."""
     try:
         yield path
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder, and a file is needed there; move it away") from None
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in _REFUSALS:

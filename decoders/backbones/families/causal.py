@@ -22,6 +22,7 @@ _ROPE_NEEDS: Final = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+_OF_YARN: Final = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 
 
 def rotary_shape(
@@ -82,7 +83,8 @@ def _rope(config: Config) -> dict[str, Any]:
             f"rope type {kind!r}; supported: {', '.join(_ROPE_NEEDS)} (one whose frequencies follow the longest sequence "
             "of a batch would make samples depend on each other)"
         )
-    for key in ("rope_theta", *_ROPE_NEEDS[kind]):
+    given = (key for key in _OF_YARN if rope.get(key) is not None and rope[key] != 0)
+    for key in ("rope_theta", *_ROPE_NEEDS[kind], *given):
         positive(rope, key)
     # The default type rotates whole heads and ignores this field; the other types would give too few angles.
     if kind != "default" and turned not in {None, 1.0}:

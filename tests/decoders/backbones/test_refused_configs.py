@@ -31,6 +31,7 @@ from tests.decoders.backbones.test_block_families import GIVEN
         ("qwen2-sliding", {"sliding_window": -1}, "sliding_window = -1; allowed"),
         ("qwen2", {"layer_types": TYPES}, "layer_types holds sliding_attention, but sliding_window is null"),
         ("gpt_neo", {"window_size": 0}, r"windows of .*0, 0\) positions; supported: numbers >= 1"),
+        ("llama", {"rope_scaling": {"type": "yarn", "beta_fast": "x"} | YARN}, "beta_fast = 'x'; allowed: numbers > 0"),
         ("llama", {"rope_scaling": {"type": "longrope"} | YARN}, "rope type 'longrope'|short_factor"),
         (
             "qwen3",

@@ -212,6 +212,13 @@ def test_an_unwritable_folder_is_the_users_error(tmp_path):
         probe(open_store(str(tmp_path / "file" / "run")))
 
 
+@pytest.mark.parametrize("write", ["create", "put", "replace"])
+def test_a_folder_in_the_place_of_a_file_is_the_users_error(write, tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(UserError, match="a is a folder, and a file is needed there; move it away"):
+        getattr(open_store(str(tmp_path)), write)("a", b"x", **({"etag": "1-2-3"} if write == "replace" else {}))
+
+
 def test_an_interrupted_creation_shows_nothing_and_leaves_nothing(tmp_path, monkeypatch, failpoints):
     store = open_store(str(tmp_path))
     monkeypatch.setenv("DRAFTMILL_FAILPOINTS", "local.before_link=raise")
