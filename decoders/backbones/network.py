@@ -35,10 +35,12 @@ from draftmill.decoders.backbones.families.rotary import RotaryShape
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.backbones.rows import TokenRows
+from draftmill.decoders.backbones.small_weights import block_size, turn_rows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
 from draftmill.decoders.kernels.find import find_layers
 
 Rowwise = Callable[[Tensor], Tensor]
+_LEAST_BLOCK: Final = 16  # numbers over which an outlier must spread, if a row is to have one code a number
 _AT_ONCE: Final = 512  # rows of a prompt whose inner products stay in a processor's cache
 _tanh_gelu: Final = partial(functional.gelu, approximate="tanh")
 ACTIVATE: Final[dict[str, Rowwise]] = {
@@ -189,11 +191,54 @@ class RotaryNetwork(nn.Module):
         self.taps: frozenset[int] = frozenset()
         self.tapped = dict[int, Tensor]()
         """The states after each of `taps` layers in the last forward, [P, D]."""
+        self._taken = list[dict[str, Tensor]]()  # by turned layers, the weights of norms that their products took in
+
+    @property
+    def is_turned(self) -> bool:
+        return bool(self._taken)
+
+    def turn(self, kind: Callable[..., nn.Module]) -> None:
+        """Let states and values of heads run turned (`turn_rows`): then one code of 8 bits is enough for a number of a row. Each
+        product becomes `kind` of a weight and a bias that hold the turns, and the weights of the norm before it. Rows of
+        `down_proj` are not turned. Networks with mixtures or odd widths stay as they are."""
+        sizes = self.shape.hidden_size, self.shape.head_dim
+        if self.shape.mixture is not None or min(map(block_size, sizes)) < _LEAST_BLOCK:
+            return
+        for index, layer in enumerate(self.layers):
+            norms = {"qkv_proj": layer.input_layernorm, "gate_up_proj": layer.post_attention_layernorm}
+            self._taken.append({name: norm.weight.float().clone() for name, norm in norms.items()})
+            for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+                old = getattr(layer, name)
+                bias_M = None if old.bias is None else self.turned_out(name, old.bias.unsqueeze(1)).squeeze(1)
+                weight_MK = self.turned_in(index, name, self.turned_out(name, old.weight))
+                setattr(layer, name, kind(weight_MK, bias_M, one_code=name != "down_proj"))
+            for norm in norms.values():
+                nn.init.ones_(norm.weight)
+
+    def turned_in(self, index: int, name: str, weight_MK: Tensor) -> Tensor:
+        """A weight for the rows that a layer's product gets: float32 where they are turned."""
+        if self.is_turned and name == "o_proj":
+            return turn_rows(weight_MK.float(), self.shape.head_dim)
+        taken_K = self._taken[index].get(name) if self.is_turned else None
+        return weight_MK if taken_K is None else turn_rows(weight_MK * taken_K)
+
+    def turned_out(self, name: str, weight_MK: Tensor) -> Tensor:
+        """A weight whose product gives turned values or states: float32 where they are turned."""
+        if not self.is_turned or name == "gate_up_proj":
+            return weight_MK
+        num_values = self.shape.num_key_value_heads * self.shape.head_dim if name == "qkv_proj" else len(weight_MK)
+        plain_MK, turned_MK = weight_MK.float().split([len(weight_MK) - num_values, num_values])
+        width = self.shape.head_dim if name == "qkv_proj" else None
+        return torch.cat([plain_MK, turn_rows(turned_MK.T, width).T])
 
     def bind(self, rotation: Rotation, kernels: Any) -> None:
         """Note what a forward calls, after products have been replaced. `kernels` as in decoders/kernels/layers.py."""
         shape, self.kernels = self.shape, kernels
         self._parts = [_parts(layer) for layer in self.layers]
+        table = self.word_embeddings
+        self._embed = table.forward
+        if self.is_turned:
+            self._embed = getattr(table, "turned", lambda tokens_P: turn_rows(table(tokens_P)))
         self._rotation, self._scores = rotation, Scores(shape.head_dim**-0.5)
         self._activation = ACTIVATE[shape.hidden_act]
         num_heads, num_keys = shape.num_attention_heads, shape.num_key_value_heads
@@ -201,7 +246,7 @@ class RotaryNetwork(nn.Module):
 
     def forward(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         """Run flat rows; final normed states [P, D]."""
-        states_PD: Tensor = self.word_embeddings(tokens_P)
+        states_PD: Tensor = self._embed(tokens_P)
         norms = [*(layer.attention_norm for layer in self._parts), self.norm]
         rows_PD = self._add_norm(states_PD, None, norms[0])
         turns_2P1d = None if self.kernels is not None else self._rotation.of(positions_P, layout).unsqueeze(2)
@@ -216,8 +261,9 @@ class RotaryNetwork(nn.Module):
             rows_PD = self._add_norm(states_PD, layer.output(mixed_PHd.flatten(1)), layer.inner_norm)
             rows_PD = self._add_norm(states_PD, self._inner(layer, rows_PD), norms[index + 1])
             if index + 1 in self.taps:
-                self.tapped[index + 1] = states_PD.clone()  # the next layer adds in place
-        return rows_PD
+                # The next layer adds in place.
+                self.tapped[index + 1] = turn_rows(states_PD) if self.is_turned else states_PD.clone()
+        return self._add_norm(turn_rows(states_PD), None, self.norm) if self.is_turned else rows_PD
 
     def _add_norm(self, states_PD: Tensor, added_PD: Tensor | None, norm: Any) -> Any:
         """Add to the states, in place, and return them normed."""

@@ -1,7 +1,7 @@
 """Linear layers that keep their weights in 8 or 4 bits a number (`model.weights`).
 
-    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits and multiplied as integers. The only kind
-            that also holds the output layer, and embeddings tied to it
+    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits, or to 8 where they are turned (network.py),
+            and multiplied as integers. The only kind that also holds the output layer, and embeddings tied to it
     fp8     code * scale as int8, with codes of e4m3, and rows as they are
     int4    code * scale + low, for each 64 (or 32) columns of a row. Numbers that are on such a grid, as those of checkpoints of
             4 bits, stay what they are
@@ -16,7 +16,7 @@ Legend: R rows, K in, M out, G groups of g columns.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -29,26 +29,61 @@ _LARGEST: Final = {"int8": 127, "int4": 15, "fp8": 448}
 _EXACT: Final = 1024  # columns: 1024 * 128 * 127 is below 2^24
 _AT_ONCE: Final = 256  # rows whose sums stay in a processor's cache
 # Tensors, since torch converts a Python number again in each call.
-_STEPS, _BYTE = torch.tensor(127.0 * 256), torch.tensor(8, dtype=torch.int32)
-# Added to a number it rounds it: the last 16 bits of the sum are its code, with 128 added to both bytes.
-_ROUND: Final = torch.tensor(1.5 * 2**23 + 128 * 256 + 128)
+_STEPS_OF_ONE, _STEPS, _BYTE = torch.tensor(127.0), torch.tensor(127.0 * 256), torch.tensor(8, dtype=torch.int32)
+# Added to a number it rounds it: the last 8 or 16 bits of the sum are its code, with 128 added to each byte.
+_ROUND_ONE, _ROUND = torch.tensor(1.5 * 2**23 + 128), torch.tensor(1.5 * 2**23 + 128 * 256 + 128)
 _TRIED, _ROWS = 64, 1024  # rows by which a grid is looked for, and rows of a step afterwards
 _ROUTERS: Final = ("gate", "router", "shared_expert_gate")
 
 
+def turn_rows(rows: Tensor, width: int | None = None) -> Tensor:
+    """Multiply rows [..., K] by Hadamard's matrix over its root, in blocks of the largest power of two that divides `width` (K): an
+    outlier spreads over its block. It is its own inverse. Sums and differences of pairs have the same bits on every device.
+
+    Source: Ashkboos et al., "QuaRot" (2024), section 3.
+    """
+    size = block_size(width or rows.shape[-1])
+    out = rows.float().unflatten(-1, (-1, size))
+    for _ in range(size.bit_length() - 1):
+        one, two = out.unflatten(-1, (-1, 2)).unbind(-1)
+        out = torch.cat([one + two, one - two], -1)
+    return (out * size**-0.5).flatten(-2).to(rows.dtype)
+
+
+def block_size(width: int) -> int:
+    """The numbers of a row over which `turn_rows` spreads an outlier."""
+    return width & -width
+
+
 class SmallLinear(nn.Module):
-    """A linear layer [R, K] -> [R, M] with weights of a kind; `shrink_products` sets `buffer`. ValueError if K has no groups."""
+    """A linear layer [R, K] -> [R, M] with weights of a kind; `shrink_products` sets `buffer`. ValueError if K has no groups.
+
+    With int8 a number of a row gets two codes, or `one_code` if its rows come turned; with `turns` they are turned here. `dtype`
+    is the model's, if not the weight's.
+    """
 
     code_MK: Tensor
     scale_MG1: Tensor
     low_MG1: Tensor | None
     packed_KM: Tensor | None
 
-    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None, kind: str) -> None:
+    def __init__(
+        self,
+        weight_MK: Tensor,
+        bias_M: Tensor | None,
+        kind: str,
+        *,
+        dtype: torch.dtype | None = None,
+        one_code: bool = False,
+        turns: bool = False,
+    ) -> None:
         super().__init__()
         self.register_buffer("packed_KM", None)
         self.out_features, self.in_features = weight_MK.shape
-        self.kind, self.bias, self.dtype, self.buffer = kind, bias_M, weight_MK.dtype, weight_MK.new_empty(0)
+        self.kind, self.bias, self.dtype, self.buffer = kind, bias_M, dtype or weight_MK.dtype, weight_MK.new_empty(0)
+        self.turns, self.one_code = turns, one_code or turns
+        if turns:
+            weight_MK = turn_rows(weight_MK.detach().float())
         exact_MGg, low_MG1, most = weight_MK.detach().float().unsqueeze(1), None, _LARGEST[kind]
         steps: Any = most
         if kind == "int4":
@@ -88,7 +123,8 @@ class SmallLinear(nn.Module):
         """The dequantized weight, [M, K]: of int8 a new tensor, of other kinds the buffer."""
         if self.kind == "int8":
             code_MK = self.code_MK if self.packed_KM is None else self.packed_KM.to_dense().T
-            return code_MK.to(self.dtype) * self.scale_MG1[:, 0]
+            weight_MK = code_MK.to(self.dtype) * self.scale_MG1[:, 0]
+            return turn_rows(weight_MK) if self.turns else weight_MK
         weight_MK = self._codes()
         parts_MGg = weight_MK.unflatten(1, (self.scale_MG1.shape[1], -1)).mul_(self.scale_MG1)
         if self.low_MG1 is not None:
@@ -97,27 +133,34 @@ class SmallLinear(nn.Module):
 
     def _of_integers(self, rows_RK: Tensor, out_RM: Tensor | None = None) -> Tensor:
         """The products of float32 rows whose numbers are rounded to 16 bits of the row's largest one: two codes each, 256 high +
-        low. For one row each call of torch counts: they take as long as the product."""
+        low; or one code of 8 bits. For one row each call of torch counts: they take as long as the product."""
         if len(rows_RK) > _AT_ONCE:
             out_RM = rows_RK.new_empty(len(rows_RK), self.out_features)
             for part_RK, part_RM in zip(rows_RK.split(_AT_ONCE), out_RM.split(_AT_ONCE), strict=True):
                 self._of_integers(part_RK, part_RM)
             return out_RM
-        scale_R1 = rows_RK.abs().amax(1, keepdim=True).div_(_STEPS)
-        code_RK = (rows_RK / scale_R1).add_(_ROUND).view(torch.int32)
-        codes_PK = torch.cat([code_RK, code_RK >> _BYTE]).to(torch.uint8)
+        scale_R1 = rows_RK.abs().amax(1, keepdim=True).div_(_STEPS_OF_ONE if self.one_code else _STEPS)
+        if self.one_code:
+            codes_PK = (rows_RK / scale_R1).add_(_ROUND_ONE).view(torch.int32).to(torch.uint8)
+        else:
+            code_RK = (rows_RK / scale_R1).add_(_ROUND).view(torch.int32)
+            codes_PK = torch.cat([code_RK, code_RK >> _BYTE]).to(torch.uint8)
         if self.packed_KM is None:
             codes_PK = (codes_PK ^ 128).view(torch.int8)
             sums_PM = integer_sums(codes_PK, self.code_MK).float().mul_(self.scale_MG1.flatten())
         else:
             sums_PM = packed_sums(codes_PK, self.packed_KM, *self._scaling)
-        low_RM, high_RM = sums_PM.chunk(2)
-        out_RM = torch.mul(low_RM.add_(high_RM, alpha=256.0), scale_R1, out=out_RM)
+        if not self.one_code:
+            low_RM, high_RM = sums_PM.chunk(2)
+            sums_PM = low_RM.add_(high_RM, alpha=256.0)
+        out_RM = torch.mul(sums_PM, scale_R1, out=out_RM)
         return out_RM if self.bias is None else out_RM.add_(self.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
         if self.kind == "int8":
-            out_RM = self._of_integers(rows.reshape(-1, self.in_features).float())
+            if rows.ndim == 2 and rows.dtype == torch.float32:  # calls that do nothing take their time, too
+                return self._of_integers(turn_rows(rows) if self.turns else rows)
+            out_RM = self.forward(rows.reshape(-1, self.in_features).float())
             return out_RM.to(self.dtype).view(*rows.shape[:-1], self.out_features)
         if self.low_MG1 is None and self.dtype != torch.float16:  # products of codes would exceed float16's numbers
             out = functional.linear(rows, self._codes()).mul_(self.scale_MG1.flatten())
@@ -133,11 +176,17 @@ class SmallEmbedding(nn.Module):
 
     def __init__(self, output: SmallLinear) -> None:
         super().__init__()
+        self.turns = output.turns
         self.register_buffer("code_VD", output.code_MK)
         self.register_buffer("scale_V1", output.scale_MG1[:, :, 0])
 
     def forward(self, tokens_R: Tensor) -> Tensor:
         """The embeddings of tokens, [R, D] in the model's dtype."""
+        rows_RD = self.turned(tokens_R)
+        return turn_rows(rows_RD) if self.turns else rows_RD
+
+    def turned(self, tokens_R: Tensor) -> Tensor:
+        """The same as the codes have them: turned, if the output layer `turns` its rows."""
         scale_R1 = self.scale_V1[tokens_R]
         return self.code_VD[tokens_R].to(scale_R1.dtype).mul_(scale_R1)
 
@@ -202,6 +251,10 @@ def _steps(part_MGg: Tensor) -> Tensor:
     return (gap_MGg.sum(2, keepdim=True) / step_MG1).nan_to_num(1.0).round().clamp(min=1)
 
 
+def _small(weight_MK: Tensor, bias_M: Tensor | None, *, device: torch.device, **how: Any) -> SmallLinear:
+    return SmallLinear(weight_MK, bias_M, **how).to(device)
+
+
 def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
     """Make the linear layers of a model small and move them to a device, in place; routers stay.
     Experts that transformers has in one tensor get the numbers of small ones, and become small in a second call, once they are
@@ -214,7 +267,10 @@ def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
                 rounded = SmallLinear(weight_MK, None, kind)
                 rounded.buffer = torch.empty(weight_MK.numel(), dtype=weight.dtype)
                 weight_MK.copy_(rounded.weight_MK())
-    replace_products(base, lambda weight, bias: SmallLinear(weight, bias, kind).to(device), but=_ROUTERS)
+    small = partial(_small, kind=kind, dtype=next(base.parameters()).dtype, device=device)
+    if kind == "int8" and hasattr(base, "turn"):
+        base.turn(small)
+    replace_products(base, small, but=_ROUTERS)
     layers = [part for part in base.modules() if isinstance(part, SmallLinear)]
     size = 0 if kind == "int8" else max(part.out_features * part.in_features for part in layers)
     buffer = torch.empty(size, dtype=layers[0].dtype, device=device)

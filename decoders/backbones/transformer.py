@@ -219,8 +219,8 @@ class NetworkBackbone(ModuleBackbone):
         if how.small != "auto":
             shrink_products(network.model, how.small, how.device)
         if how.small == "int8":
-            output, embeddings = network.lm_head, network.model.word_embeddings
-            network.lm_head = SmallLinear(output.weight, output.bias, "int8").to(how.device)
+            output, embeddings, turns = network.lm_head, network.model.word_embeddings, network.model.is_turned
+            network.lm_head = SmallLinear(output.weight, output.bias, "int8", turns=turns).to(how.device)
             if output.weight.data_ptr() == embeddings.weight.data_ptr():  # they are tied
                 network.model.word_embeddings = SmallEmbedding(network.lm_head)
         network.to(how.device)

@@ -65,7 +65,9 @@ def adapt_masks(backbone: Any, folder: Path, mask_id: int | None) -> RotaryBackb
                 downs.append(weights.get(f"base_model.model.{name}.lora_A.weight", none(0, num_in)))
                 ups.append(weights.get(f"base_model.model.{name}.lora_B.weight", none(num_out, 0)))
             if any(map(len, downs)):
-                down, up = kind(torch.cat(downs), None), kind(torch.block_diag(*ups) * scale, None)
+                down_RK = network.turned_in(index, joined, torch.cat(downs))
+                up_MR = network.turned_out(joined, torch.block_diag(*ups) * scale)
+                down, up = (kind(weight.to(how.dtype), None) for weight in (down_RK, up_MR))
                 setattr(layer, joined, AdaptedProduct(getattr(layer, joined), down, up, rows))
 
     def note(_: Any, arguments: Any) -> None:

@@ -80,6 +80,13 @@ def theirs(model, tokens):
     return hidden[0], model.get_output_embeddings()(hidden)[0]
 
 
+def plain_layer(weight_MK, bias_M, *, one_code):
+    """A layer of `RotaryNetwork.turn` with the whole numbers of its weight."""
+    layer = torch.nn.Linear(*weight_MK.T.shape, bias=bias_M is not None, dtype=torch.float64)
+    layer.load_state_dict({"weight": weight_MK} | ({} if bias_M is None else {"bias": bias_M}))
+    return layer.requires_grad_(False)
+
+
 def random_tokens(length, *, seed, vocab_size=61):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocab_size, (length,), generator=generator).tolist()

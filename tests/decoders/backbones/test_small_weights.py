@@ -12,6 +12,7 @@ from torch import nn
 from draftmill.decoders.backbones.families.rotary import MixtureShape
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Mixture
+from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.backbones.small_weights import (
     SmallEmbedding,
     SmallLinear,
@@ -19,19 +20,20 @@ from draftmill.decoders.backbones.small_weights import (
     integer_sums,
     packed_sums,
     shrink_products,
+    turn_rows,
 )
-from tests.decoders.backbones.causal_models import decode_with_rejections, random_tokens, save_random
+from tests.decoders.backbones.causal_models import decode_with_rejections, plain_layer, random_tokens, save_random
 
 KINDS = ("int8", "int4", "fp8")
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def small(kind, dtype=torch.float32, *, shape=(48, 128), bias=None):
+def small(kind, dtype=torch.float32, *, shape=(48, 128), bias=None, **how):
     """A small layer, with a buffer, and the weight that it was made of."""
     weight_MK = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 0.1).to(dtype)
     weight_MK[3] = 0
-    layer = SmallLinear(weight_MK, bias, kind)
+    layer = SmallLinear(weight_MK, bias, kind, **how)
     layer.buffer = torch.full((weight_MK.numel() + 7,), float("nan"), dtype=dtype)
     return layer, weight_MK
 
@@ -109,11 +111,12 @@ def test_sums_of_codes_are_exact_packed_and_by_parts(width):
         assert torch.equal(each(rows[2:3]), expected[2:3])
 
 
+@pytest.mark.parametrize("how", [{}, {"one_code": True}, {"turns": True}], ids=str)
 @pytest.mark.parametrize("bias_M", [None, torch.linspace(-1, 1, 48)])
-def test_a_packed_layer_gives_the_same_bits_and_drops_its_plain_codes(bias_M):
+def test_a_packed_layer_gives_the_same_bits_and_drops_its_plain_codes(bias_M, how):
     if not adds_exactly():
         pytest.skip("this CPU has no exact products of codes")
-    (layer, _), rows = small("int8", bias=bias_M), torch.randn(300, 128, generator=torch.Generator().manual_seed(1))
+    (layer, _), rows = small("int8", bias=bias_M, **how), torch.randn(300, 128, generator=torch.Generator().manual_seed(1))
     expected, weight_MK = layer(rows), layer.weight_MK()
     layer.pack()
     assert torch.equal(layer(rows), expected) and torch.equal(layer.weight_MK(), weight_MK)
@@ -127,10 +130,11 @@ def test_integers_have_the_same_bits_on_a_processor_of_fewer_instructions():
         "import torch\n"
         "from draftmill.decoders.backbones.small_weights import SmallEmbedding, SmallLinear, adds_exactly\n"
         "number = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(0))\n"
-        "layer = SmallLinear(number(48, 1536), number(48), 'int8')\n"
-        "embeddings = SmallEmbedding(layer)(torch.arange(48)).tolist()\n"
-        "adds_exactly() and layer.pack()\n"
-        "print(layer(number(7, 1536)).tolist(), embeddings)\n"
+        "for turns in (False, True):\n"
+        "    layer = SmallLinear(number(48, 1536), number(48), 'int8', turns=turns)\n"
+        "    embeddings = SmallEmbedding(layer)(torch.arange(48)).tolist()\n"
+        "    adds_exactly() and layer.pack()\n"
+        "    print(layer(number(7, 1536)).tolist(), embeddings)\n"
     )
     found = []
     for more in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}):
@@ -138,7 +142,49 @@ def test_integers_have_the_same_bits_on_a_processor_of_fewer_instructions():
             [sys.executable, "-c", work], env=os.environ | more, capture_output=True, text=True, check=True
         )
         found.append(done.stdout)
-    assert found[0] == found[1]
+    assert found[0] == found[1] and found[0].count("\n") == 2
+
+
+def test_turns_spread_outliers_and_undo_themselves():
+    rows = torch.zeros(2, 96)
+    rows[0, 5], rows[1] = 8.0, torch.randn(96, generator=torch.Generator().manual_seed(0))
+    turned = turn_rows(rows)  # in blocks of 32
+    assert torch.equal(turned[0].abs(), torch.tensor([8 / 32**0.5] * 32 + [0.0] * 64))
+    torch.testing.assert_close(turned.norm(dim=1), rows.norm(dim=1))
+    torch.testing.assert_close(turn_rows(turned), rows)
+    assert torch.equal(turn_rows(rows[1:]), turned[1:])
+    assert torch.equal(turn_rows(rows, 4)[0].abs().nonzero()[:, 0], torch.arange(4, 8))  # of heads, in smaller blocks
+
+
+def test_one_code_is_as_good_as_two_where_rows_are_turned():
+    """A row with an outlier: in one code it loses the other numbers, unless they are turned."""
+    rows = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    rows[:, 7] *= 60
+    errors = []
+    for how in ({}, {"turns": True}, {"one_code": True}):
+        layer, weight_MK = small("int8", **how)
+        expected = rows.double() @ weight_MK.double().T
+        errors.append(float((layer(rows).double() - expected).norm() / expected.norm()))
+    assert errors[1] < 1.1 * errors[0] and errors[2] > 3 * errors[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_network_computes_the_same_in_turned_states(tmp_path, name):
+    """Whether weights take in all turns: then, rounding aside, no state that a reader sees changes."""
+    save_random(tmp_path, name, hidden_size=48, head_dim=16, num_hidden_layers=2)
+    backbone, tokens = load(tmp_path, "auto", "float64"), random_tokens(9, seed=1)
+    found = []
+    for is_turned in (False, True):
+        if is_turned:
+            backbone.base.turn(plain_layer)
+            backbone.bind()
+        backbone.base.taps = frozenset({1, 2})
+        backbone.allocate(1, 16)
+        hidden = backbone.forward(causal_rows([0], [9], [0], torch.tensor(tokens)))
+        found.append([hidden, *(backbone.base.tapped[layer][:9] for layer in (1, 2))])
+    assert backbone.base.is_turned
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_of_int8_that_is_not_finite_stays_so_alone():
@@ -194,7 +240,8 @@ def test_tied_embeddings_share_the_codes_of_the_output_layer(tmp_path, is_tied, 
     if is_tied:
         assert torch.equal(backbone.embed(tokens), head.weight_MK())
     expected = full.embed(tokens).float()
-    step = expected.abs().amax(1, keepdim=True) * (1 / 254 + 8 * torch.finfo(dtype).eps if is_tied else 0)
+    # A turned number has half a step of its row, and turning a block back adds up to a root of its width of those.
+    step = turn_rows(expected).abs().amax(1, keepdim=True) * (8 / 254 + 8 * torch.finfo(dtype).eps if is_tied else 0)
     assert ((backbone.embed(tokens).float() - expected).abs() <= step).all()
     assert torch.equal(backbone.embed(tokens), table(tokens))
 

@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.heads.adapter import adapt_masks
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.rows import seen_columns
+from draftmill.decoders.backbones.rows import causal_rows, seen_columns
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
@@ -27,7 +27,7 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from draftmill.decoders.settings import check_model
-from tests.decoders.backbones.causal_models import save_random
+from tests.decoders.backbones.causal_models import plain_layer, save_random
 from tests.decoders.enumeration import fills, law_of, left_over, total_variation
 from tests.decoders.references.causal import PlainCausal
 from tests.decoders.references.choosers import enumerate_law
@@ -325,6 +325,21 @@ def test_an_adapter_of_masks_changes_drafts_and_no_bit_of_the_text(idlm, tmp_pat
                 checked += 1
     assert checked > 20
     assert [one.trace for one in traced.values()] != [bare[index].trace for index in traced]
+
+
+def test_an_adapter_fits_a_network_with_turned_states(idlm, tmp_path):
+    save_adapter(tmp_path / "adapter", save_random(tmp_path, "qwen3", head_dim=16))
+    found = []
+    for is_turned in (False, True):
+        backbone: Any = load_backbone(tmp_path, dtype="float64", device="cpu")
+        if is_turned:
+            backbone.base.turn(plain_layer)
+            backbone.bind()
+        adapt_masks(backbone, tmp_path / "adapter", MASK)
+        backbone.allocate(1, 8)
+        found.append(backbone.forward(causal_rows([0], [5], [0], torch.tensor([3, 9, MASK, 4, MASK]))))
+    assert backbone.base.is_turned
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 def test_a_prompt_with_the_mask_is_refused_beside_an_adapter(idlm, tmp_path):
