@@ -86,7 +86,8 @@ def decode(run: Run) -> None:
         left = UnitSizes(size for size in plan.sizes() if size.unit not in done)
         if done:
             display.note(f"resuming: {len(done):,} of {plan.units:,} units are done")
-        _write_manifest(run, _decode_units(run, left) if left else UnitFacts(), done)
+        decoded = _decode_units(run, left) if left else UnitFacts()
+        _write_manifest(run, decoded, done)
     finally:
         display.log.write_out()
 
