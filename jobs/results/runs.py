@@ -248,10 +248,12 @@ def device_time_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]
 
 
 def list_runs(store: Store, level: FolderLevel, *, as_json: bool) -> int:
-    """Print the runs below a folder, a line for each; returns the exit code. UserError if nothing is there."""
+    """Print the runs below a folder, a line for each; returns the exit code. UserError if nothing is there, or no run; `as_json`
+    a folder without runs is an empty list, which a script can count before the first run."""
     found = runs_below(store)
-    if not found and not level.folders and not level.files:
-        raise UserError(f"nothing is at {store.url}")
+    if not found and not (as_json and (level.folders or level.files)):
+        is_empty = not level.folders and not level.files
+        raise UserError(f"nothing is at {store.url}" if is_empty else f"no run is at or below {store.url}: no {PLAN}")
     runs = [promise.result() for _, promise in parallel_map(store, found, facts_of)]
     if as_json:
         print(json.dumps([asdict(facts) for facts in runs], indent=1))

@@ -72,3 +72,12 @@ def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(tmp_path, caps
     assert capsys.readouterr().out.split()[1:4] == ["1", "run", "run"]
     assert main(["verify", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_the_status_of_a_folder_without_runs_is_refused(tmp_path, capsys):
+    """A script that counts the runs below a folder gets an empty list."""
+    (tmp_path / "_manifest.json").touch()  # of a run whose plan was deleted
+    assert main(["status", str(tmp_path)]) == 2
+    assert capsys.readouterr() == ("", f"draftmill: no run is at or below {tmp_path}: no _plan.json\n")
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    assert capsys.readouterr().out == "[]\n"
