@@ -45,12 +45,13 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
         raise ValueError(f"decoder.head: {problem}")
     sizes = checkpoint.read_object(path, "decoder.head") or {}
     # The files of the first heads don't name their kind, since there was only one.
-    own_kind = sizes.pop("kind", "assd")
-    if own_kind != kind:
-        raise ValueError(f"decoder.head: {path} is of kind {own_kind!r}; allowed here: {kind}")
-    if sizes.keys() != {"width", "markov_hidden"} or not all(type(size) is int and size > 0 for size in sizes.values()):
-        raise ValueError(f"decoder.head: {path}: {sizes}; allowed: width and markov_hidden, whole numbers from 1 on")
-    return sizes
+    kinds = (kind, None) if kind == "assd" else (kind,)
+    with refused(f"decoder.head: {path}", ValueError):
+        if surplus := sizes.keys() - {"kind", "width", "markov_hidden"}:
+            raise ValueError(f"it has {', '.join(sorted(surplus))}; allowed: kind, width, markov_hidden")
+        numbers = {key: whole(sizes, key) for key in ("width", "markov_hidden")}
+        demand_values({"kind": None} | sizes, {"kind": kinds})
+    return numbers
 
 
 def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] | None:

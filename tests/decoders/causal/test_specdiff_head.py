@@ -77,9 +77,10 @@ def test_a_file_holds_the_heads_that_it_names(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, r"is of kind 'assd'; allowed here: specdiff"),
+        ({}, "draft_head.json: it has kind = none; supported: 'specdiff'"),
+        ({"width": "8"}, r"draft_head.json: it has width = '8'; allowed: whole numbers >= 1"),
         ({"kind": "specdiff", "markov_hidden": 5}, r"does not fit .*markov"),
-        ({"kind": "specdiff", "depth": 2}, "depth.*; allowed: width and markov_hidden"),
+        ({"kind": "specdiff", "depth": 2}, "it has depth; allowed: kind, width, markov_hidden"),
     ],
 )
 def test_a_head_of_another_kind_or_size_is_refused(tmp_path, config, message):
@@ -105,7 +106,7 @@ def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path)
         found(tmp_path / "bare")
     with pytest.raises(ValueError, match=rf"decoder\.head: made for models of width 9, but this model has {WIDTH}"):
         found(wide)
-    with pytest.raises(ValueError, match=r"is of kind 'specdiff'; allowed here: assd"):
+    with pytest.raises(ValueError, match="kind = 'specdiff'; supported: 'assd', none"):
         find_heads(decoder_settings("assd"), own, drafter())
 
 
