@@ -5,6 +5,7 @@ checkpoint.py reads what is known without the weights. Models must be on disk; n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ def load_weights(
         return each_tensor(folder, lambda file, name: ready(name, file.get_tensor(name)), "pt")
     stored = each_tensor(folder, lambda file, name: file.get_tensor(name), "pt")
     return {name: ready(name, tensor) for name, tensor in form.unpacked(stored)}
+
+
+def check_finite(weights: Mapping[str, Tensor], path: Path, field: str) -> None:
+    """ValueError if a draft head has a weight that is nan or inf: texts would be right, and no draft would hold."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{field}: {path}: {name} has weights that are nan or inf")
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:

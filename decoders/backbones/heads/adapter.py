@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from draftmill.decoders.backbones import checkpoint
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.heads.files import ADAPTER_WEIGHTS, read_adapter
+from draftmill.decoders.backbones.load import check_finite
 from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.packed import product_kind
 
@@ -54,6 +55,7 @@ def adapt_masks(backbone: Any, folder: Path, mask_id: int | None) -> RotaryBackb
     weights = checkpoint.file_tensors(
         folder / ADAPTER_WEIGHTS, lambda file, name: file.get_tensor(name).to(how.device, how.dtype), "pt", _PATH
     )
+    check_finite(weights, folder / ADAPTER_WEIGHTS, _PATH)
     rows, kind = SimpleNamespace(is_mask_P1=None), product_kind(how) or _linear
     none = partial(torch.zeros, dtype=how.dtype, device=how.device)
     for index, layer in enumerate(network.layers):

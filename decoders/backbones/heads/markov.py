@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.heads.files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
+from draftmill.decoders.backbones.load import check_finite
 
 
 def distance_index(position: Tensor, other: Tensor) -> Tensor:
@@ -89,6 +90,7 @@ def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
         return None
     heads, path = DraftHeads(**sizes), folder / WEIGHTS
     weights = {name: tensor.float() for name, tensor in load_file(path).items()}
+    check_finite(weights, path, "decoder.head")
     with refused(f"decoder.head: {path} does not fit {folder / CONFIG}", RuntimeError):
         heads.load_state_dict(weights, strict=True)
     return heads.eval()

@@ -30,7 +30,7 @@ from draftmill.decoders.backbones.attention import AnyLayout, Scores, attend_row
 from draftmill.decoders.backbones.base import Running
 from draftmill.decoders.backbones.families.config import refused
 from draftmill.decoders.backbones.heads.files import SpeculatorConfig, read_speculator
-from draftmill.decoders.backbones.load import load_weights
+from draftmill.decoders.backbones.load import check_finite, load_weights
 from draftmill.decoders.backbones.network import Rotation
 from draftmill.decoders.backbones.packed import PackedLinear, product_kind
 from draftmill.decoders.backbones.rows import TokenRows
@@ -278,6 +278,7 @@ def load_speculator(folder: Path, target: Any, *, exact: bool = False) -> Specul
     """Load a head onto the device of its target; ValueError as read_speculator, or where its tensors do not fit its config."""
     head = read_speculator(folder)
     weights = load_weights(folder, device=str(target.device))
+    check_finite(weights, folder, "decoder.drafter.path")
     weights = {name: part.to(target.dtype) if part.is_floating_point() else part for name, part in weights.items()}
     problem = f"decoder.drafter.path: the tensors of {folder} do not fit its config.json"
     with refused(problem, RuntimeError, KeyError), noting() as kernels:

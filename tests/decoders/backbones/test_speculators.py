@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from draftmill.decoders.backbones.heads.files import check_speculator, read_speculator
 from draftmill.decoders.backbones.heads.published import load_speculator
@@ -155,4 +155,15 @@ def test_a_head_that_does_not_fit_is_refused_from_its_files_alone(tmp_path, name
 def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
     folder = changed(tmp_path, "eagle3_llama", layers={"intermediate_size": 64})
     with pytest.raises(ValueError, match="do not fit its config"):
+        load_speculator(folder, target())
+
+
+def test_a_head_with_a_weight_that_is_not_a_number_is_refused(tmp_path):
+    folder = changed(tmp_path, "eagle3_llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["norm.weight"][3] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=rf"decoder\.drafter\.path: {folder}: norm\.weight has weights that are nan or inf"
+    ):
         load_speculator(folder, target())

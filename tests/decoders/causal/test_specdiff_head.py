@@ -74,6 +74,15 @@ def test_a_file_holds_the_heads_that_it_names(tmp_path):
     assert load_heads(tmp_path) is None
 
 
+def test_a_head_with_an_infinite_weight_is_refused(tmp_path):
+    heads = DraftHeads(width=8, markov_hidden=6)
+    heads.markov.up.weight.data[2, 3] = -torch.inf
+    with pytest.raises(
+        ValueError, match=r"decoder\.head: .*draft_head\.safetensors: markov\.up\.weight has weights that"
+    ):
+        load_heads(save(tmp_path / "head", heads))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
