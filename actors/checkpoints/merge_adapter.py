@@ -160,10 +160,11 @@ def main(arguments: list[str]) -> int:
     except MergeRefused as error:
         refuse(f"the adapter in {adapter} can't be merged: {error}")
         return 2
-    except (ValueError, TypeError, KeyError, OSError, ImportError) as error:  # a damaged config or file
+    except (ValueError, OSError, ImportError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())[:400]
-        files = f"{ADAPTER_CONFIG}, {ADAPTER_WEIGHTS}"
-        refuse(f"the adapter in {adapter} ({files}) can't be merged: {type(error).__name__}: {reason}")
+        if isinstance(error, TypeError | KeyError | AttributeError):  # PEFT checks few types
+            reason = f"PEFT can't use a value of its {ADAPTER_CONFIG} ({type(error).__name__}: {reason})"
+        refuse(f"the adapter in {adapter} can't be merged: {reason}")
         return 2
     return 0
 

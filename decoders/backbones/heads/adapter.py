@@ -56,6 +56,10 @@ def adapt_masks(backbone: Any, folder: Path, mask_id: int | None) -> RotaryBackb
         folder / ADAPTER_WEIGHTS, lambda file, name: file.get_tensor(name).to(how.device, how.dtype), "pt", _PATH
     )
     check_finite(weights, folder / ADAPTER_WEIGHTS, _PATH)
+    if not any(tensor.any() for name, tensor in weights.items() if ".lora_B." in name):
+        raise ValueError(
+            f"{_PATH}: {folder / ADAPTER_WEIGHTS} changes nothing: each lora_B is zero, as before a training"
+        )
     rows, kind = SimpleNamespace(is_mask_P1=None), product_kind(how) or _linear
     none = partial(torch.zeros, dtype=how.dtype, device=how.device)
     for index, layer in enumerate(network.layers):

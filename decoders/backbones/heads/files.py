@@ -232,6 +232,8 @@ def read_adapter(folder: Path, shape: Any) -> float:
     with refused(f"{_PATH}: {folder} is no LoRA adapter for the rows of masks", ValueError):
         if not isinstance(shape, RotaryShape):
             raise ValueError("the model does not run by our own network, which alone has such rows")
+        if not found:
+            raise ValueError(f"{ADAPTER_WEIGHTS} has no tensors")
         demand_values(config, _PLAIN_LORA)
         rank, alpha, sizes = whole(config, "r"), positive(config, "lora_alpha"), shape.tensors()
         expected = dict[str, tuple[int, ...]]()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftmill.actors.checkpoints import made_folders
-from draftmill.actors.checkpoints.merge_adapter import MergeRefused, merge
+from draftmill.actors.checkpoints.merge_adapter import MergeRefused, main, merge
 from draftmill.actors.checkpoints.models import BUILTIN, _check_adapter, adapter_hash, fetch_model, model_hash
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
@@ -135,6 +135,18 @@ def test_what_can_not_be_merged_is_refused_by_name(tmp_path):
     shutil.copytree(BUILTIN / "asarm-tiny", tmp_path / "masked")
     shutil.rmtree(tmp_path / "tied-merged")
     assert "this model is of family 'xlnet'" in refused(tmp_path, "tied", "masked").replace('"', "'")
+
+
+@pytest.mark.parametrize("damage", [{"r": None}, {"rank_pattern": 7}])
+def test_a_value_that_peft_can_not_use_is_refused_in_a_sentence(tmp_path, capsys, damage):
+    train(save_random(tmp_path / "base", "qwen3"), tmp_path / "adapter", LLAMA)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    assert main([str(tmp_path / "base"), "b", str(file.parent), "a", str(tmp_path)]) == 2
+    said = json.loads(capsys.readouterr().out)["refused"]
+    assert said.startswith(
+        f"the adapter in {file.parent} can't be merged: PEFT can't use a value of its adapter_config.json ("
+    )
 
 
 # ---- masked and block-diffusion models, whose modules PEFT sees under the checkpoint's names -----------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import one_hot
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
@@ -278,7 +278,7 @@ def save_adapter(folder, model, *, seed=0, **changes):
             down, up = (torch.randn(size, generator=generator) * 0.3 for size in sizes)
             held |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
             parts[name] = 2.0 * up @ down
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(held | changes.pop("tensors", {}), folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"} | changes
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -368,6 +368,22 @@ def test_adapters_that_are_no_plain_lora_of_the_layers_are_refused(idlm, tmp_pat
     save_adapter(tmp_path / "adapter", idlm.model, **changes)
     with pytest.raises(ValueError, match=rf"decoder\.drafter\.path: .*{message}"):
         adapt_masks(loaded(idlm.folder), tmp_path / "adapter", MASK)
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"), [(None, "has no tensors"), (0.0, "changes nothing"), (torch.nan, "nan or inf")]
+)
+def test_an_adapter_that_changes_nothing_is_refused(idlm, tmp_path, factor, message):
+    save_adapter(tmp_path, idlm.model)
+    path = tmp_path / "adapter_model.safetensors"
+    changed = {
+        name: part * (factor if "lora_B" in name else 1.0)
+        for name, part in load_file(path).items()
+        if factor is not None
+    }
+    save_file(changed, path)
+    with pytest.raises(ValueError, match=rf"decoder\.drafter\.path: {tmp_path}.*{message}"):
+        adapt_masks(loaded(idlm.folder), tmp_path, MASK)
 
 
 def test_a_model_without_a_mask_is_refused():
