@@ -71,10 +71,14 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
 
     AnotherDriver if another driver has a lease, unless `--if-running` says otherwise.
     """
+    return _run_job(spec, options, StopFlag())
+
+
+def _run_job(spec: JobSpec, options: RunOptions, stop: StopFlag) -> int:
     started, waited_for = datetime.now(UTC), None
     while True:
         try:
-            complete_job(spec, options, started)
+            complete_job(spec, options, started, stop)
         except LeaseHeld as held:
             if gives_way(held, options.if_running, waited_for):
                 return OK
@@ -326,11 +330,15 @@ def catch_up(spec: JobSpec, options: RunOptions, first: datetime | None = None) 
     with ray_session(options.ray_address, note=Display().note) if own else nullcontext():
         for number, date in enumerate(map(format_date, due), start=1):
             print_result(f"date {number} of {len(due)}: {date}")
+            stop = StopFlag()
             try:
-                codes.append(run_job(with_logical_date(spec, date), options))
+                codes.append(_run_job(with_logical_date(spec, date), options, stop))
             except Error as error:
                 _log.error(str(error))
                 codes.append(code_of(error))
+            if stop.by_signal and codes[-1] != INTERRUPTED and number < len(due):  # it came in the last unit
+                _log.error(f"interrupted with {number} of {counted(len(due), 'date')} done; run it again to resume")
+                codes.append(INTERRUPTED)
             if codes[-1] == INTERRUPTED:
                 break
     return severest(codes)

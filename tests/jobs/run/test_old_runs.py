@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import signal
 from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import draftmill
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import load_spec
+from draftmill.jobs.drive import driver as driver_room
 from draftmill.jobs.results.runs import runs_below
 from draftmill.jobs.run import pruning
 from draftmill.jobs.run.job import due_dates
@@ -312,6 +315,16 @@ def test_catching_up_runs_missed_and_interrupted_dates(tmp_path, capsys):
     (tmp_path / "rows.jsonl").unlink()
     assert run(spec, "--catch-up", f"{today - timedelta(days=5):%Y-%m-%d}") == 2
     assert "input.path" in capsys.readouterr().err
+
+
+def test_a_signal_in_the_last_unit_of_a_date_ends_catching_up(tmp_path, capsys, monkeypatch):
+    """The unit is the second of two; of the last date it ends nothing."""
+    spec, units = nightly(tmp_path), count(1)
+    days = [f"{datetime.now(UTC) - timedelta(days=number):%Y-%m-%d}" for number in (2, 1)]
+    monkeypatch.setattr(driver_room, "failpoint", lambda name: next(units) % 2 or signal.raise_signal(signal.SIGTERM))
+    for code, last in ((4, days[0]), (0, days[1])):
+        assert run(spec, "--catch-up", days[0]) == code
+        assert [one["state"] for one in listed(tmp_path, capsys).values()] == ["finished"] * (1 + days.index(last))
 
 
 def test_dates_without_data_are_not_missed(tmp_path):
