@@ -84,11 +84,18 @@ def jsonl_rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
             yield _jsonl_row(line)
 
 
-def _likely_format(data: bytes) -> str:
-    """What a file that is not UTF-8 seems to be, by its first bytes; empty if they match nothing known."""
+def _not_utf8(data: bytes, offset: int) -> str:
+    """The message of a row that is not UTF-8: what its file seems to be, by the first bytes, or which byte is not."""
     if data.startswith(b"\x1f\x8b"):
-        return ", but gzip: give the file a name that ends in .gz"
-    return ", but UTF-16: save it as UTF-8" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+        return "not valid UTF-8, but gzip: give the file a name that ends in .gz"
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "not valid UTF-8, but UTF-16: save it as UTF-8"
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        where = f"{data[error.start]:#04x} near byte {offset + error.start:,} of the file"
+        return f"not valid UTF-8: {where}; `iconv -f latin1 -t utf-8` converts Latin-1"
+    return "not valid UTF-8: it has half of a UTF-16 surrogate pair"
 
 
 def _jsonl_row(line: _Line) -> Row:
@@ -99,8 +106,8 @@ def _jsonl_row(line: _Line) -> Row:
         _refuse_deep(line.data, values)
         if b"\\u" in line.data:  # half of a UTF-16 pair can't be stored or tokenized: UnicodeEncodeError
             json.dumps(values, ensure_ascii=False).encode("utf-8")
-    except UnicodeError as error:
-        return failed_row(line.row, line.offset, "bad_encoding", f"not valid UTF-8{_likely_format(line.data)}: {error}")
+    except UnicodeError:
+        return failed_row(line.row, line.offset, "bad_encoding", _not_utf8(line.data, line.offset))
     except RecursionError:
         return failed_row(line.row, line.offset, "bad_json", TOO_DEEP)
     except ValueError as error:
@@ -165,10 +172,8 @@ def txt_rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
 
 def _text_row(row: int, offset: int, text: str) -> Row:
     """A row of text decoded with surrogateescape: bytes that are not UTF-8 become surrogates, and fail the row."""
-    try:
-        text.encode("utf-8")
-    except UnicodeError as error:
-        return failed_row(row, offset, "bad_encoding", f"not valid UTF-8 near character {getattr(error, 'start', 0)}")
+    if _has_surrogates(text):
+        return failed_row(row, offset, "bad_encoding", _not_utf8(text.encode("utf-8", "surrogateescape"), offset))
     return Row(row, offset, {"text": text})
 
 
@@ -251,7 +256,10 @@ def csv_reader(name: str, delimiter: str) -> Reader:
             elif len(fields) != len(header):
                 yield failed_row(row, offset, "bad_row", f"{len(fields)} fields under a header of {len(header)}")
             elif any(map(_has_surrogates, fields)):
-                yield failed_row(row, offset, "bad_encoding", "not valid UTF-8")
+                data = delimiter.join(fields).encode(
+                    "utf-8", "surrogateescape"
+                )  # without quotes, which the offset lacks
+                yield failed_row(row, offset, "bad_encoding", _not_utf8(data, offset))
             else:
                 yield Row(row, offset, dict(zip(header, fields, strict=True)))
 
@@ -275,14 +283,18 @@ def _read_header(source: _Lines, name: str, delimiter: str) -> list[str]:
     elif len(set(names)) < len(names):
         problem = f"a column is named twice: {', '.join(names)}"
     elif any(map(_has_surrogates, names)):
-        problem = f"not valid UTF-8{_likely_format(names[0].encode('utf-8', 'surrogateescape'))}"
+        problem = _not_utf8(delimiter.join(names).encode("utf-8", "surrogateescape"), 0)
     else:
         return names
     raise UserError(f"the header of the csv file {name} can't be used: {problem}", field=FIELD)
 
 
 def _has_surrogates(text: str) -> bool:
-    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _records(source: _Lines, delimiter: str, row: int) -> Iterator[_Record]:

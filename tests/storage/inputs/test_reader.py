@@ -69,6 +69,13 @@ def test_a_bad_jsonl_line_fails_alone(tmp_path):
     assert all(row.error.stage == "read" for row in rows if row.error)
 
 
+@pytest.mark.parametrize(("name", "at"), [("a.jsonl", 26), ("a.txt", 26), ("a.csv", 26), ("a.md", 26)])
+def test_a_row_in_latin_1_says_which_byte_and_what_to_do(tmp_path, name, at):
+    (row,) = [one for one in rows_of(tmp_path / name, b'{"b": "first one"}\n{"b": "\xe9"}\n') if one.error]
+    assert row.error is not None and row.error.message.startswith(f"not valid UTF-8: 0xe9 near byte {at} of the file; ")
+    assert row.error.message.endswith("`iconv -f latin1 -t utf-8` converts Latin-1")
+
+
 @pytest.mark.parametrize("levels", [MAX_LEVELS, MAX_LEVELS + 1])
 def test_how_deep_a_row_may_be_nested_does_not_depend_on_the_caller(levels, tmp_path):
     (tmp_path / "rows.jsonl").write_text(
