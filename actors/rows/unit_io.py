@@ -215,7 +215,7 @@ class RowUnitIO:
         self._columns = read_columns(job.recipe) | kept
         self._exact = exact
         self._earlier = [RunTexts(run) for run in job.earlier]
-        self._latest: tuple[Row, int, Canvas] | None = None
+        self._latest: tuple[Row, int, Canvas | RowError] | None = None
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
         """Read the unit's rows and make their canvases; a failed or quarantined row is a Sample with its error."""
@@ -309,14 +309,16 @@ class RowUnitIO:
                     sample.earlier = (*sample.earlier, np.array(ids, dtype=np.int32))
 
     def _canvas(self, sample: Sample, row: Row) -> Canvas:
-        """The canvas of the sample's row, which is made with the row's key: all samples of a row have the same one."""
+        """The canvas of the sample's row, which is made with the row's key: all samples of a row share it, or its error."""
         planned: PlannedRow = sample.note.planned
         if self._latest is None or self._latest[0] is not row:
             values = row.values or {}
             self._check_id(planned, values)
             key = row_key(values, self._recipe.columns, job_seed=self._recipe.seed, sample_id=planned.id)
-            self._latest = row, key, self._maker.make(values, key)
+            self._latest = row, key, try_row(lambda: self._maker.make(values, key), "tokenize", "tokenize_error")
         _, key, canvas = self._latest
+        if isinstance(canvas, RowError):
+            raise canvas
         sample.key = nth_key(key, planned.sample)
         return canvas
 

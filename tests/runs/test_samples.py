@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from draftmill.actors.rows.makers import PromptMaker
 from draftmill.jobs.cli import main
 from tests.runs.jobs_here import without_ray
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
@@ -48,6 +50,21 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for out, n in (("many", N), ("one", 1)):
             assert run(folder, out, n=n, errors={"max_rate": 1.0}) == 0
     return folder
+
+
+def test_samples_of_a_row_that_fails_share_its_error(tmp_path, monkeypatch):
+    """The planner makes the row's canvas once, and the worker once for all of its samples."""
+    made, make = count(), PromptMaker._make
+
+    def counting(self: Any, *row: Any) -> Any:
+        next(made)
+        return make(self, *row)
+
+    monkeypatch.setattr(PromptMaker, "_make", counting)
+    without_ray(monkeypatch)
+    (tmp_path / "rows.jsonl").write_text('{"id": "bad", "prompt": 7}\n')
+    assert run(tmp_path, "out", n=N, errors={"max_rate": 1.0}) == 0
+    assert [row["error_kind"] for row in rows_of(tmp_path / "out").to_pylist()] == ["bad_row"] * N and next(made) == 2
 
 
 @pytest.mark.slow

@@ -321,7 +321,12 @@ def test_a_signal_in_the_last_unit_of_a_date_ends_catching_up(tmp_path, capsys, 
     """The unit is the second of two; of the last date it ends nothing."""
     spec, units = nightly(tmp_path), count(1)
     days = [f"{datetime.now(UTC) - timedelta(days=number):%Y-%m-%d}" for number in (2, 1)]
-    monkeypatch.setattr(driver_room, "failpoint", lambda name: next(units) % 2 or signal.raise_signal(signal.SIGTERM))
+
+    def ended(name: str) -> None:
+        if next(units) % 2 == 0:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(driver_room, "failpoint", ended)
     for code, last in ((4, days[0]), (0, days[1])):
         assert run(spec, "--catch-up", days[0]) == code
         assert [one["state"] for one in listed(tmp_path, capsys).values()] == ["finished"] * (1 + days.index(last))
