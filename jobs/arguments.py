@@ -195,7 +195,7 @@ LOGICAL_DATE = option(
 DRIVER = (
     option("--ray-address", "ADDR", "a running Ray cluster; default: start Ray on this machine"),
     flag("--local", "one worker in this process, without Ray: for small jobs"),
-    flag("--quiet", "no progress"),
+    flag("--quiet", "no progress, only results and errors"),
     choice("--log", ["text", "json"], "json: each thing that is printed is one JSON object a line"),
     option(
         "--grace-seconds",

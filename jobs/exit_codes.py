@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
+from draftmill.jobs.formatting import counted
 from draftmill.storage.errors import UNUSABLE_ERRORS, AnotherDriver, Error, StoreFull
 
 if TYPE_CHECKING:
@@ -82,4 +83,5 @@ def failed_text(failed: int, rows: int, allowed: ErrorSettings) -> str:
     """How many samples failed, and how many may, with the key that says so."""
     most = most_failed(rows, allowed)
     key = f"max_count: {most}" if most == allowed.max_count else f"max_rate: {allowed.rate:g}"
-    return f"{failed:,} of {rows:,} samples failed; errors.{key} allows {most:,}"
+    few = "" if most <= allowed.rate * rows + 1e-9 else " (few rows: 5 %, at most 5)"
+    return f"{failed:,} of {counted(rows, 'sample')} failed; errors.{key} allows {most:,}{few}"

@@ -505,7 +505,7 @@ def _sections(cases: Sequence[RunStatistics], compared: Sequence[Comparisons]) -
 def _lead(cases: Sequence[RunStatistics], unfinished: Sequence[str]) -> str:
     if len(cases) == 1:
         spec = cases[0].run.plan.spec
-        return f"{spec.decoder.kind} on {spec.model.path}, task {spec.task.kind}, {cases[0].figures.samples:,} samples"
+        return f"{spec.decoder.kind} on {spec.model.path}, task {spec.task.kind}, {counted(cases[0].figures.samples, 'sample')}"
     left_out = f" Not finished, and left out: {', '.join(unfinished)}." if unfinished else ""
     samples = sum(case.figures.samples for case in cases)
     return f"{counted(len(cases), 'case')}, {samples:,} samples.{left_out}"
@@ -604,7 +604,10 @@ def _job(case: RunStatistics) -> Iterator[tuple[str, Any]]:
     files = ", ".join(f"{file.name} ({file.size or 0:,} bytes)" for file in plan.files[:5])
     more = f" and {len(plan.files) - 5:,} more" if len(plan.files) > 5 else ""
     yield "inputs", f"{files}{more}"
-    yield "rows and passes", f"{plan.rows:,} samples in {plan.units:,} units, passes: {len(case.run.passes)}"
+    yield (
+        "rows and passes",
+        f"{counted(plan.rows, 'sample')} in {counted(plan.units, 'unit')}, passes: {len(case.run.passes)}",
+    )
     yield "draftmill", f"version {plan.code_version}, result schema {results['schema_version']}"
     yield "workers", f"{case.workers:,} with results"
     for text, count in case.sessions.started_on.items():

@@ -135,7 +135,7 @@ class ErrorSettings(Settings):
     """How many samples may fail, and how often a unit is tried."""
 
     max_rate: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
-        default=None, description="largest share of failed rows; null: 0.01, with max_count 1"
+        default=None, description="largest share of failed rows, of few rows 5 %; null: 0.01, with max_count 1"
     )
     max_count: Annotated[int, Field(ge=0)] | None = Field(default=None, description="most failed samples")
     attempts: Positive = Field(default=3, description="failures of a unit before its rows are examined")

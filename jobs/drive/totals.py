@@ -231,7 +231,7 @@ def progress_line(totals: Totals) -> str:
         f"{totals.rows_done:,}/{totals.rows:,} samples ({ratio(totals.rows_done, totals.rows):.0%})",
         f"{rate_text(totals.tokens_per_s)} tokens/s",
         f"{ratio(decoded.nfe, decoded.new_tokens):.3f} NFE/token" if decoded.new_tokens else "- NFE/token",
-        f"{totals.failed:,} errors",
+        counted(totals.failed, "error"),
         loads if loading else counted(totals.workers, "worker"),
         f"ETA {duration(totals.eta_s)}" if totals.eta_s is not None else "ETA -",
     ]

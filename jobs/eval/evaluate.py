@@ -33,6 +33,7 @@ from draftmill.jobs.drive.ray_session import ray_session
 from draftmill.jobs.eval.options import EvalOptions, require_lm_eval
 from draftmill.jobs.eval.spec import EvalSpec, document, read_eval_spec
 from draftmill.jobs.exit_codes import OK
+from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.resolve import inspect
 from draftmill.jobs.run.job import complete_job
 from draftmill.jobs.run.session import RunOptions
@@ -184,7 +185,8 @@ def totals(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _line_of(name: str, sums: Mapping[str, Any]) -> str:
     tokens, nfe = sums.get("new_tokens", 0), sums.get("nfe", 0)
-    parts = [f"{sums['answers']:,} answers from {sums['rows']:,} rows", f"{tokens:,} tokens", f"{nfe:,} forwards"]
+    answers = f"{counted(sums['answers'], 'answer')} from {counted(sums['rows'], 'row')}"
+    parts = [answers, counted(tokens, "token"), counted(nfe, "forward")]
     if tokens:
         parts.append(f"{nfe / tokens:.2f} per token")
     if sums.get("proposed"):

@@ -97,9 +97,9 @@ def export(
         sinks = [sink_for(kind, file, passes[0].plan, names) for file in files]
         counts = write_rows(tables_of(passes, names, order=order), names, sinks)
     if out != STDOUT:
-        print(f"{out}: {counts[0]:,} samples")
+        print(f"{out}: {counted(counts[0], 'sample')}")
     if errors is not None and out != STDOUT:
-        print(f"{errors}: {counts[1]:,} samples that are not ok")
+        print(f"{errors}: {counted(counts[1], 'sample')}, not ok")
     return OK
 
 

@@ -210,7 +210,7 @@ class MeasureDisplay(Display):
         done, rows = totals.rows_done, totals.rows
         share, rate = ratio(done, rows), ratio(done - totals.rows_before, totals.wall_s)
         left = "-" if totals.eta_s is None else duration(totals.eta_s)
-        figures = f"{rate:,.1f} samples/s  {totals.committed.failed:,} errors  ETA {left}"
+        figures = f"{rate:,.1f} samples/s  {counted(totals.committed.failed, 'error')}  ETA {left}"
         self._display.line(share, f"measured {done:,}/{rows:,} samples ({share:.0%})  {figures}")
 
 
@@ -300,7 +300,7 @@ def measure_units(
             backend.end(pool, is_over=is_done)
     count = sum(part.plan.units for part in passes)
     raise_unfinished(
-        finish, stop, lambda: f"{count - len(units_to_measure(store, ready)):,} of {count:,} units measured"
+        finish, stop, lambda: f"{count - len(units_to_measure(store, ready)):,} of {counted(count, 'unit')} measured"
     )
 
 

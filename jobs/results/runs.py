@@ -191,11 +191,10 @@ def status(place: Place, *, as_json: bool = False) -> int:
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
     later = passes_of(store)[1:] if store.exists(SUCCESS) else []
     for part in later:
-        done = (
-            f"{len(done_units(part.store)):,} of {part.plan.units:,} units done; `draftmill rerun --failed` resumes it"
-        )
+        units = f"{len(done_units(part.store)):,} of {counted(part.plan.units, 'unit')}"
+        done = f"{units} done; `draftmill rerun --failed` resumes it"
         if part.manifest is not None:
-            done = f"finished: {part.plan.rows:,} samples again, {count_failed([part]):,} of them failed"
+            done = f"finished: {counted(part.plan.rows, 'sample')} again, {count_failed([part]):,} of them failed"
         lines.append(f"  pass {part.number}   {done}")
     lines += device_time_lines([store, *(part.store for part in later)], is_running=driver_of(store) is not None)
     if metrics := metric_lines(store, plan.rows):
@@ -268,7 +267,7 @@ def list_runs(store: Store, level: FolderLevel, *, as_json: bool) -> int:
         elif facts.samples is None:
             rest = f"being planned{driver}"
         elif facts.failed is None:
-            rest = f"{facts.units_done:,} of {facts.units:,} units done{driver}"
+            rest = f"{facts.units_done:,} of {counted(facts.units or 0, 'unit')} done{driver}"
         else:
             rest = f"{facts.failed:,} failed{'; results were pruned' if facts.is_pruned else ''}"
         rows.append([facts.name, facts.state, date, samples, rest])

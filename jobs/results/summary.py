@@ -77,7 +77,9 @@ def sample_rows(results: Sums, done: str) -> list[tuple[str, str]]:
         ("tokens", f"{results.new_tokens:,} {done}, {results.prompt_tokens:,} given"),
     ]
     if results.cut_rows:
-        rows.append(("cut to fit", f"{results.cut_rows:,} samples, {results.cut_tokens:,} tokens of them"))
+        rows.append(
+            ("cut to fit", f"{counted(results.cut_rows, 'sample')}, {counted(results.cut_tokens, 'token')} of them")
+        )
     if results.new_tokens:
         rows.append(("NFE per token", f"{results.nfe / results.new_tokens:.3f}"))
     if results.proposed:

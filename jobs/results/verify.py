@@ -121,7 +121,7 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
         except StoreError as error:
             own.problems.append(str(error))
     findings.problems += [f"pass {after.number}: {problem}" for problem in own.problems]
-    return f"pass {after.number}: {after.plan.rows:,} samples again, {_format_counts(own.statuses)}"
+    return f"pass {after.number}: {counted(after.plan.rows, 'sample')} again, {_format_counts(own.statuses)}"
 
 
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
@@ -272,7 +272,9 @@ def _format_counts(statuses: Counter[str]) -> str:
 
 def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence[str]) -> None:
     print(f"{store.url}: {counted(plan.rows, 'planned sample')} in {counted(plan.units, 'unit')}")
-    print(f"  read {findings.units:,} unit files, {findings.bytes:,} bytes: {_format_counts(findings.statuses)}")
+    print(
+        f"  read {counted(findings.units, 'unit file')}, {findings.bytes:,} bytes: {_format_counts(findings.statuses)}"
+    )
     for line in more:
         print(f"  {line}")
     print("  checked: every planned sample exactly once and in order, SHA-256 and etag against the manifest,")
@@ -288,7 +290,7 @@ def _print_verdict(findings: Findings) -> None:
         print(f"  and {len(findings.problems) - SHOWN} more")
     if any("can't be read" in problem for problem in findings.problems):
         print(f"  remedy for a file that can't be read: {REMEDY}")
-    print("  " + (f"{len(findings.problems)} problems" if findings.problems else "all promises hold"))
+    print("  " + (counted(len(findings.problems), "problem") if findings.problems else "all promises hold"))
 
 
 # ---- files of metrics

@@ -48,7 +48,9 @@ class KeepRule:
     def text(self) -> str:
         """The rule in words."""
         parts = [] if self.newest is None else [f"the {self.newest:,} newest"]
-        return " and ".join(parts + ([] if self.age is None else [f"those of the last {self.age.days:,} days"]))
+        return " and ".join(
+            parts + ([] if self.age is None else [f"those of the last {counted(self.age.days, 'day')}"])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def candidates(base: Store, keep: KeepRule, now: datetime) -> list[Candidate]:
         stays = _obstacle(facts)
         if stays is None and not facts.is_pruned:  # of a pruned one goes what a prune that was killed has left
             is_recent = keep.age is not None and facts.date is not None and now - read_date(facts.date) < keep.age
-            age = f"not older than {keep.age.days:,} days" if keep.age is not None and is_recent else None
+            age = f"not older than {counted(keep.age.days, 'day')}" if keep.age is not None and is_recent else None
             stays = "one of the newest" if facts.name in newest else age
         objects = [] if stays else _objects(run.store)
         if facts.is_pruned and not objects:

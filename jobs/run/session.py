@@ -85,7 +85,7 @@ def decode(run: Run) -> None:
         done = done_units(plan.store)
         left = UnitSizes(size for size in plan.sizes() if size.unit not in done)
         if done:
-            display.note(f"resuming: {len(done):,} of {plan.units:,} units are done")
+            display.note(f"resuming: {len(done):,} of {counted(plan.units, 'unit')} done")
         decoded = _decode_units(run, left) if left else UnitFacts()
         _write_manifest(run, decoded, done)
     finally:
@@ -149,7 +149,7 @@ def _decode_units(run: Run, left: UnitSizes) -> UnitFacts:
             log.write_out(totals)
             driver.watch(lambda watcher: watcher.over(totals, driver.scheduler))
             backend.end(pool, is_over=is_over)
-    raise_unfinished(finish, run.stop, lambda: f"{len(done_units(plan.store)):,} of {plan.units:,} units done")
+    raise_unfinished(finish, run.stop, lambda: f"{len(done_units(plan.store)):,} of {counted(plan.units, 'unit')} done")
     return driver.committed
 
 

@@ -74,7 +74,7 @@ def header(resolved: Resolved) -> Iterator[str]:
     yield from generation_lines(resolved)
     yield from (f"texts     match {line}" for line in resolved.constraints)
     yield f"input     {spec.input.shown}: {counted(len(resolved.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
-    planned = f", planned already: {resolved.plan.rows:,} samples" if resolved.plan is not None else ""
+    planned = f", planned already: {counted(resolved.plan.rows, 'sample')}" if resolved.plan is not None else ""
     yield f"output    {spec.output.path}{planned}"
 
 
@@ -139,16 +139,16 @@ def canvas_lines(resolved: Resolved, rows: Iterable[FirstRow]) -> Iterator[str]:
 def work_text(task: Task, canvas: Canvas) -> str:
     """The decoder's work on the canvas, in words."""
     if canvas.scored is not None:
-        return f"{canvas.size.masked} to score in {len(canvas.holes)} holes"
+        return f"{canvas.size.masked} to score in {counted(len(canvas.holes), 'hole')}"
     if canvas.score_from is not None:
         return f"{canvas.size.masked} to score from position {canvas.score_from} on"
     if canvas.infilling is not None:
-        holes = len(canvas.infilling.limits)
-        return f"up to {canvas.num_masked} to generate in {holes} holes (the first is shown)"
+        holes = counted(len(canvas.infilling.limits), "hole")
+        return f"up to {canvas.num_masked} to generate in {holes} (the first is shown)"
     if canvas.lengths is not None:
-        return f"up to {canvas.num_masked} to generate in {len(canvas.holes)} holes whose lengths are to be found"
+        return f"up to {canvas.num_masked} to generate in {counted(len(canvas.holes), 'hole')} of lengths to be found"
     if isinstance(task, Infill):
-        return f"{canvas.num_masked} to generate in {len(canvas.holes)} holes"
+        return f"{canvas.num_masked} to generate in {counted(len(canvas.holes), 'hole')}"
     return f"{canvas.holes[0][0]} of them the prompt, up to {canvas.num_masked} to generate"
 
 
@@ -160,7 +160,7 @@ def holes_text(task: Infill, canvas: Canvas) -> str:
         choices = (most,) if canvas.lengths is None else canvas.lengths.choices[index]
         size = f"{'up to ' if canvas.infilling else ''}{choices[0]}{f'-{choices[-1]}' if choices[1:] else ''}"
         name = "" if rule is None else f" {named.get(id(rule)) or rule.name or rule.kind}"
-        shown.append(f"{size} tokens{name}")
+        shown.append(f"{size} {'token' if size == '1' else 'tokens'}{name}")
     more = len(canvas.limits) - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if more else "")
 

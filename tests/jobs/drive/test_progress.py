@@ -33,7 +33,7 @@ def totals_after(seconds: float) -> Totals:
 
 def test_the_line_holds_samples_rate_nfe_errors_workers_and_the_time_to_go():
     line = progress_line(totals_after(10.0))
-    assert line == "50/100 samples (50%)  50 tokens/s  0.600 NFE/token  1 errors  2 workers  ETA 0:20"
+    assert line == "50/100 samples (50%)  50 tokens/s  0.600 NFE/token  1 error  2 workers  ETA 0:20"
 
 
 def test_rows_that_failed_in_the_plan_are_errors_that_take_no_time():

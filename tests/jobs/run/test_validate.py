@@ -43,7 +43,10 @@ def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
     said = capsys.readouterr().out
     assert said.count("  unsupported  r") == 3 and "  unsupported  r0: best_of: '2' is not supported" in said
     assert "and 2 more of status failed and error_kind unsupported" in said
-    assert "5 of 20 samples failed; errors.max_rate: 0.01 allows 1; the run will end with exit code 3" in said
+    assert (
+        "5 of 20 samples failed; errors.max_rate: 0.01 allows 1 (few rows: 5 %, at most 5); the run will end with exit code 3"
+        in said
+    )
     assert validate(check_spec(spec | {"errors": {"max_rate": 0.5}})) == 0
     assert "exit code 3" not in capsys.readouterr().out
 
@@ -82,7 +85,7 @@ def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path, capsys):
         "dry: infill, mask marker, decoder assd, drafter self",
         "3,090,944 parameters, up to 512 tokens",
         "canvas    r0:",
-        "1 to generate in 1 holes",
+        "1 to generate in 1 hole",
         "  | x = [1];",
         "samples   21; read 21 of them",
         "fail    1 of those read: missing_column 1",
