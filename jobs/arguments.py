@@ -174,8 +174,13 @@ class PrintSchema(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, **given: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs="?", const="job", choices=["job", "sweep"], **given)
 
-    def __call__(self, parser: argparse.ArgumentParser, _: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, given: Any, values: Any, option_string: str | None = None
+    ) -> None:
         import json
+
+        if given.path is not None:
+            parser.error(f"argument --schema: it checks no spec, and {given.path} is one; allowed: only one of both")
 
         from draftmill.jobs.config.spec import json_schema
         from draftmill.jobs.config.sweep_spec import sweep_schema

@@ -132,7 +132,7 @@ def test_logs_prints_what_drivers_and_workers_noted_in_order(tmp_path, capsys):
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     names = [event["event"] for event in events if event["event"] not in {"note", "progress"}]
     assert names == ["started", "worker_up", *["done"] * 3, "ended", "started", "worker_up", *["done"] * 2, "ended"]
-    assert any("resuming: 1 of 3 units are done" in event.get("message", "") for event in events)
+    assert any("resuming: 1 of 3 units done" in event.get("message", "") for event in events)
     assert main(["logs", str(tmp_path / "run"), "--follow"]) == 0  # no driver works on it: it ends
     text = capsys.readouterr().out
     assert len(text.splitlines()) == len(events) and "unit=2 worker=w0" in text

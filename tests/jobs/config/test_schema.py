@@ -113,3 +113,10 @@ def test_a_sweep_has_a_base_and_either_cases_or_a_grid(changes, conforms):
     assert (problems(SWEEP | changes) == []) is conforms
     grid = {key: value for key, value in SWEEP.items() if key != "cases"} | {"grid": {"seed": [1, 2]}}
     assert problems(grid) == []
+
+
+def test_a_spec_beside_schema_is_refused(capsys):
+    """It would not be checked."""
+    with pytest.raises(SystemExit) as refused:
+        main(["validate", "job.yaml", "--schema"])
+    assert refused.value.code == 2 and "job.yaml is one; allowed: only one of both" in capsys.readouterr().err
