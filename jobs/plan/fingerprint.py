@@ -89,7 +89,8 @@ def differences(
     if specs is not None:
         wholes = (dict(flat(spec.model_dump(mode="json"))) for spec in specs)
         old, new = (whole | values for whole, values in zip(wholes, (old, new), strict=True))
-    return [f"{key} was {format_value(old, key)}, is {format_value(new, key)}" for key in changed]
+    named = {"model.head": "decoder.head, its files,"}  # the key of the spec whose files have that hash
+    return [f"{named.get(key, key)} was {format_value(old, key)}, is {format_value(new, key)}" for key in changed]
 
 
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
@@ -131,4 +132,4 @@ def format_value(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
         return "not set"
     text = json.dumps(values[key])
-    return text if len(text) <= 60 else f"{text[:12]}..."
+    return text if len(text) <= 60 else f"{text[:12]}...{text[-1]}"

@@ -16,7 +16,7 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.plan import packing
-from draftmill.jobs.plan.fingerprint import changed_files, results_key, with_files
+from draftmill.jobs.plan.fingerprint import changed_files, differences, results_key, with_files
 from draftmill.jobs.plan.packing import PlanWriter
 from draftmill.jobs.plan.plan import Plan, compare_plan, compare_settings, load_plan
 from draftmill.jobs.plan.planning import make_plan
@@ -163,8 +163,9 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path, monkeypat
 
 def test_other_weights_are_named(rows):
     made = plan(spec_for(rows), open_store("memory://weights"))
-    for field, named in {"model": "checkpoint", "tokenizer": "tokenizer", "head": "head", "adapter": "adapter"}.items():
-        with pytest.raises(UserError, match=f"model.{named}"):
+    named = {"model": "model.checkpoint", "tokenizer": "model.tokenizer", "adapter": "model.adapter"}
+    for field, key in (named | {"head": "decoder.head, its files,"}).items():
+        with pytest.raises(UserError, match=f"{key} was"):
             compare(made, spec_for(rows), **{field: "x"})
 
 
@@ -357,6 +358,12 @@ def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows):
     assert names(store) == before == ["_plan.json", part_name(0, 1)]
     with pytest.raises(UserError, match="holds another job"):
         plan(spec_for(rows, task__mask={"kind": "random", "rate": 0.1}), store, epoch=3)
+
+
+def test_other_files_of_a_draft_head_are_named_by_the_key_of_the_spec():
+    before, now = ({"model": {"head": digit * 64}} for digit in "ab")
+    (said,) = differences(before, now)
+    assert said == 'decoder.head, its files, was "aaaaaaaaaaa...", is "bbbbbbbbbbb..."'
 
 
 def test_a_damaged_plan_is_refused(rows):
