@@ -165,7 +165,7 @@ def _runs_or_age(text: str) -> int | timedelta:
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 class PrintSchema(argparse.Action):

@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None, *, is_program: bool = False) -> int:
     `is_program`: the process is this command's alone, and signals may end it by force.
     """
     top = parser()
-    arguments, unknown = top.parse_known_args(argv)
+    try:
+        arguments, unknown = top.parse_known_args(argv)
+    except BrokenPipeError:
+        return UNEXPECTED  # as in _run: the reader of --help or --schema has exited
     if unknown:
         top.error(f"unrecognized arguments: {' '.join(unknown)}{arguments.hint}")
     arguments.is_program = is_program

@@ -316,7 +316,7 @@ def open_store(place: Place | str) -> Store:
     """
     place = Place(place) if isinstance(place, str) else place
     scheme, separator, rest = (url := place.url).partition("://")
-    if not separator:
+    if url and not separator:
         if os.path.isfile(path := os.path.expanduser(url)):
             raise UserError(f"{url!r} is a file; allowed: a folder")
         from draftmill.storage.stores.local import LocalStore

@@ -116,3 +116,16 @@ def test_a_command_gives_its_function_what_it_takes(line, tmp_path, monkeypatch)
     monkeypatch.setattr(arguments, "import_module", watched)
     assert main(line.split()) == 0
     assert calls == [CALLS[line]]
+
+
+@pytest.mark.parametrize("command", ["status", "verify", "export --format csv --out -", "prune --keep 1 --yes"])
+def test_an_empty_place_is_not_the_folder_of_the_shell(command, capsys):
+    """A variable of the shell that is not set is one."""
+    name, *options = command.split()
+    assert main([name, "", *options]) == 2
+    assert capsys.readouterr().err.startswith("draftmill: '' is not a place to store: use a local path")
+
+
+def test_names_of_columns_may_have_spaces_around_them():
+    given = parser().parse_args(["export", "run", "--format", "csv", "--out", "-", "--columns", "id, nfe,"])
+    assert given.columns == ["id", "nfe"]

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -120,3 +121,9 @@ def test_a_spec_beside_schema_is_refused(capsys):
     with pytest.raises(SystemExit) as refused:
         main(["validate", "job.yaml", "--schema"])
     assert refused.value.code == 2 and "job.yaml is one; allowed: only one of both" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_exited_ends_the_schema_without_a_traceback(capsys, monkeypatch):
+    monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
+    assert main(["validate", "--schema"]) == 1
+    assert capsys.readouterr().err == ""
