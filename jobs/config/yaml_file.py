@@ -75,7 +75,7 @@ def read_mapping(path: Path, what: str = "spec") -> dict[str, Any]:
         raise UserError(f"{what} {path}: not UTF-8: {error}") from None
     data = parse(text, f"{what} {path}")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        kind = type(data).__name__ if not isinstance(data, dict) else "keys that are not strings"
+        kind = "keys that are not strings" if isinstance(data, dict) else type(data).__name__ if data else "nothing"
         raise UserError(f"{what} {path}: must be a mapping of keys to values, but it has {kind}")
     return data
 

@@ -172,7 +172,7 @@ def test_a_file_is_read_with_overrides(tmp_path):
         (None, "No such file"),
         (b"a: [1", "not YAML"),
         (b"- a\n- b\n", "must be a mapping"),
-        (b"", "must be a mapping"),
+        (b"", "must be a mapping of keys to values, but it has nothing"),
         (b"seed: 1\nseed: 2\n", "the key 'seed' occurs twice"),
         (b"model: {path: a, path: b}\n", "the key 'path' occurs twice"),
         (b"a: !!python/object/apply:os.system [ls]\n", "not YAML"),
