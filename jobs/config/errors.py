@@ -35,7 +35,7 @@ _TYPES = {
     "model_attributes_type": "a mapping",
     "finite_number": "a finite number",
 }
-_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "at least this long:", "pattern": "of the form"}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "a length of at least", "pattern": "of the form"}
 
 
 def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: ValidationError) -> UserError:

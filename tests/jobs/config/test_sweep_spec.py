@@ -153,7 +153,7 @@ def test_a_wrong_case_is_an_error_of_its_own(tmp_path):
         ({"cases": {"a": {"": 3}}}, "'' is not a dotted key of the job"),
         ({"cases": {"a": {"output.path": "x"}}}, "cases.a.output.path: every case's results are in its own folder"),
         ({"cases": None, "grid": {"seed": 3}}, "grid.seed: 3 is not allowed; allowed: a list"),
-        ({"cases": None, "grid": {"seed": []}}, "grid.seed: [] is not allowed; allowed: at least this long: 1"),
+        ({"cases": None, "grid": {"seed": []}}, "grid.seed: [] is not allowed; allowed: a length of at least 1"),
         ({"cases": None, "grid": {"seed": [1, 1]}}, "grid.seed: 1 occurs twice"),
         ({"cases": None, "grid": {"seed": list(range(40)), "decoder.k": list(range(30))}}, "grid: 1,200 cases are too many"),
     ],

@@ -31,7 +31,7 @@ def test_a_mapping_is_one_kind_and_a_list_several():
         ),
         ({"gpu": 1}, "workers.gpu: unknown key; did you mean workers.gpus? known under workers: count, gpus, cpus"),
         ([{"count": 0}], "workers.0.count: 0 is not allowed; allowed: auto or >= 1"),
-        ([], "workers: [] is not allowed; allowed: at least this long: 1"),
+        ([], "workers: [] is not allowed; allowed: a length of at least 1"),
         (3, "workers: 3 is not allowed; allowed: a mapping"),
         ([3], "workers.0: 3 is not allowed; allowed: a mapping"),
         (
