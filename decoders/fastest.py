@@ -11,7 +11,7 @@ decoded in the same way: by the baseline, or with drafts of some kind and number
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -147,5 +147,4 @@ class FastestSettings(MaskedSettings):
 def algorithm(setup: Setup, settings: FastestSettings) -> Algorithm:
     """What the engine runs: the ways to draft of the room that the baseline belongs to."""
     _, module = ROOMS[settings.baseline.runs_on]
-    made: Any = importlib.import_module(f"draftmill.decoders.{module}").fastest(setup, settings)
-    return made
+    return importlib.import_module(f"draftmill.decoders.{module}").fastest(setup, settings)

@@ -27,8 +27,7 @@ def build_decoder(setup: Setup, settings: DecoderChoice) -> CachedDecoder:
 
 
 def algorithm_of(setup: Setup, settings: DecoderChoice) -> Algorithm:
-    algorithm: Algorithm = resolve_name(settings.runs)(setup, settings)
-    return algorithm
+    return resolve_name(settings.runs)(setup, settings)
 
 
 def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> CachedDecoder:

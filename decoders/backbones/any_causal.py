@@ -85,8 +85,7 @@ class AnyCausalBackbone(ModuleBackbone):
     def _run(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
         flat = {"input_ids": tokens_P.unsqueeze(0), "position_ids": positions_P.unsqueeze(0)}
         output = self._forward(**flat, attention_mask=self._no_mask, use_cache=False, layout=layout)
-        hidden_1PD: Tensor = output.last_hidden_state
-        return hidden_1PD[0]
+        return output.last_hidden_state[0]
 
     @torch.no_grad()
     def raw_logits(self, hidden_RD: Tensor) -> Tensor:
@@ -96,8 +95,7 @@ class AnyCausalBackbone(ModuleBackbone):
     def _finish(self, hidden_RD: Tensor) -> Tensor:
         self._given = hidden_RD.unsqueeze(0)
         no_tokens_1R = torch.zeros(self._given.shape[:2], dtype=torch.int64, device=self.device)
-        logits_1RV: Tensor = self.model(input_ids=no_tokens_1R, use_cache=False).logits
-        return logits_1RV[0]
+        return self.model(input_ids=no_tokens_1R, use_cache=False).logits[0]
 
     # ---- the comparison ------------------------------------------------------------------------------------------
 

@@ -73,8 +73,7 @@ class _Block(nn.Module):
         query_NHd, key_NHd = (_turn(heads_N3Hd[:, index], turn_2Nd) for index in range(2))
         key_value_NXd, scaling = torch.cat([key_NHd, heads_N3Hd[:, 2]], 1), query_NHd.shape[2] ** -0.5
         mixed_NHd = attend_rows(self.layer_idx, query_NHd, key_value_NXd, scores=Scores(scaling), layout=layout)
-        mixed_ND: Tensor = self.attn_out(mixed_NHd.flatten(1))
-        return mixed_ND
+        return self.attn_out(mixed_NHd.flatten(1))
 
 
 def _modulate(rows_ND: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -162,5 +161,4 @@ class DDiTBackbone(NetworkBackbone):
             padded_U = functional.pad(rows.sigma_G.to(self.exact_dtype), (0, self._padded(count) - count))
             modulations = [part[:count] for part in self.base.modulations(padded_U)]
             which_P = self._pad(rows.owner_N) if count > 1 else None
-        hidden_PD: Tensor = self.base(tokens_P, positions_P, layout, modulations, which_P)
-        return hidden_PD.to(self.dtype)
+        return self.base(tokens_P, positions_P, layout, modulations, which_P).to(self.dtype)

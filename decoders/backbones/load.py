@@ -64,9 +64,7 @@ def check_finite(weights: Mapping[str, Tensor], path: Path, field: str) -> None:
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
     """Return the torch dtype of a setting; 'auto' is float32 on a CPU and bfloat16 on a GPU."""
-    name = ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
-    found: torch.dtype = getattr(torch, name)
-    return found
+    return getattr(torch, ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype)
 
 
 def pick_device(device: str) -> str:
@@ -138,5 +136,4 @@ def load_backbone(
             f"model.exact: true, but in {str(torch_dtype).removeprefix('torch.')} on this CPU the batch changes last bits; use "
             "model.dtype: float32, if it is another one, or leave it out"
         )
-    model: Model = backbone
-    return model
+    return backbone

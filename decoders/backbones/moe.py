@@ -41,8 +41,7 @@ class Expert(nn.Module):
             self.add_module(name, up)
 
     def forward(self, rows_ND: Tensor) -> Tensor:
-        mixed: Tensor = self.down_proj(self.activate(*[getattr(self, name)(rows_ND) for name in self.ups]))
-        return mixed
+        return self.down_proj(self.activate(*[getattr(self, name)(rows_ND) for name in self.ups]))
 
 
 def gated_expert(width: int, inner: int) -> Expert:

@@ -35,13 +35,11 @@ class PackedLinear(nn.Module):
         self.bias_M = bias_M
 
     def forward(self, rows_RK: Tensor) -> Tensor:
-        rows_RM: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows_RK, self._packed, self.bias_M, "none", [], "")
-        return rows_RM
+        return torch.ops.mkldnn._linear_pointwise.default(rows_RK, self._packed, self.bias_M, "none", [], "")
 
     def weight_MK(self) -> Tensor:  # noqa: N802
         """The weight as it was before it was packed."""
-        weight: Tensor = self._packed.to_dense()
-        return weight
+        return self._packed.to_dense()
 
 
 class FixedLinear(nn.Module):

@@ -96,8 +96,7 @@ def by_any(s: Sample, auto: AutoLength, makers: Sequence[Callable[[Sample], Draf
         if now is not last:
             last.end()
             last = now
-        drafts = yield from now.draft(most)
-        return drafts
+        return (yield from now.draft(most))
 
     def end() -> None:
         for drafter in drafters:
@@ -131,8 +130,7 @@ def by_model(s: Sample, max_length: int | None) -> Drafter:
         if not most:
             return []
         s.nfe_draft += most
-        drafts: list[int] = (yield Roll(asks.MODEL, n, most)).tokens
-        return drafts
+        return (yield Roll(asks.MODEL, n, most)).tokens
 
     return Drafter(draft)
 
@@ -164,8 +162,7 @@ def by_head(s: Sample, head: Any) -> Drafter:
             s.nfe_draft += count
             s.cached_draft, read = read, n
             answer = yield Roll(asks.MODEL, n, count)
-        drafts: list[int] = answer.tokens
-        return drafts
+        return answer.tokens
 
     return Drafter(draft)
 

@@ -159,8 +159,7 @@ class Draws(Sent[A]):
     @property
     def judges_R(self) -> NDArray[np.bool_]:  # noqa: N802 - an array is named with its axes
         """The rows that judge drafts, or follow those that do."""
-        judges_R: NDArray[np.bool_] = _JUDGES_K[self.kind_R]
-        return judges_R
+        return _JUDGES_K[self.kind_R]
 
     def unknown(self: Draws[Host]) -> NDArray[np.bool_]:
         """The rows that no kernel draws, [R]: with a min-p, another top-k than the job's, a constraint or a penalty."""

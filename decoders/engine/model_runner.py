@@ -94,8 +94,7 @@ class HostCopy:
         """What has come; waits for it, and for nothing that was started later."""
         if self._copied is not None:
             self._copied.synchronize()
-        numbers: NDArray[np.float64] = self._host.numpy()
-        return numbers
+        return self._host.numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,5 +361,4 @@ class ModelRunner:
         """The embeddings of tokens, [R, D]; in a drafting model of windows one that it does not know reads as a mask."""
         if self._info is not None and self._info.mask_id is not None:
             tokens_R = tokens_R.masked_fill(tokens_R >= self.backbone.vocab_size, self._info.mask_id)
-        embedded: Tensor = self.backbone.embed(tokens_R)
-        return embedded
+        return self.backbone.embed(tokens_R)

@@ -84,8 +84,7 @@ def find_layers(device: torch.device, dtype: torch.dtype, *, num_heads: int, key
 def find_fixed_product(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The product of a linear layer of a model that must be exact; ValueError, with the reason, if there is none."""
     name = "fixed products"
-    product: Callable[..., Tensor] = _demanded(name, _module(name, "products", device, dtype)).fixed_product
-    return product
+    return _demanded(name, _module(name, "products", device, dtype)).fixed_product
 
 
 def find_product(device: torch.device, dtype: torch.dtype, *, fixed: bool = False) -> Product | None:

@@ -30,10 +30,8 @@ def fitting(family: str, *errors: type[Exception]) -> AbstractContextManager[Non
 
 def whole(config: Config, key: str, default: int | None = None, *, least: int = 1) -> int:
     """Read a whole number >= `least`; a missing or null field is the default, if there is one."""
-    number: int = _read(
-        config, key, default, lambda value: type(value) is int and value >= least, f"whole numbers >= {least}"
-    )
-    return number
+    allowed = f"whole numbers >= {least}"
+    return _read(config, key, default, lambda value: type(value) is int and value >= least, allowed)
 
 
 def positive(config: Config, key: str, default: float | None = None) -> float:

@@ -116,7 +116,7 @@ class DraftStack(nn.Module):
         if hasattr(self, "fc_norm"):
             parts = zip(self.fc_norm, states_PF.chunk(len(self.fc_norm), 1), strict=True)
             states_PF = torch.cat([norm(part) for norm, part in parts], 1)
-        joined_PD: Tensor = self.fc(states_PF)
+        joined_PD = self.fc(states_PF)
         return self.hidden_norm(joined_PD) if hasattr(self, "hidden_norm") else joined_PD
 
     def forward(
@@ -202,8 +202,7 @@ class Speculator(NetworkBackbone):
         normed_PD, own_PD = self.base(tokens_P, states_PD, turn_2P1d, partial(attend_rows, layout=layout))
         if is_eagle:
             self.cache.write_rows(-1, rows, own_PD[: rows.num_rows])
-        final_PD: Tensor = normed_PD
-        return final_PD
+        return normed_PD
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """A DSpark head's vectors of the tokens before drafts, [R, rank]; the token embeddings of other heads."""
