@@ -38,11 +38,11 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from draftmill.decoders.any_subset.sequential import joint
+from draftmill.decoders.any_subset.sequential import any_subset_model
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.common_settings import RunDrafterSettings
 from draftmill.decoders.engine import asks
-from draftmill.decoders.engine.algorithm import Algorithm, any_subset_model
+from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Decoding, Roll, SampleFrom
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
@@ -213,29 +213,17 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
     if isinstance(settings.drafter, RunDrafterSettings):
         texts_of, most, auto = texts_by(settings.drafter)
         decode = partial(by_earlier_texts, texts_of=texts_of)
-        return any_subset_model(probe=joint, decode=decode, window=most + 1, auto=auto)
+        return any_subset_model(decode=decode, window=most + 1, auto=auto)
     ngram, ends, is_fused = settings.drafter == "ngram", settings.rows == "ends", settings.fused == "rows"
     k, auto = settings.k, None
     if k == "auto":
         k, auto = MOST_AUTO, AutoLength(Way(MOST_AUTO, least=int(not is_fused), shares_cost=not is_fused))
     length = auto or (lambda: k)
     head = asks.INDEPENDENT if ngram or setup.heads is None else asks.MARKOV
-    if is_fused:
-        return any_subset_model(
-            probe=joint,
-            decode=partial(one_pass, length=length, head=head, ends=ends),
-            window=k + 1,
-            auto=auto,
-            keeps_laws=True,
-        )
-    return any_subset_model(
-        probe=joint,
-        decode=partial(assd, length=length, ngram=ngram, head=head, auto=auto is not None),
-        window=k,
-        auto=auto,
-        keeps_laws=True,
-        names_laws=ngram,
-    )
+    decode = partial(one_pass, length=length, head=head, ends=ends)
+    if not is_fused:
+        decode = partial(assd, length=length, ngram=ngram, head=head, auto=auto is not None)
+    return any_subset_model(decode=decode, window=k + is_fused, auto=auto, keeps_laws=True, names_laws=ngram)
 
 
 _ROWS, _ENDS, _SELF, _NGRAM, _TEXTS = range(5)
@@ -271,10 +259,8 @@ def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
         auto = AutoLength(way_of(settings.drafter), *_WAYS)
         texts_of, most, _ = texts_by(settings.drafter, auto)
     head = asks.INDEPENDENT if setup.heads is None else asks.MARKOV
-    decode = partial(by_clock, auto=auto, head=head, texts_of=texts_of)
     return any_subset_model(
-        probe=joint,
-        decode=decode,
+        decode=partial(by_clock, auto=auto, head=head, texts_of=texts_of),
         window=max(most, MOST_AUTO) + 1,
         auto=auto,
         keeps_laws=True,

@@ -24,11 +24,12 @@ decoding, parallel sampling and density estimation.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, ParallelSettings
 from draftmill.decoders.common_settings import Estimate
-from draftmill.decoders.engine.algorithm import Algorithm, any_subset_model
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
 from draftmill.decoders.engine.asks import JUST_ONE, NO_DRAFT, SCORE, TARGET, TARGET_ONCE, Decoding
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 
@@ -69,8 +70,20 @@ def joint(s: Sample) -> Decoding:
     s.logprob = math.fsum(log_ps)
 
 
+any_subset_model: Final = partial(
+    # Holes are predicted by rows of their own: another sample can take over all columns of a prompt.
+    Algorithm,
+    kind="any_subset",
+    joins_prompts=False,
+    reusable=lambda sample: sample.prompt,
+    cut_multiple=WHOLE,
+    probe=joint,
+)
+"""An Algorithm, as far as all decoders of any-subset models share it."""
+
+
 def any_subset_algorithm(setup: Setup, settings: AnySubsetSettings) -> Algorithm:
-    return any_subset_model(decode=any_subset, probe=joint, follows=Sample.two_stream_next)
+    return any_subset_model(decode=any_subset, follows=Sample.two_stream_next)
 
 
 def parallel_algorithm(setup: Setup, settings: ParallelSettings) -> Algorithm:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -81,17 +80,6 @@ class Algorithm:
     reads_states: bool = False
     guidance: float = 0.0
     probe: Callable[[Any], Decoding] | None = None
-
-
-any_subset_model: Final = partial(
-    # Holes are predicted by rows of their own: another sample can take over all columns of a prompt.
-    Algorithm,
-    kind="any_subset",
-    joins_prompts=False,
-    reusable=lambda sample: sample.prompt,
-    cut_multiple=WHOLE,
-)
-"""An Algorithm, as far as all decoders of any-subset models share it."""
 
 
 def no_prompt(sample: Sample) -> bool:
