@@ -53,13 +53,14 @@ _MOST: Final = 64
 # An n-gram is one integer: its tokens in this base, and a leading 1, so that lengths stay apart.
 _BASE: Final = 1 << 20
 
-Drafting = Generator[Any, Any, list[int]]
+Drafting = Generator[Any, Any, list[int]] | list[int]
+"""The drafts, or a generator that returns them: one that asks a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """What drafts for one sample. `draft` gives at most so many tokens after the decided ones, by asking a model or not; `end`
-    comes before another one drafts, and when the sample has ended."""
+    """What drafts for one sample. `draft` gives at most so many tokens after the decided ones; `end` comes before another one
+    drafts, and when the sample has ended."""
 
     draft: Callable[[int], Drafting]
     end: Callable[[], None] = lambda: None
@@ -75,7 +76,8 @@ def speculative(s: Sample, length: Length, drafter: Callable[[Sample], Drafter],
     while s.decided < s.length:
         n, drafts = s.decided, list[int]()
         if most := length():
-            drafts = yield from drafts_by.draft(min(most, s.length - n - 1))
+            found = drafts_by.draft(min(most, s.length - n - 1))
+            drafts = found if isinstance(found, list) else (yield from found)
         s.tokens[n : n + len(drafts)] = drafts
         accepted, tokens, log_ps, _ = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, asks.NO_DRAFT])
         s.cached = n + accepted
@@ -96,7 +98,7 @@ def by_any(s: Sample, auto: AutoLength, makers: Sequence[Callable[[Sample], Draf
         if now is not last:
             last.end()
             last = now
-        return (yield from now.draft(most))
+        return now.draft(most)
 
     def end() -> None:
         for drafter in drafters:
@@ -111,7 +113,6 @@ def by_guesses(s: Sample) -> Drafter:
 
     def draft(most: int) -> Drafting:
         nonlocal is_filled
-        yield from ()
         if not is_filled:
             fill_with_prompt(s)
         is_filled = True
@@ -172,7 +173,6 @@ def by_lookup(s: Sample, max_n: int, min_n: int) -> Drafter:
     lookup = Lookup(max_n, min_n)
 
     def draft(most: int) -> Drafting:
-        yield from ()
         if not most:
             return []
         s.nfe_draft += 1
@@ -191,7 +191,6 @@ def among_texts(s: Sample, index: SuffixIndex) -> Drafter:
         known = s.decided
 
     def draft(most: int) -> Drafting:
-        yield from ()
         read()
         if not most:
             return []
@@ -205,12 +204,7 @@ def among_texts(s: Sample, index: SuffixIndex) -> Drafter:
 def by_earlier_texts(s: Sample, texts_of: Callable[[Sample], EarlierTexts]) -> Drafter:
     """The sample's texts in earlier runs draft: they know how many drafts pay. A look-up is counted as above."""
     texts = texts_of(s)
-
-    def draft(most: int) -> Drafting:
-        yield from ()
-        return texts.drafts(s.length - s.decided - 1)
-
-    return Drafter(draft, texts.count)
+    return Drafter(lambda most: texts.drafts(s.length - s.decided - 1), texts.count)
 
 
 class Lookup:
