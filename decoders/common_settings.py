@@ -33,6 +33,8 @@ class PathMark:
 MODEL: Final = PathMark(("s3",), is_model=True)
 FOLDER: Final = PathMark(other="auto|none", is_model=True)
 RUN: Final = PathMark(("s3",), other="last")
+Head = Annotated[str, FOLDER, Field(min_length=1)]
+"""`auto`: the model's own draft head; `none`; or the folder of one."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 MOST_SAMPLES: Final = 4096

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelKind
-from draftmill.decoders.common_settings import FOLDER, DecoderChoice, RunDrafterSettings
+from draftmill.decoders.common_settings import DecoderChoice, Head, RunDrafterSettings
 
 
 class AnySubsetSettings(DecoderChoice):
@@ -47,9 +47,7 @@ class AssdSettings(DecoderChoice):
     drafter: Literal["self", "ngram"] | RunDrafterSettings = Field(
         default="self", description="the model itself, n-grams of the canvas, or finished runs"
     )
-    head: Annotated[str, FOLDER] = Field(
-        default="auto", min_length=1, description="auto: the model's own; none; or a draft head's folder"
-    )
+    head: Head = Field(default="auto", description="auto: the model's own; none; or a draft head's folder")
     fused: Literal["none", "rows"] = Field(default="none", description="rows: one forward verifies and drafts anew")
     rows: Literal["all", "ends"] = Field(default="all", description="fused: prepare for all outcomes or for two")
 

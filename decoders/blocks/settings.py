@@ -19,9 +19,9 @@ from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import (
-    FOLDER,
     DecoderChoice,
     DrafterPlace,
+    Head,
     RunDrafterSettings,
     Sampling,
     Settings,
@@ -264,9 +264,7 @@ class S2d2Settings(BlockSettings):
     drafter: DrafterPlace | RunDrafterSettings | None = Field(
         default=None, description="a block-diffusion model that drafts, or finished runs; null: the model itself"
     )
-    head: Annotated[str, FOLDER] = Field(
-        default="auto", min_length=1, description="with fused, auto: the model's own; none; or a draft head's folder"
-    )
+    head: Head = Field(default="auto", description="with fused, auto: the model's own; none; or a draft head's folder")
 
     @property
     def draft_head(self) -> str:

@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import (
-    FOLDER,
     MODEL,
     DecoderChoice,
     DrafterPlace,
+    Head,
     RunDrafterSettings,
     Settings,
     Tasks,
@@ -155,9 +155,7 @@ class SpecDiffSettings(CausalSettings):
     )
     window: Literal["short", "full"] = Field(default="short", description="masks of the draft or of the trained length")
     drafter: DrafterPlace = Field(description="a masked-diffusion model with the same vocabulary")
-    head: Annotated[str, FOLDER] = Field(
-        default="auto", min_length=1, description="auto: the drafter's own; none; or a head's folder"
-    )
+    head: Head = Field(default="auto", description="auto: the drafter's own; none; or a head's folder")
 
     @model_validator(mode="after")
     def _head_needs_order(self) -> SpecDiffSettings:
