@@ -45,14 +45,10 @@ def tracker_of(constraint: Constraint, canvas: Sequence[int], *, in_order: bool)
     problem = constraint.problem([len(hole) for hole in holes])
     if problem:
         raise ValueError(problem)
-    trackers = list[tuple[range, Tracker | None]]()
+    trackers, kind = list[tuple[range, Tracker]](), LeftToRight if in_order else AnyOrder
     for hole, automaton in zip(holes, constraint.automata, strict=True):
-        if automaton is None:
-            trackers.append((hole, None))
-        elif isinstance(automaton, Grammar):
+        if isinstance(automaton, Grammar):
             trackers.append((hole, ByGrammar(automaton, constraint.ends)))
-        elif in_order:
-            trackers.append((hole, LeftToRight(automaton, constraint.ends, hole.start, hole.stop)))
-        else:
-            trackers.append((hole, AnyOrder(automaton, hole.start, hole.stop, constraint.ends)))
+        elif automaton is not None:
+            trackers.append((hole, kind(automaton, hole.start, hole.stop, constraint.ends)))
     return Holes(trackers)

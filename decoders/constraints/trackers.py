@@ -47,7 +47,7 @@ class LeftToRight(Tracker):
     """For a text that is decided from position `start` on and fills the positions below `length`, unless one of `ends` ends it
     before."""
 
-    def __init__(self, automaton: Automaton, ends: tuple[int, ...], start: int, length: int) -> None:
+    def __init__(self, automaton: Automaton, start: int, length: int, ends: tuple[int, ...]) -> None:
         self._automaton, self._ends, self._length = automaton, ends, length
         self._next, self._state, self._has_ended = start, 0, False
         self._states: dict[tuple[int, ...], int] = {}  # after these drafts
@@ -136,11 +136,11 @@ class AnyOrder(Tracker):
 
 
 class Holes(Tracker):
-    """Several holes of one canvas, each with its own tracker or none."""
+    """Holes of one canvas, each with its own tracker."""
 
-    def __init__(self, trackers: Sequence[tuple[range, Tracker | None]]) -> None:
-        self._trackers = [tracker for _, tracker in trackers if tracker is not None]
-        self._at = {position: tracker for positions, tracker in trackers if tracker for position in positions}
+    def __init__(self, trackers: Sequence[tuple[range, Tracker]]) -> None:
+        self._trackers = [tracker for _, tracker in trackers]
+        self._at = {position: tracker for positions, tracker in trackers for position in positions}
 
     def decide(self, position: int, token: int) -> None:
         if position in self._at:

@@ -157,13 +157,8 @@ class Sample:
         """Let the drafting model run its columns up to `rank`, and draft there: the decided ones, or its last draft."""
         start, self.cached_draft = self.cached_draft, rank
         tokens = self.tokens[start:rank] if rank == self.decided else [UNREAD]
-        return Ask(
-            tokens,
-            Span(rank - start, start - self.draft_lag, start),
-            Run(rank - start - 1, 1, rank, DRAFT),
-            JUST_ONE,
-            model=1,
-        )
+        span = Span(rank - start, start - self.draft_lag, start)
+        return Ask(tokens, span, Run(rank - start - 1, 1, rank, DRAFT), JUST_ONE, model=1)
 
     def catch_up(self, count: int) -> Ask:
         """Let the drafting model run `count` columns more, and sample nothing."""
