@@ -37,7 +37,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress, islice, pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -301,6 +301,15 @@ class Node:
             del positions[index - first]
         return positions
 
+    def evictions(self, window: Positions) -> list[tuple[int, int, int]]:
+        """Columns beside the canvas to copy into it, but those that the next forward's window runs: (from, to, count) each."""
+        return [
+            (at + low - first, low, high - low)
+            for first, end, at in self.visible
+            for low, high in ((first, min(end, window[0])), (max(first, window[1]), end))
+            if low < high and at != first
+        ]
+
 
 class NodeLayout:
     """Where the nodes of a round stand: builds the rows and stretches of an ask, node after node; the root runs `runs`. Each node
@@ -393,19 +402,3 @@ def columns_of(visible: Visible) -> list[int]:
             stretches.append([low, high])
     assert len(stretches) <= MOST_STRETCHES, f"a node sees {len(stretches)} stretches of columns"
     return [number for stretch in stretches for number in stretch] + [0] * 2 * (MOST_STRETCHES - len(stretches))
-
-
-def evictions(visible: Visible, window: Positions) -> list[tuple[int, int, int]]:
-    """The columns beside the canvas to copy into it, but those that the next forward's window runs: (from, to, count) each."""
-    return [
-        (at + low - first, low, high - low)
-        for first, end, at in visible
-        for low, high in ((first, min(end, window[0])), (max(first, window[1]), end))
-        if low < high and at != first
-    ]
-
-
-def by_node(picks: Sequence[list[Pick]], nodes: Sequence[Node]) -> list[list[list[Pick]]]:
-    """The picks of each stretch of each node."""
-    rest = iter(picks)
-    return [list(islice(rest, len(node.asked))) for node in nodes]

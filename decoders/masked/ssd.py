@@ -49,6 +49,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from draftmill.decoders.engine.algorithm import Algorithm
@@ -56,17 +57,7 @@ from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import PlacedTexts
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.canvas import (
-    Canvas,
-    Draft,
-    Node,
-    NodeLayout,
-    Pick,
-    Reading,
-    Windows,
-    by_node,
-    evictions,
-)
+from draftmill.decoders.masked.canvas import Canvas, Draft, Node, NodeLayout, Pick, Reading, Windows
 from draftmill.decoders.masked.settings import MaskedSettings, SelfSpeculativeSettings, StepwiseSettings
 from draftmill.decoders.masked.stepwise import algorithm_of, reading_of
 
@@ -148,14 +139,15 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
         asked = NodeLayout(s, nodes, windows, runs, count=near, best=most + 1).asked
         answer = yield asked.ask()
         sure_AR = asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
-        node_picks_A = [by_node(picks, nodes) for picks in asked.picks(answer, sure_AR)]
+        picks_A = map(iter, asked.picks(answer, sure_AR))
+        node_picks_A = [[list(islice(picks, len(node.asked))) for node in nodes] for picks in picks_A]
         news, last = walk(nodes, node_picks_A[0])
         for number in {0, last} if last else (0,):
             step = s.decided - s.prompt + len(nodes[number].gone)
             known.learn(nodes[number], [node_picks[number] for node_picks in node_picks_A], step)
         if tree.cached and reading.refresh is not None:
             windows.last = nodes[last].block
-            s.copies = evictions(nodes[last].visible, windows.window(windows.last))
+            s.copies = nodes[last].evictions(windows.window(windows.last))
         tried = [token for node in nodes[1:] for _, token in node.drafts - nodes[node.before].drafts]
         s.reveal(news, len(nodes) - 1, tried)
         earlier.learn([pick[1:3] for pick in news])
