@@ -18,12 +18,7 @@ from pydantic import Field, model_validator
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings
-from draftmill.decoders.causal.settings import (
-    AutoregressiveSettings,
-    HeadDrafterSettings,
-    ModelDrafterSettings,
-    SuffixDrafterSettings,
-)
+from draftmill.decoders.causal import settings as causal
 from draftmill.decoders.common_settings import DecoderChoice, RunDrafterSettings, Sampling, Tasks
 from draftmill.decoders.masked.settings import MaskedSettings, StepwiseSettings
 
@@ -53,7 +48,10 @@ class FastestSettings(MaskedSettings):
     )
     drafter: (
         Annotated[
-            ModelDrafterSettings | HeadDrafterSettings | SuffixDrafterSettings | RunDrafterSettings,
+            causal.ModelDrafterSettings
+            | causal.HeadDrafterSettings
+            | causal.SuffixDrafterSettings
+            | RunDrafterSettings,
             Field(discriminator="kind"),
         ]
         | None
@@ -89,7 +87,7 @@ class FastestSettings(MaskedSettings):
     def baseline(self) -> DecoderChoice:
         match self.like:
             case "autoregressive":
-                return AutoregressiveSettings(kind="autoregressive")
+                return causal.AutoregressiveSettings(kind="autoregressive")
             case "any_subset":
                 return AnySubsetSettings(kind="any_subset")
             case "stepwise":
@@ -106,7 +104,7 @@ class FastestSettings(MaskedSettings):
 
     @property
     def drafts_of_neighbours(self) -> bool:
-        return isinstance(self.drafter, SuffixDrafterSettings)
+        return isinstance(self.drafter, causal.SuffixDrafterSettings)
 
     @property
     def draft_head(self) -> str:

@@ -17,18 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from draftmill.decoders.backbones import invariance
 from draftmill.decoders.backbones.attention import Scores, attend_grouped
 from draftmill.decoders.backbones.base import Running
-from draftmill.decoders.backbones.invariance import (
-    NO_RULES,
-    NUM_PROBE_ROWS,
-    Attention,
-    Product,
-    ShapeRules,
-    find_rules,
-    normal,
-    probe_columns,
-)
+from draftmill.decoders.backbones.invariance import NO_RULES, NUM_PROBE_ROWS, Attention, Product, ShapeRules
 from draftmill.decoders.backbones.moe import Experts
 from draftmill.decoders.backbones.packed import PackedLinear, is_conv1d
 from draftmill.decoders.backbones.rows import causal_rows
@@ -51,13 +43,13 @@ def model_rules(
         return dataclasses.replace(NO_RULES, exact=how.exact)
     by_kind = {(type(product[0]), *product[1:]): product for product in all_products}
     attention = _grouped_attention(heads, how.dtype, longest)
-    return find_rules([*by_kind.values()], attention, how.dtype, longest=longest, least_rows=1)
+    return invariance.find_rules([*by_kind.values()], attention, how.dtype, longest=longest, least_rows=1)
 
 
 def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest: int | None) -> Attention:
     key_heads, group, width = heads
-    key, value = (probe_columns(seed, longest, heads=key_heads, width=width).to(dtype) for seed in (1, 2))
-    query = normal(3, 2, NUM_PROBE_ROWS, key.shape[1] * group, width).to(dtype)
+    key, value = (invariance.probe_columns(seed, longest, heads=key_heads, width=width).to(dtype) for seed in (1, 2))
+    query = invariance.normal(3, 2, NUM_PROBE_ROWS, key.shape[1] * group, width).to(dtype)
     scores = Scores(width**-0.5)
 
     def attention(slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
@@ -124,9 +116,9 @@ def _decode_among(backbone: ModuleBackbone, junk: float | None, neighbours: int)
     backbone.forget()
     backbone.allocate(3, 16)
     for layer in backbone.cache.layers_2SKWd:
-        layer.copy_((junk or 0.0) * normal(int(junk or 0), *layer.shape))
+        layer.copy_((junk or 0.0) * invariance.normal(int(junk or 0), *layer.shape))
     slots = [1] if junk is None else [0, 1, 2]
-    others = normal(10 + neighbours, 2, 8).argsort().tolist()
+    others = invariance.normal(10 + neighbours, 2, 8).argsort().tolist()
     own = [5, 1, 4, 2, 3, 6, 0, 7]
     tokens = torch.tensor([own] if junk is None else [others[0], own, others[1]])
     parts = []

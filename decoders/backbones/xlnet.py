@@ -38,22 +38,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from draftmill.decoders.backbones import invariance
 from draftmill.decoders.backbones.base import Model, Running
 from draftmill.decoders.backbones.cache import rounded
 from draftmill.decoders.backbones.families.xlnet import XLNetShape
-from draftmill.decoders.backbones.invariance import (
-    NO_RULES,
-    NUM_PROBE_ROWS,
-    Attention,
-    Product,
-    ShapeRules,
-    at_least_rows,
-    attend,
-    find_rules,
-    normal,
-    position_scores,
-    probe_columns,
-)
+from draftmill.decoders.backbones.invariance import NO_RULES, NUM_PROBE_ROWS, Attention, Product, ShapeRules
 from draftmill.decoders.backbones.network import ACTIVATE
 from draftmill.decoders.backbones.rows import StreamRows
 from draftmill.decoders.kernels.find import Attend, find_attention, find_fixed_product
@@ -109,26 +98,35 @@ def xlnet_rules(widths: tuple[int, int, int, int], num_heads: int, dtype: torch.
     shapes = {(width, heads_width), (heads_width, width), (width, inner), (inner, width), (width, vocab_size)}
 
     products: list[Product] = [
-        (functools.partial(functional.linear, weight=normal(1, num_out, num_in).to(dtype)), num_in, num_out, dtype)
+        (
+            functools.partial(functional.linear, weight=invariance.normal(1, num_out, num_in).to(dtype)),
+            num_in,
+            num_out,
+            dtype,
+        )
         for num_in, num_out in shapes
     ]
-    return find_rules(products, _relative_attention(num_heads, heads_width // num_heads, dtype), dtype, longest=None)
+    return invariance.find_rules(
+        products, _relative_attention(num_heads, heads_width // num_heads, dtype), dtype, longest=None
+    )
 
 
 def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Attention:
     """Attention whose bias comes from the relative positions, as in a layer; columns are positions."""
-    key, value, distances = (probe_columns(seed, None, heads=num_heads, width=width).to(dtype) for seed in (1, 2, 3))
-    query = normal(4, 2, key.shape[1], NUM_PROBE_ROWS, width).to(dtype) * width**-0.5
+    key, value, distances = (
+        invariance.probe_columns(seed, None, heads=num_heads, width=width).to(dtype) for seed in (1, 2, 3)
+    )
+    query = invariance.normal(4, 2, key.shape[1], NUM_PROBE_ROWS, width).to(dtype) * width**-0.5
     distances_Hdp = distances[0].transpose(1, 2).contiguous()
 
     def attention(slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
         part = query[:slots, :, rows]
         flat_NHd = part.transpose(1, 2).flatten(0, 1)
-        scores_NHp = position_scores(flat_NHd, distances_Hdp[:, :, :columns], rules.min_rows)
+        scores_NHp = invariance.position_scores(flat_NHd, distances_Hdp[:, :, :columns], rules.min_rows)
         bias = scores_NHp.unflatten(0, (slots, -1)).transpose(1, 2).clone()
         bias[..., visible:] = -torch.inf
         near = (slice(0, slots), slice(None), slice(0, columns))
-        return attend(part, key[near], value[near], bias, rules.sum_columns).transpose(1, 2)
+        return invariance.attend(part, key[near], value[near], bias, rules.sum_columns).transpose(1, 2)
 
     return attention
 
@@ -315,7 +313,9 @@ class XLNetBackbone(Model):
         """A product whose rows do not depend on their number, as far as this device has one."""
         if self._product is not None:
             return self._product(rows_NK, weight_MK, bias_M)
-        return at_least_rows(self.rules.min_rows, lambda rows: functional.linear(rows, weight_MK, bias_M), rows_NK)
+        return invariance.at_least_rows(
+            self.rules.min_rows, lambda rows: functional.linear(rows, weight_MK, bias_M), rows_NK
+        )
 
     def _flat_attention(self, layer: Any, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
         """Attend to the cache by the rows' limits, [N, H * d]."""
@@ -358,7 +358,7 @@ class XLNetBackbone(Model):
                 (rows[rows_bT] if at_once >= num_slots else rows.unflatten(0, rows_bT.shape)).transpose(1, 2)
                 for rows in both
             )
-            mixed = attend(content, key[part], value[part], bias, self.rules.sum_columns)
+            mixed = invariance.attend(content, key[part], value[part], bias, self.rules.sum_columns)
             parts.append(mixed.transpose(1, 2).flatten(2))
         mixed_PD = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(0, 1)
         return mixed_PD.index_select(0, layout.rectangle_N[first_row:])
@@ -369,7 +369,7 @@ class XLNetBackbone(Model):
         """Scores of the relative positions, -inf where a column is not to be seen; [N, H, W]."""
         middle = self.relative[index].shape[2] // 2
         keys_Hdp = self.relative[index][:, :, middle - span : middle + span]
-        scores_NHp = position_scores(query_NHd + layer.position_bias_Hd, keys_Hdp, self.rules.min_rows)
+        scores_NHp = invariance.position_scores(query_NHd + layer.position_bias_Hd, keys_Hdp, self.rules.min_rows)
         bias_NHW = scores_NHp.gather(2, distance_N1W.expand(-1, self.num_heads, -1))
         return bias_NHW.masked_fill_(hidden_N1W, -torch.inf)
 

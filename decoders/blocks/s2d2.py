@@ -64,22 +64,9 @@ from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSam
 from draftmill.decoders.blocks.settings import Rules, S2d2Settings
 from draftmill.decoders.blocks.verifier import SelfVerifier, measure_of
 from draftmill.decoders.common_settings import DrafterPlace, RunDrafterSettings
+from draftmill.decoders.engine import asks
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import (
-    DRAFT,
-    FAR,
-    JUDGE,
-    MARKOV,
-    NO_DRAFT,
-    SELF,
-    SURE,
-    Answer,
-    Ask,
-    Decoding,
-    Roll,
-    Run,
-    Span,
-)
+from draftmill.decoders.engine.asks import Answer, Ask, Decoding, Roll, Run, Span
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import EarlierTexts, texts_by, way_of
 from draftmill.decoders.engine.samples import Sample
@@ -153,7 +140,7 @@ def s2d2_fused(
         ahead = list(range(n + g + 1, min(n + g + 1 + most, s.length))) if drafts_here else []
         now = Round(n, longest, drafts, judged, ahead, redraft=by_ratio and g > 0, by_head=by_head)
         at_n = n + k - s.cached - rules.shift  # the row of the masks ahead that predicts position n
-        answer = yield ask_of(s, rules, now, purpose, SURE if texts else JUDGE)
+        answer = yield ask_of(s, rules, now, purpose, asks.SURE if texts else asks.JUDGE)
         purpose = VERIFY
         s.proposed += k
         s.accepted += answer.accepted
@@ -165,7 +152,7 @@ def s2d2_fused(
             texts.count()
         drafts, count = Drafts(), n + 1 + len(ahead) - after
         if by_head and count > 0 and not s.is_over:
-            rolled = yield Roll(MARKOV, after, count, at_n + after - n, n)
+            rolled = yield Roll(asks.MARKOV, after, count, at_n + after - n, n)
             drafts = Drafts(rolled.tokens, [_AHEAD] * count)
         elif drafts_here and not by_head:
             drafts = next_drafts(now, answer, range(after, min(after + most, s.length)))
@@ -179,13 +166,13 @@ def drafts_by(s: BlockSample, rules: Rules, drafter: ModelInfo) -> Generator[Any
         return Drafts()
     assert drafter.mask_id is not None
     spans: tuple[int, ...] = Span(n - cached, cached, cached) if n > cached else ()
-    spans += Span(count, n, n, n + count, FAR)
+    spans += Span(count, n, n, n + count, asks.FAR)
     rows, places = [max(n + j - cached - drafter.shift, 0) for j in range(count)], range(n, n + count)
-    tokens, runs = s.tokens[cached:n] + [drafter.mask_id] * count, s.runs(DRAFT, rows, places)
+    tokens, runs = s.tokens[cached:n] + [drafter.mask_id] * count, s.runs(asks.DRAFT, rows, places)
     s.nfe_draft += 1
     # With a shift the last row predicts the next draft, so it runs once more.
     s.cached_draft = max(n - drafter.shift, 0)
-    answer = yield Ask(tokens, spans, runs, [NO_DRAFT] * count, model=1, when=s.draws)
+    answer = yield Ask(tokens, spans, runs, [asks.NO_DRAFT] * count, model=1, when=s.draws)
     return Drafts(list(answer.tokens), [_AHEAD] * count)
 
 
@@ -196,10 +183,10 @@ def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int, kind: int) ->
     spans: tuple[int, ...] = Span(main, cached, cached) if main else ()
     masks, column = len(now.ahead) + bool(now.ahead), n + 2 * (size + 1)
     if masks:
-        spans += Span(masks, column, n + g, n + g, FAR, own=column, till=column + masks)
+        spans += Span(masks, column, n + g, n + g, asks.FAR, own=column, till=column + masks)
     copied = int(n == 0) if rules.left_shift else len(now.judged)
     if copied:
-        spans += Span(copied, n + size + 1, n, 0, size + 2, own=SELF)
+        spans += Span(copied, n + size + 1, n, 0, size + 2, own=asks.SELF)
     tokens = s.tokens[cached:n] + now.drafts.tokens + [rules.mask] * (masks + copied)
     says = [main + masks + j if j < copied else n - 1 - cached + j for j in range(len(now.judged))]
     runs = list[int]()
@@ -207,12 +194,12 @@ def ask_of(s: BlockSample, rules: Rules, now: Round, purpose: int, kind: int) ->
     for row, position, bank in zip(says, now.judged, [*now.drafts.banks, _COPIES], strict=False):
         runs += Run(row, 1, position, kind, bank=bank)
     if not now.by_head:
-        runs += s.runs(DRAFT, [main + position - n - g - rules.shift for position in now.ahead], now.ahead, _AHEAD)
+        runs += s.runs(asks.DRAFT, [main + position - n - g - rules.shift for position in now.ahead], now.ahead, _AHEAD)
     if now.redraft:
-        runs += s.runs(DRAFT, says[1:], now.judged[1:], _COPIES)
+        runs += s.runs(asks.DRAFT, says[1:], now.judged[1:], _COPIES)
     num_sampled = sum(runs[1::6])
-    drafts = [*now.drafts.tokens, NO_DRAFT][: len(now.judged)]
-    return s.forward(purpose, tokens, spans, runs, drafts + [NO_DRAFT] * (num_sampled - len(drafts)))
+    drafts = [*now.drafts.tokens, asks.NO_DRAFT][: len(now.judged)]
+    return s.forward(purpose, tokens, spans, runs, drafts + [asks.NO_DRAFT] * (num_sampled - len(drafts)))
 
 
 def next_drafts(now: Round, answer: Answer, positions: range) -> Drafts:

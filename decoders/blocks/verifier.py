@@ -21,18 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from draftmill.decoders.blocks import settings as blocks
 from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Revealed
-from draftmill.decoders.blocks.settings import (
-    Bandit,
-    Estimator,
-    Hysteresis,
-    MinSpan,
-    Router,
-    Rules,
-    S2d2Settings,
-    ScoreRouter,
-    VerificationCost,
-)
+from draftmill.decoders.blocks.settings import Rules, S2d2Settings
 from draftmill.decoders.draws.settings import Note
 from draftmill.decoders.engine.asks import JUDGE, SELF, Answer, Span
 
@@ -45,11 +36,11 @@ def first_run(masks: list[int]) -> list[int]:
     return masks[: next((index for index, place in enumerate(masks) if place != masks[0] + index), len(masks))]
 
 
-def measure_of(router: Router, estimator: Estimator) -> Note | None:
+def measure_of(router: blocks.Router, estimator: blocks.Estimator) -> Note | None:
     """The note of each drafted row that a router's numbers are made of."""
-    if isinstance(router, MinSpan):
+    if isinstance(router, blocks.MinSpan):
         return None
-    if isinstance(router, Bandit):
+    if isinstance(router, blocks.Bandit):
         return "entropy"
     return estimator.note
 
@@ -80,7 +71,9 @@ class Signals:
 class Threshold:
     """Compares the run's length or its score; hysteresis remembers what it did last."""
 
-    def __init__(self, router: MinSpan | ScoreRouter | Hysteresis, cost: VerificationCost) -> None:
+    def __init__(
+        self, router: blocks.MinSpan | blocks.ScoreRouter | blocks.Hysteresis, cost: blocks.VerificationCost
+    ) -> None:
         self._router, self._cost, self._on = router, cost, False
 
     def score(self, signals: Signals) -> float:
@@ -91,11 +84,11 @@ class Threshold:
 
     def decide(self, signals: Signals) -> bool:
         match self._router:
-            case MinSpan(span=span):
+            case blocks.MinSpan(span=span):
                 return signals.span >= span
-            case ScoreRouter(tau=tau):
+            case blocks.ScoreRouter(tau=tau):
                 return self.score(signals) >= tau
-            case Hysteresis(on=on, off=off):
+            case blocks.Hysteresis(on=on, off=off):
                 score = self.score(signals)
                 self._on = score >= off if self._on else score > on
                 return self._on
@@ -111,7 +104,7 @@ Context = tuple[int, int, int]
 class UpperConfidence:
     """The UCB bandit: for each context, the tokens per forward of revealing (0) and of verifying (1)."""
 
-    def __init__(self, settings: Bandit) -> None:
+    def __init__(self, settings: blocks.Bandit) -> None:
         self._settings = settings
         self._decisions, self._asked = 0, False
         self._context: Context = (0, 0, 0)
@@ -160,8 +153,8 @@ Route = Threshold | UpperConfidence
 block without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in public code."""
 
 
-def route_of(router: Router, cost: VerificationCost) -> Route:
-    return UpperConfidence(router) if isinstance(router, Bandit) else Threshold(router, cost)
+def route_of(router: blocks.Router, cost: blocks.VerificationCost) -> Route:
+    return UpperConfidence(router) if isinstance(router, blocks.Bandit) else Threshold(router, cost)
 
 
 class SelfVerifier:
@@ -174,10 +167,10 @@ class SelfVerifier:
         """The places to verify; none if it does not pay. The measure of a draft is that of `measure_of`."""
         router, most, run = self._settings.router, self._rules.most_entropy, first_run(masks)
         expected = entropy = 0.0
-        if isinstance(router, Bandit):
+        if isinstance(router, blocks.Bandit):
             over = run if router.entropy_of == "span" else masks
             entropy = sum(draft[place].measured / most for place in over) / max(len(over), 1)
-        elif not isinstance(router, MinSpan):
+        elif not isinstance(router, blocks.MinSpan):
             estimator = self._settings.estimator
             expected = expected_tokens(estimator.alpha(draft[place].measured, most) for place in run)
         signals = Signals(len(run), expected, num_sure, progress, entropy, self._rules.sub_block)

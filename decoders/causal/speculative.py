@@ -25,14 +25,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from draftmill.decoders.causal import autoregressive, masks
+from draftmill.decoders.causal import settings as causal
 from draftmill.decoders.causal.jacobi import fill_with_prompt
-from draftmill.decoders.causal.settings import (
-    HeadDrafterSettings,
-    MasksDrafterSettings,
-    NgramDrafterSettings,
-    SpeculativeSettings,
-    SuffixDrafterSettings,
-)
 from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
 from draftmill.decoders.common_settings import RunDrafterSettings
 from draftmill.decoders.engine import asks
@@ -269,11 +263,11 @@ class Means(NamedTuple):
 def means_of(setup: Setup, drafter: Any) -> Means:
     """How these settings draft, but those of earlier runs."""
     match drafter:
-        case NgramDrafterSettings(max_n=max_n, min_n=min_n):
+        case causal.NgramDrafterSettings(max_n=max_n, min_n=min_n):
             return Means(partial(by_lookup, max_n=max_n, min_n=min_n), "ngram")
-        case SuffixDrafterSettings():
+        case causal.SuffixDrafterSettings():
             return Means(partial(among_texts, index=SuffixIndex(drafter)), "suffix")
-        case HeadDrafterSettings():
+        case causal.HeadDrafterSettings():
             assert setup.drafter is not None, "decoder.drafter names a draft head, but none was loaded"
             head: Any = setup.drafter.speculator  # type: ignore[attr-defined]
             most, is_block = head.most_drafts or _MOST, head.most_drafts is not None
@@ -284,14 +278,14 @@ def means_of(setup: Setup, drafter: Any) -> Means:
     return Means(partial(by_model, max_length=longest), "model", kind=asks.JUDGE, settling=2)
 
 
-def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
+def algorithm(setup: Setup, settings: causal.SpeculativeSettings) -> Algorithm:
     """How the engine runs these settings; without drafts they are the baseline."""
     if settings.k == 0:
         return autoregressive.algorithm(setup, settings)
     if isinstance(settings.drafter, RunDrafterSettings):
         texts_of, most, auto = texts_by(settings.drafter)
         return Means(partial(by_earlier_texts, texts_of=texts_of), "run", most).algorithm(lambda: asks.FAR, auto)
-    if isinstance(settings.drafter, MasksDrafterSettings):
+    if isinstance(settings.drafter, causal.MasksDrafterSettings):
         return masks.algorithm(setup, settings)
     means = means_of(setup, settings.drafter)
     if settings.k != "auto":
@@ -305,7 +299,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
 def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     """How the engine runs `fastest` on a causal model: nothing drafts, or what the settings name, or look-ups, or guesses."""
     named, most = settings.drafter, MOST_AUTO
-    means = [means_of(setup, NgramDrafterSettings(kind="ngram")), Means(by_guesses, "jacobi", shares_cost=True)]
+    means = [means_of(setup, causal.NgramDrafterSettings(kind="ngram")), Means(by_guesses, "jacobi", shares_cost=True)]
     if named is not None and not isinstance(named, RunDrafterSettings):
         means.insert(0, means_of(setup, named))
     ways = [Way(min(each.most, MOST_AUTO), 0, each.shares_cost, each.name) for each in means]

@@ -24,24 +24,8 @@ from itertools import combinations, starmap
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
-from draftmill.decoders.constraints.expressions import (
-    EMPTY,
-    WRITABLE,
-    Dfa,
-    Node,
-    Text,
-    TooLarge,
-    both,
-    counted,
-    dfa_of,
-    either,
-    explored,
-    graph,
-    negated,
-    optional,
-    sequence,
-    size_of,
-)
+from draftmill.decoders.constraints import expressions as nodes
+from draftmill.decoders.constraints.expressions import EMPTY, WRITABLE, Dfa, Node, Text, TooLarge
 from draftmill.decoders.constraints.regex import machine_of
 
 _FORMS: Final = {
@@ -102,8 +86,8 @@ _SMALL, _MOST_PLACES, _MOST_DIGITS = 10_000, 20_000, 15
 
 Item = tuple[Any, str, tuple[str, ...]]
 """A schema, its JSON pointer, and the references of this place of a text that led to it."""
-_SPACE: Final = optional(b" ")
-_COMMA, _COLON = (sequence(_SPACE, sign, _SPACE) for sign in (b",", b":"))
+_SPACE: Final = nodes.optional(b" ")
+_COMMA, _COLON = (nodes.sequence(_SPACE, sign, _SPACE) for sign in (b",", b":"))
 
 
 class SchemaError(ValueError):
@@ -127,7 +111,7 @@ def node_of(root: Any, ignored: Sequence[str] = ()) -> Node:
             if best is None:
                 raise
             break
-        if best is not None and (node is None or size_of(node) > _SMALL):
+        if best is not None and (node is None or nodes.size_of(node) > _SMALL):
             break
         best, closed = node, places.closed
         if not places.was_cut:
@@ -320,20 +304,22 @@ class _Places:
             choices += self._choices(schema, at, chain)
         if choices:
             again = [(own, at, ()) for own, at in flat]
-            return either(self._at([*again, *chosen], above, here, choices[1:]) for chosen in choices[0])
+            return nodes.either(self._at([*again, *chosen], above, here, choices[1:]) for chosen in choices[0])
         kinds, inner = _kinds_of([own for own, _ in flat]), tuple(sorted((*above, *set(here))))
         if not flat and above.count("") >= self._depth:
             self.was_cut = True
             kinds -= {"array", "object"}
         made = {
             "null": lambda: b"null",
-            "boolean": lambda: either(b"true" if value else b"false" for value in _allowed(flat, [True, False]) or ()),
+            "boolean": lambda: nodes.either(
+                b"true" if value else b"false" for value in _allowed(flat, [True, False]) or ()
+            ),
             "number": lambda: _number(flat),
             "string": lambda: _string(flat),
             "array": lambda: self._array(flat, inner),
             "object": lambda: self._object(flat, inner),
         }
-        return either(made[kind]() for kind in _TYPES if kind in kinds)
+        return nodes.either(made[kind]() for kind in _TYPES if kind in kinds)
 
     def _choices(self, schema: Any, at: str, chain: tuple[str, ...]) -> Iterator[list[list[Item]]]:
         """For each keyword of a schema that has alternatives: the schemas of each alternative."""
@@ -441,21 +427,21 @@ class _Places:
             at_least, at_most = int(own.get("minContains", 1)), own.get("maxContains")
             hits = [(own["contains"], f"{at}/contains", ())]
         edges, texts = list[tuple[Any, Node | None, Any]](), list[bytes]()
-        nodes = list[list[tuple[int, Node | None]]]()
+        at_index = list[list[tuple[int, Node | None]]]()
         for index in range(min(tuples, last) + 1):
             mine = list(_of_index(flat, index))
             node = self._child(mine if at_most is None else [*mine, _not(hits[0])], above)
             if unique:
-                nodes.append(list(self._unique(node, unique, texts)))
+                at_index.append(list(self._unique(node, unique, texts)))
             else:
-                nodes.append([(0, node), *((1, self._child([*mine, hit], above)) for hit in hits)])
+                at_index.append([(0, node), *((1, self._child([*mine, hit], above)) for hit in hits)])
         number_hits = 0 if not wanted else int(at_least if at_most is None else max(at_most, at_least))
         states, waiting = {(0, 0)}, [(0, 0)]
         for state in waiting:
             index, seen = state
             if most is not None and index >= most:
                 continue
-            for number, node in nodes[min(index, tuples)]:
+            for number, node in at_index[min(index, tuples)]:
                 if seen >> number & 1 if unique else at_most is not None and number and seen >= at_most:
                     continue
                 after = (min(index + 1, last), seen | 1 << number if unique else min(seen + number, number_hits))
@@ -468,11 +454,11 @@ class _Places:
                         raise TooLarge
         ends = [state for state in states if state[0] >= least and (not wanted or state[1] >= at_least)]
         edges += [(end, _ARRAY_END, "end") for end in ends]
-        return graph([("open", b"[", (0, 0)), *dict.fromkeys(edges)], "open", ["end"])
+        return nodes.graph([("open", b"[", (0, 0)), *dict.fromkeys(edges)], "open", ["end"])
 
     def _unique(self, node: Node | None, at: str, texts: list[bytes]) -> Iterator[tuple[int, Node]]:
         """The few texts of an item, each with the number of its value."""
-        machine = dfa_of(node, in_bytes=True)
+        machine = nodes.dfa_of(node, in_bytes=True)
         found = [] if machine is None else machine.texts(64)
         values = {} if found is None else {_plain(bytes(text)): bytes(text) for text in found}
         if found is None or len(values) > 16:
@@ -494,7 +480,7 @@ class _Places:
         spelled = [(own["propertyNames"], f"{at}/propertyNames", ()) for own, at in flat if "propertyNames" in own]
         good_names = None
         if spelled:
-            good_names = dfa_of(self.value([*spelled, ({"type": "string"}, "~string", ())], above), in_bytes=True)
+            good_names = nodes.dfa_of(self.value([*spelled, ({"type": "string"}, "~string", ())], above), in_bytes=True)
         patterns = sorted({pattern for each in _given(flat, "patternProperties") for pattern in each})
         properties = list[tuple[bytes, Node, bool]]()
         for name in names:
@@ -535,7 +521,7 @@ class _Places:
             raise TooLarge
         edges, count = list[tuple[Any, Node | None, Any]](), len(properties)
         contents = [
-            (index, index + 1, sequence(name, _COLON, node)) for index, (name, node, _) in enumerate(properties)
+            (index, index + 1, nodes.sequence(name, _COLON, node)) for index, (name, node, _) in enumerate(properties)
         ]
         for index, after, content in [*contents, *((count, count, other) for other in others)]:
             for seen in range(top + 1):
@@ -546,7 +532,7 @@ class _Places:
                     member = ("member", there, id(content))
                     edges += [((index, seen), _COMMA if seen else _SPACE, member), (member, content, there)]
         ends = [((count, seen), _OBJECT_END, "end") for seen in range(top + 1) if seen >= least]
-        return graph([("open", b"{", (0, 0)), *dict.fromkeys(edges), *ends], "open", ["end"])
+        return nodes.graph([("open", b"{", (0, 0)), *dict.fromkeys(edges), *ends], "open", ["end"])
 
     def _others(
         self, flat: Any, names: set[str], patterns: Sequence[str], good_names: Dfa | None, above: tuple[str, ...]
@@ -555,9 +541,9 @@ class _Places:
         if len(patterns) > 6:
             at = next(at for own, at in flat if "patternProperties" in own)
             _refuse(at, "patternProperties", f"{len(patterns)} patterns; allowed: 6")
-        free = counted(WRITABLE, 0, None)
+        free = nodes.counted(WRITABLE, 0, None)
         if names:
-            free = both(free, _none_of_texts(sorted(names)))
+            free = nodes.both(free, _none_of_texts(sorted(names)))
         is_open = any("additionalProperties" in own for own, _ in flat) or not any(
             own.keys() & {"properties", "patternProperties", "required"} for own, _ in flat
         )
@@ -566,24 +552,24 @@ class _Places:
                 machine = free
                 for pattern in patterns:
                     matches = machine_of(pattern, is_search=True, is_wide=pattern not in chosen)
-                    machine = both(machine, matches if pattern in chosen else negated(matches))
+                    machine = nodes.both(machine, matches if pattern in chosen else nodes.negated(matches))
                 if machine is None:
                     continue
                 name: Node | None = Text(machine, quoted=True)
                 if good_names is not None:
-                    common = both(dfa_of(name, in_bytes=True), good_names)
+                    common = nodes.both(nodes.dfa_of(name, in_bytes=True), good_names)
                     name = None if common is None else Text(common, raw=True)
                 node = (
                     None
                     if name is None
-                    else sequence(name, _COLON, self._child(list(_of_member(flat, None, chosen, chosen)), above))
+                    else nodes.sequence(name, _COLON, self._child(list(_of_member(flat, None, chosen, chosen)), above))
                 )
                 if node is not None:
                     yield node
 
 
-_ARRAY_COMMA, _ARRAY_END = sequence(b",", _SPACE), sequence(_SPACE, b"]")
-_OBJECT_END: Final = sequence(_SPACE, b"}")
+_ARRAY_COMMA, _ARRAY_END = nodes.sequence(b",", _SPACE), nodes.sequence(_SPACE, b"]")
+_OBJECT_END: Final = nodes.sequence(_SPACE, b"}")
 _APART: Final = frozenset(
     {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "const", "enum"}
     | {"$defs", "definitions", "dependentRequired", "dependentSchemas"}
@@ -644,7 +630,7 @@ def _spelled(text: str) -> bytes:
 
 def _none_of_texts(texts: Sequence[str]) -> Dfa:
     """Every other text."""
-    return negated(machine_of("|".join(map(re.escape, texts))))
+    return nodes.negated(machine_of("|".join(map(re.escape, texts))))
 
 
 def _plain(text: bytes) -> bytes:
@@ -766,17 +752,19 @@ def _string(flat: Any) -> Node | None:
     least, most = _counts(flat, "Length")
     machines = [machine_of(pattern, is_search=True) for pattern in _given(flat, "pattern")]
     machines += [machine_of(FORMATS[name]) for name in _given(flat, "format")]
-    machines += [negated(machine_of(pattern, is_search=True, is_wide=True)) for pattern in _given(flat, "~pattern")]
+    machines += [
+        nodes.negated(machine_of(pattern, is_search=True, is_wide=True)) for pattern in _given(flat, "~pattern")
+    ]
     machines += [_none_of_texts(texts) for texts in _given(flat, "~=")]
     if (allowed := _allowed(flat)) is not None:
-        return either(
+        return nodes.either(
             _spelled(text)
             for text in allowed
             if least <= len(text)
             and (most is None or len(text) <= most)
             and all(each and each.accepts(map(ord, text)) for each in machines)
         )
-    machine = reduce(both, machines, counted(WRITABLE, least, most))
+    machine = reduce(nodes.both, machines, nodes.counted(WRITABLE, least, most))
     return None if machine is None else Text(machine, quoted=True)
 
 
@@ -806,7 +794,7 @@ def _number(flat: Any) -> Node | None:
     if allowed is None:
         return None if machine is None else Text(machine)
     texts = {json.dumps(value): _full(value) for value in allowed}
-    return either(text.encode() for text, full in texts.items() if machine and machine.accepts(full.encode()))
+    return nodes.either(text.encode() for text, full in texts.items() if machine and machine.accepts(full.encode()))
 
 
 def _full(value: float) -> str:
@@ -823,7 +811,7 @@ def _decimals(
 ) -> Dfa | None:
     """Decimal numbers that match all expressions, are on the given sides of bounds, and are multiples of steps, or are none."""
     machines = (*map(machine_of, expressions), *starmap(_beside, bounds), *starmap(_of_multiples, multiples))
-    return reduce(both, machines)
+    return reduce(nodes.both, machines)
 
 
 def _beside(bound: Decimal, sides: tuple[int, ...]) -> Dfa:
@@ -857,7 +845,7 @@ def _beside(bound: Decimal, sides: tuple[int, ...]) -> Dfa:
             side = 1  # the signs decide
         return (-side if minus else side) in sides
 
-    return explored((False, False, 0, 0), steps, is_end)
+    return nodes.explored((False, False, 0, 0), steps, is_end)
 
 
 def _of_multiples(step: Decimal, is_one: bool) -> Dfa:
@@ -876,4 +864,6 @@ def _of_multiples(step: Decimal, is_one: bool) -> Dfa:
         for digit in range(10) if behind < most else ():
             yield 0x30 + digit, 0x30 + digit, ((rest * 10 + digit) % modulus, behind + (behind >= 0))
 
-    return explored((0, -1), steps, lambda state: (state[0] * 10 ** (most - max(state[1], 0)) % modulus == 0) == is_one)
+    return nodes.explored(
+        (0, -1), steps, lambda state: (state[0] * 10 ** (most - max(state[1], 0)) % modulus == 0) == is_one
+    )

@@ -15,25 +15,8 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Final, NoReturn
 
-from draftmill.decoders.constraints.expressions import (
-    BEFORE_LINE_END,
-    BEGIN,
-    END,
-    LAST,
-    Chars,
-    Dfa,
-    Node,
-    Ranges,
-    both,
-    dfa_of,
-    either,
-    explored,
-    inverted,
-    negated,
-    optional,
-    repeated,
-    sequence,
-)
+from draftmill.decoders.constraints import expressions as nodes
+from draftmill.decoders.constraints.expressions import BEFORE_LINE_END, BEGIN, END, LAST, Chars, Dfa, Node, Ranges
 
 _DIGITS: Final[Ranges] = ((0x30, 0x39),)
 _WORD: Final[Ranges] = (*_DIGITS, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -84,7 +67,7 @@ class _Parser:
                 if not self.text.startswith(")", self.at):
                     self._refuse(") is missing")
                 self.at += 1
-            node = sequence(_BEGIN, self._row())
+            node = nodes.sequence(_BEGIN, self._row())
             if self.text.startswith("|", self.at):
                 self._refuse("a look-ahead before alternatives can't be kept; allowed: alternatives in a group")
         else:
@@ -103,7 +86,7 @@ class _Parser:
         while self.text.startswith("|", self.at):
             self.at += 1
             parts.append(self._row())
-        return either(parts)
+        return nodes.either(parts)
 
     def _row(self) -> Node | None:
         parts = list[Node | None]()
@@ -112,7 +95,7 @@ class _Parser:
             while times := _TIMES.match(self.text, self.at):
                 part = self._times(part, times)
             parts.append(part)
-        return sequence(*parts)
+        return nodes.sequence(*parts)
 
     def _times(self, part: Node | None, times: re.Match[str]) -> Node | None:
         signs: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
@@ -126,7 +109,7 @@ class _Parser:
         if self.text.startswith("+", self.at):
             self._refuse("a possessive repetition can't be kept; allowed: the same without the second +")
         self.at += self.text.startswith("?", self.at)  # which of several ways is taken says nothing of a whole text
-        return repeated(part, least, most)
+        return nodes.repeated(part, least, most)
 
     def _atom(self) -> Node | None:
         character, begun = self.text[self.at], self.at
@@ -139,7 +122,7 @@ class _Parser:
             case ".":
                 if self._dot_all:
                     return _ANYTHING
-                return Chars(inverted(_LINE_ENDS if self._is_ecma and not self._is_wide else ((10, 10),)))
+                return Chars(nodes.inverted(_LINE_ENDS if self._is_ecma and not self._is_wide else ((10, 10),)))
             case "^":
                 return _BEGIN
             case "$":
@@ -198,7 +181,7 @@ class _Parser:
         self.at += 1
         ranges = _joined(self._cased(tuple(found)))
         self._is_wide ^= is_not
-        return inverted(ranges) if is_not else ranges
+        return nodes.inverted(ranges) if is_not else ranges
 
     def _member(self) -> Ranges:
         self.at += 1
@@ -221,7 +204,7 @@ class _Parser:
         if named := _CATEGORY.match(self.text, self.at):
             self.at = named.end()
             ranges = _of_category(named[2] or named[3])
-            return inverted(ranges) if named[1] == "P" else ranges
+            return nodes.inverted(ranges) if named[1] == "P" else ranges
         self.at += 1
         if letter.lower() in {"d", "w", "s"}:
             return _escaped_class(letter, self._is_ecma, self._is_wide)
@@ -255,7 +238,7 @@ def _escaped_class(letter: str, is_ecma: bool, is_wide: bool) -> Ranges:
         found = (*small, *_of_python(kind), *(((0xFEFF, 0xFEFF),) if kind == "s" else ()))
     else:
         found = small if is_ecma else _of_python(kind)
-    return found if letter.islower() else inverted(found)
+    return found if letter.islower() else nodes.inverted(found)
 
 
 @lru_cache(maxsize=1)
@@ -282,7 +265,7 @@ def _of_category(name: str) -> Ranges:
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """In order, those that touch as one."""
-    return inverted(inverted(tuple(ranges)))
+    return nodes.inverted(nodes.inverted(tuple(ranges)))
 
 
 @lru_cache(maxsize=256)
@@ -292,12 +275,12 @@ def machine_of(text: str, *, is_search: bool = False, is_wide: bool = False) -> 
     for what is then negated, that some match. RegexError if it can't be compiled."""
     parser = _Parser(text, is_ecma=is_search, is_wide=is_wide)
     node = parser.whole()
-    before = optional(sequence(_BEGIN, repeated(_ANYTHING, 0, None)) if is_search else _BEGIN)
-    whole = sequence(before, node, *([] if is_search else [optional(_END)]))
-    machine = _between(dfa_of(whole, in_bytes=False, is_search=is_search))
+    before = nodes.optional(nodes.sequence(_BEGIN, nodes.repeated(_ANYTHING, 0, None)) if is_search else _BEGIN)
+    whole = nodes.sequence(before, node, *([] if is_search else [nodes.optional(_END)]))
+    machine = _between(nodes.dfa_of(whole, in_bytes=False, is_search=is_search))
     for is_there, look in parser.looks:
-        found = _between(dfa_of(sequence(optional(_BEGIN), look), in_bytes=False, is_search=True))
-        machine = both(machine, found if is_there else negated(found))
+        found = _between(nodes.dfa_of(nodes.sequence(nodes.optional(_BEGIN), look), in_bytes=False, is_search=True))
+        machine = nodes.both(machine, found if is_there else nodes.negated(found))
     return machine
 
 
@@ -323,5 +306,5 @@ def _between(machine: Dfa | None) -> Dfa | None:
             edges = sorted([*(part for part in parts if part[0] <= part[1]), (10, 10, (machine.step(state, 10), True))])
         yield from edges
 
-    found = explored((start, False), steps, lambda name: name[1] or is_end(name[0]))
-    return both(found, Dfa([[(0, LAST, 0)]], [True]))
+    found = nodes.explored((start, False), steps, lambda name: name[1] or is_end(name[0]))
+    return nodes.both(found, Dfa([[(0, LAST, 0)]], [True]))
