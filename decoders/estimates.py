@@ -79,7 +79,6 @@ class MaskedGroup:
 
     @property
     def num_masks(self) -> int:
-        """The number of masks that are used."""
         return 2 ** len(self.places_L) - 1 if self.enumerated else self.samples
 
     def mask(self, draw: int) -> Mask:

@@ -70,7 +70,6 @@ def assd(s: Sample, length: Length, *, ngram: bool, head: int, auto: bool) -> De
 
 
 def window(s: Sample, most: int, ngrams: Ngrams | None, head: int) -> Decoding:
-    """Draft up to `most` tokens, verify, commit."""
     n = s.decided
     size = min(most, s.length - n)
     if ngrams and s.order and s.order[n] > 0:
@@ -166,7 +165,6 @@ class Ngrams:
 
 
 def one_pass(s: Sample, length: Length, *, head: int, ends: bool) -> Decoding:
-    """Each forward verifies one window and drafts the next."""
     drafts = list[int]()
     while s.decided < s.length:
         drafts = yield from fused(s, drafts, length(), head, ends=ends)

@@ -57,7 +57,6 @@ def parallel(s: Sample) -> Decoding:
 
 
 def score(s: Sample) -> Decoding:
-    """Score tokens at any positions, given all the others."""
     scored = s.tokens[s.prompt :]
     first_choices, _, log_ps, _ = yield s.two_stream(s.length - 1, fresh_queries(s.prompt, len(scored)), SCORE, scored)
     s.grade(log_ps, first_choices)

@@ -235,7 +235,6 @@ class _GPTNeoAttention(nn.Module):
         self.window = own.attention.config.window_size if own.attention_type == "local" else None
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Return the attention's output, and no attention weights."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         own: Any = self.attention

@@ -272,5 +272,4 @@ def _resize(held: Tensor, slot_dim: int, column_dim: int, num_slots: int, num_co
 
 
 def rounded(number: int, multiple: int) -> int:
-    """The next multiple."""
     return -(-number // multiple) * multiple

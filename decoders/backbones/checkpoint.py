@@ -110,7 +110,6 @@ def inspect_model(folder: Path, *, family: str = "auto", mask_id: int | None = N
 
 
 def stored_shape(file: Any, name: str) -> tuple[int, ...]:
-    """The shape of a tensor in an open safetensors file."""
     return tuple(file.get_slice(name).get_shape())
 
 

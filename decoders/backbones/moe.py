@@ -135,7 +135,6 @@ class GivenExperts(Experts):
         """Experts and weights that replace the router's choice."""
 
     def forward(self, rows_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
-        """Mix the answers of the experts that transformers' router chose."""
         if self.forced is not None:
             expert_NK, weight_NK = self.forced
         return self.mix(rows_ND, expert_NK, _exact(weight_NK)).to(rows_ND.dtype)

@@ -79,7 +79,6 @@ class Summed(nn.Module):
         self.product, self.count = product, count
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the sum, the same bits on every rank."""
         total, *others = gather(self.product(rows).contiguous(), self.count)
         # Not torch's `sum`: its order depends on the shape.
         for part in others:

@@ -257,7 +257,6 @@ def choose(schedule: str, masks: list[int], share: int, draft: Draft, tau: float
 
 
 def num_surer(masks: list[int], draft: Draft, tau: float) -> int:
-    """The number of masks with a confidence strictly above tau."""
     return sum(draft[place].sure > tau for place in masks)
 
 
@@ -273,7 +272,6 @@ def _within(places: list[int], draft: Draft, tau: float) -> list[int]:
 
 
 def _number(value: float) -> float:
-    """0 for what is not a number."""
     return 0.0 if math.isnan(value) else value
 
 
@@ -298,7 +296,6 @@ def notes_of(settings: BlockSettings, measure: Note | None = None) -> tuple[Note
 def algorithm_of(
     rules: Rules, decode: Any, notes: tuple[Note, ...], *, by_ratio: bool, knows_logprob: bool
 ) -> Algorithm:
-    """What block decoders share."""
     # The rows of a prompt that see all of it are no other prompt's.
     whole = rules.prompt_block and rules.grain > 1
     return Algorithm(

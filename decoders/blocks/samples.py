@@ -65,7 +65,6 @@ class BlockSample(Sample):
     def forward(
         self, purpose: int, tokens: list[int], spans: Sequence[int], runs: Sequence[int], drafts: Sequence[int]
     ) -> Ask:
-        """A forward, counted by its purpose."""
         self.kinds[purpose] += 1
         return Ask(tokens, spans, runs, drafts, when=self.draws)
 

@@ -65,7 +65,6 @@ from draftmill.decoders.engine.setup import Setup
 
 
 def jacobi(s: Sample, block_size: int, *, running: bool) -> Decoding:
-    """Refine `block_size` drafts with each forward."""
     fill_with_prompt(s)
     last = s.length - 1
     while s.decided < s.length:

@@ -68,7 +68,6 @@ def by_masks(s: Sample, length: Callable[[], int], mask: int, *, guesses: bool, 
 
 
 def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
-    """How the engine runs these settings."""
     drafter, mask, k = settings.drafter, setup.info.mask_id, settings.k
     assert isinstance(drafter, MasksDrafterSettings) and mask is not None, "the settings ask for a mask"
     auto = AutoLength(Way(_MOST_AUTO, shares_cost=True, name="masks")) if k == "auto" else None

@@ -279,7 +279,6 @@ def means_of(setup: Setup, drafter: Any) -> Means:
 
 
 def algorithm(setup: Setup, settings: causal.SpeculativeSettings) -> Algorithm:
-    """How the engine runs these settings; without drafts they are the baseline."""
     if settings.k == 0:
         return autoregressive.algorithm(setup, settings)
     if isinstance(settings.drafter, RunDrafterSettings):

@@ -39,8 +39,6 @@ WRITABLE: Final[Ranges] = ((8, 10), (12, 13), (0x20, 0x7E), (0xA0, 0xD7FF), (0xE
 
 
 class TooLarge(ValueError):
-    """An automaton would have too many states."""
-
     def __init__(self) -> None:
         super().__init__(
             f"its automaton has more than {MOST_STATES:,} states, or too many of them are possible at once; allowed: smaller "
@@ -50,8 +48,6 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chars:
-    """One character out of some."""
-
     ranges: Ranges
 
 

@@ -40,7 +40,6 @@ class Uses(NamedTuple):
 
     @classmethod
     def of(cls, settings_4R: NDArray[np.float64]) -> Uses:
-        """Those of rows with these settings."""
         temperature_R, top_p_R, min_p_R, top_k_R = settings_4R
         greedy_R = temperature_R == 0.0
         return cls(

@@ -76,7 +76,6 @@ class Evidence:
         self._log_rates, self._variances = [0.0] * count, [_UNKNOWN] * count
 
     def age(self, iterations: int) -> None:
-        """So many iterations have passed."""
         self._variances = [min(one + _DRIFT * iterations, _UNKNOWN) for one in self._variances]
 
     def forget(self) -> None:

@@ -50,7 +50,6 @@ class Foretold:
 
     @property
     def rate(self) -> float:
-        """The share of tokens that it foretold."""
         return self.hits / (self.hits + self.misses)
 
     def note(self, hit: bool) -> None:

@@ -133,7 +133,6 @@ class Engine:
         return next((f"off: {reason}" for reason in reasons if reason), "on")
 
     def columns(self, length: int) -> int:
-        """How many cached columns a canvas of this length takes."""
         count = self.algorithm.columns(length)
         return count if self.algorithm.keeps else self.algorithm.num_slots * rounded(count, self._multiple)
 
@@ -444,7 +443,6 @@ class Engine:
         return ended
 
     def _copy_columns(self, samples: list[Sample]) -> None:
-        """Copy columns within slots where decoders want it."""
         copies = [(sample.slot, *copy) for sample in samples for copy in sample.copies]
         if not copies:
             return

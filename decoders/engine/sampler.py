@@ -107,7 +107,6 @@ class Sampler:
     # ---- slots ---------------------------------------------------------------------------------------------------
 
     def rule(self, *, is_target: bool) -> Rule:
-        """How the rows of a model are drawn."""
         return Rule(
             by_ratio=self.by_ratio,
             window=self.algorithm.window,

@@ -80,7 +80,6 @@ class Tiling:
         return tuple(sorted({max(least, lines) for lines in (*self.few, self.most) if lines <= self.most}))
 
     def rows(self, lines: int) -> int:
-        """The rows of a tile with `lines` lines."""
         return lines // self.group
 
     def most_tiles(self, lines: int, num_runs: int, num_rows: int) -> int:

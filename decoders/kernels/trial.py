@@ -174,7 +174,6 @@ def _fixed_products(device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def _experts(device: torch.device, dtype: torch.dtype, *, fixed: bool) -> Pairs:
-    """`fixed` as in find_product."""
     from draftmill.decoders.kernels import experts
 
     ends, product = (0, 3, 3, 40, 41, 70), experts.fixed_product if fixed else experts.product

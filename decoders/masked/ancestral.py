@@ -81,7 +81,6 @@ def strikes(s: Canvas, masks: list[int], chance_R: Floats, step: int) -> NDArray
 
 
 def ask_about(s: Canvas, masks: list[int], time: float, shift: int) -> Ask:
-    """Run the canvas, and ask about these masks."""
     asked = CanvasAsk(shift)
     first = asked.run(s.canvas, 0, s.length, column=0, below=s.length)
     asked.read(first, masks, best=len(masks), draw=0)
@@ -89,7 +88,6 @@ def ask_about(s: Canvas, masks: list[int], time: float, shift: int) -> Ask:
 
 
 def picks_of(answer: Answer, masks: list[int]) -> list[Pick]:
-    """The token of each mask, in their order."""
     tokens, log_ps = answer.tokens[0].tolist(), answer.log_ps[0].tolist()
     return [(0.0, *pick) for pick in zip(masks, tokens, log_ps, strict=True)]
 

@@ -127,7 +127,6 @@ class Tree:
 
 
 def ssd(s: Canvas, tree: Tree) -> Decoding:
-    """Draft, run all nodes, reveal what the right ones choose."""
     reading, windows, known = tree.reading, Windows(s, tree.reading), Predictions()
     earlier = PlacedTexts(s, s.holes)
     while s.holes:

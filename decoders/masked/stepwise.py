@@ -127,12 +127,10 @@ def dream_times(steps: int) -> Any:
 
 
 def above(tau: float, sure: list[float]) -> int:
-    """The number of those that reach the threshold, at least 1."""
     return max(sum(confidence >= tau for confidence in sure), 1)
 
 
 def within(factor: float, sure: list[float]) -> int:
-    """The largest n with (n + 1) (1 - c_n) < factor, at least 1."""
     return max((n for n, confidence in enumerate(sure, 1) if (n + 1) * (1.0 - confidence) < factor), default=1)
 
 
@@ -155,7 +153,6 @@ def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
 
 
 def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
-    """How the settings ask for masks to be read."""
     guided, confidence = settings.guidance_scale > 0.0, settings.confidence
     through = settings.cache, settings.refresh, setup.info.shift
     return Reading(*through, confidence, settings.draws_anew, guided, settings.suppress_end)

@@ -137,6 +137,5 @@ class RotaryShape:
 
 
 def product_shapes(name: str, num_out: int, num_in: int, *, bias: bool = True) -> Shapes:
-    """The tensors of a linear layer."""
     shapes: Shapes = {f"{name}.weight": (num_out, num_in)}
     return shapes | {f"{name}.bias": (num_out,)} if bias else shapes
