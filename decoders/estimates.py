@@ -172,22 +172,14 @@ class Text(Sample):
         masked, weights, sampled, share = [], [], [], 0.0
         for group, positions in zip(self.groups, self.positions, strict=True):
             if number < group.num_masks:
-                mask = group.mask(number)
-                share = mask.share
-                masked.append(positions[mask.hidden_L])
-                weights.append(np.full(len(masked[-1]), mask.weight))
-                sampled.append(np.full(len(masked[-1]), not group.enumerated))
-        empty = np.zeros(0, dtype=np.int64)
-        hidden = np.concatenate([empty, *masked])
-        alone = self.alone if number == 0 else empty
-        return Draw(
-            number,
-            hidden,
-            np.concatenate([hidden, alone]),
-            np.concatenate([*weights, np.ones(len(alone))]),
-            np.concatenate([*sampled, np.zeros(len(alone), dtype=np.bool_)]).astype(np.bool_),
-            share,
-        )
+                hidden_L, weight, share = group.mask(number)
+                masked.append(positions[hidden_L])
+                weights.append(weight)
+                sampled.append(not group.enumerated)
+        alone = self.alone if number == 0 else self.alone[:0]
+        sizes, asked_R = [*map(len, masked), len(alone)], np.concatenate([*masked, alone])
+        weights_R, sampled_R = np.repeat([*weights, 1.0], sizes), np.repeat([*sampled, False], sizes)
+        return Draw(number, asked_R[: len(asked_R) - len(alone)], asked_R, weights_R, sampled_R, share)
 
     def read(self, answer: Answer) -> None:
         """Add the log-probabilities that canvases gave to the tokens of their draws; after the last the text has its score."""

@@ -19,7 +19,7 @@ from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.causal import settings as causal
-from draftmill.decoders.common_settings import DecoderChoice, RunDrafterSettings, Sampling, Tasks
+from draftmill.decoders.common_settings import DecoderChoice, RunDrafterSettings, Sampling
 from draftmill.decoders.masked.settings import MaskedSettings, StepwiseSettings
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class FastestSettings(MaskedSettings):
     """The lossless decoder that takes the least time, chosen anew while the job runs; the text is that of a baseline.
     The settings are those of `stepwise`, for masked-diffusion models."""
 
-    tasks: ClassVar[Tasks] = ("infill", "complete")
     runs: ClassVar = "draftmill.decoders.fastest:algorithm"
     kind: Literal["fastest"]
     like: Like | None = Field(
@@ -68,7 +67,7 @@ class FastestSettings(MaskedSettings):
             return
         if self.cache == "dual_relaxed":
             raise ValueError("decoder.cache: 'dual_relaxed' is lossy; allowed: none, prefix, dual_strict")
-        other = [name for name in MaskedSettings.model_fields if not self._has_default(name)]
+        other = [name for name, field in MaskedSettings.model_fields.items() if getattr(self, name) != field.default]
         if other and self.like != "stepwise":
             raise ValueError(
                 f"decoder.{other[0]}: {getattr(self, other[0])!r} is for masked-diffusion models, and the baseline is "
@@ -79,9 +78,6 @@ class FastestSettings(MaskedSettings):
                 f"decoder.drafter.kind: {self.drafter.kind!r} drafts for causal models, and the baseline is {self.like!r}; "
                 "allowed: run, or no drafter"
             )
-
-    def _has_default(self, name: str) -> bool:
-        return bool(getattr(self, name) == MaskedSettings.model_fields[name].default)
 
     @property
     def baseline(self) -> DecoderChoice:

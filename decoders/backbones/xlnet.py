@@ -96,7 +96,6 @@ def xlnet_rules(widths: tuple[int, int, int, int], num_heads: int, dtype: torch.
     `threads` moves the boundaries between the libraries' kernels."""
     width, heads_width, inner, vocab_size = widths
     shapes = {(width, heads_width), (heads_width, width), (width, inner), (inner, width), (width, vocab_size)}
-
     products: list[Product] = [
         (
             functools.partial(functional.linear, weight=invariance.normal(1, num_out, num_in).to(dtype)),
@@ -343,8 +342,7 @@ class XLNetBackbone(Model):
         num_slots, num_rows = rows_BT.shape
         query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
         sight = layout.distance_N1W[first_row:], layout.hidden_N1W[first_row:]
-        num_columns = sight[0].shape[2]
-        key, value = self.cache.read(index, layout.slots, num_columns)
+        key, value = self.cache.read(index, layout.slots, sight[0].shape[2])
         at_once = max(1, _MAX_BIAS_NUMBERS // (self.num_heads * num_rows * 2 * layout.span))
         parts: list[Tensor] = []
         for first in range(0, num_slots, at_once):

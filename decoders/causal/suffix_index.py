@@ -175,7 +175,12 @@ class Automaton:
         self._others[new] = None if others is None else others.copy()
         self.link[target] = new
         while state >= 0 and self.step(state, token) == target:
-            self._redirect(state, token, new)
+            if self.best[state] == token:
+                self.target[state] = new
+            else:
+                others = self._others[state]
+                assert others is not None, "the token leads to the state that is split"
+                others[token] += new - (others[token] & _TARGET)
             state = self.link[state]
         return new
 
@@ -209,11 +214,3 @@ class Automaton:
         if others is None:
             others = self._others[state] = {}
         others[token] = packed
-
-    def _redirect(self, state: int, token: int, target: int) -> None:
-        if self.best[state] == token:
-            self.target[state] = target
-            return
-        others = self._others[state]
-        assert others is not None, "the token leads to the state that is split"
-        others[token] += target - (others[token] & _TARGET)

@@ -97,8 +97,7 @@ class Automaton:
         order_E = np.lexsort((class_E[kept_E], state_E[kept_E]))
         self.state_E, self.class_E, self.next_E = (each_E[kept_E][order_E] for each_E in (state_E, class_E, next_E))
         self.first_S = np.searchsorted(self.state_E, np.arange(self.num_states + 1))
-        finite_S = self.least_S[self.least_S < FAR]
-        self.most_least = int(finite_S.max(initial=0))
+        self.most_least = int(self.least_S[self.least_S < FAR].max(initial=0))
         """The largest finite `least_S`: with this many tokens left no edge is too long."""
         self.number = next(_NUMBERS)
         """A number that this process gives to no other automaton, ever."""

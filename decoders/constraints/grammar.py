@@ -30,7 +30,6 @@ class _Tokens:
         self.eos_token_id, self.bos_token_id = end, None
         self.tokens = [text or b"" for text in spelled]
         self.special_token_ids = [token for token, text in enumerate(spelled) if text is None]
-
         self._encode = encode
 
     def __call__(self, text: str) -> list[int]:

@@ -559,12 +559,10 @@ class _Places:
                 if good_names is not None:
                     common = nodes.both(nodes.dfa_of(name, in_bytes=True), good_names)
                     name = None if common is None else Text(common, raw=True)
-                node = (
-                    None
-                    if name is None
-                    else nodes.sequence(name, _COLON, self._child(list(_of_member(flat, None, chosen, chosen)), above))
-                )
-                if node is not None:
+                if name is None:
+                    continue
+                member = self._child(list(_of_member(flat, None, chosen, chosen)), above)
+                if (node := nodes.sequence(name, _COLON, member)) is not None:
                     yield node
 
 
@@ -694,9 +692,8 @@ def _opposites(key: str, value: Any, schema: Any) -> list[Any]:
         case "type":
             kinds = set(_listed(value))
             others = [kind for kind in _TYPES if kind not in kinds and not (kind == "number" and "integer" in kinds)]
-            fractions = (
-                [{"type": "number", "~integer": _FRACTION}] if "integer" in kinds and "number" not in kinds else []
-            )
+            has_fractions = "integer" in kinds and "number" not in kinds
+            fractions = [{"type": "number", "~integer": _FRACTION}] if has_fractions else []
             return [*([{"type": others}] if others else []), *fractions]
         case "const" | "enum":
             return _none_of([value] if key == "const" else value)

@@ -34,11 +34,6 @@ def _words(keys_R2: Tensor, positions_R: Tensor, blocks_RQ: Tensor, draws_R: Ten
     return torch.stack(torch.broadcast_tensors(*words), dim=-1)
 
 
-def _to_uniform(words: Tensor) -> Tensor:
-    # Half a step away from both ends: in float64 this is never 0 or 1.
-    return (words.to(torch.float64) + 0.5) * 2.0**-32
-
-
 def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, draws_R: Tensor | None = None) -> Tensor:
     """Return the Gumbel noise of every token at each row's position, float32 [R, V]; `draws_R` are by default all 0."""
     num_rows, num_blocks = keys_R2.shape[0], -(-vocab_size // _BLOCK)
@@ -50,16 +45,18 @@ def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, draws_
         part = slice(start, start + rows_at_once)
         draws = torch.zeros_like(positions_R[part]) if draws_R is None else draws_R[part]
         words = _words(keys_R2[part], positions_R[part], blocks, draws).flatten(1)[:, :vocab_size]
-        noise[part] = _gumbel(_to_uniform(words))
+        noise[part] = _gumbel(words)
     return noise
 
 
 def gumbel_at(keys_R2: Tensor, positions_R: Tensor, tokens_RT: Tensor) -> Tensor:
     """Return what `gumbel_rows` has at some tokens of each row, float32 [R, T]."""
     words = _words(keys_R2, positions_R, tokens_RT // _BLOCK, torch.zeros_like(positions_R))
-    return _gumbel(_to_uniform(words.gather(-1, (tokens_RT % _BLOCK).unsqueeze(-1)).squeeze(-1)))
+    return _gumbel(words.gather(-1, (tokens_RT % _BLOCK).unsqueeze(-1)).squeeze(-1))
 
 
-def _gumbel(uniforms: Tensor) -> Tensor:
+def _gumbel(words: Tensor) -> Tensor:
+    # Half a step away from both ends: in float64 this is never 0 or 1.
+    uniforms = (words.to(torch.float64) + 0.5) * 2.0**-32
     # Close to one the inner logarithm needs float64; its result is at least 1e-10 and needs no more than float32.
     return uniforms.log_().neg_().to(torch.float32).log_().neg_()

@@ -153,10 +153,6 @@ class Draws(Sent[A]):
         return self.judging
 
     @property
-    def is_whole(self) -> bool:
-        return self.allowed_R is None and self.token_ER is None
-
-    @property
     def judges_R(self) -> NDArray[np.bool_]:  # noqa: N802 - an array is named with its axes
         """The rows that judge drafts, or follow those that do."""
         return _JUDGES_K[self.kind_R]

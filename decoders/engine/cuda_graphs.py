@@ -232,8 +232,7 @@ def find_graphs(backbone: Model) -> Graphs | None:
 
 def rows_of_launches(num_weights: int) -> int:
     """Of how many rows a forward takes a device about as long as the host needs to start its kernels: LEAST_ROWS or more."""
-    rows = int(_LAUNCH_FLOPS / max(1, 2 * num_weights))
-    return max(LEAST_ROWS, min(_MOST_ROWS, rows))
+    return max(LEAST_ROWS, min(_MOST_ROWS, int(_LAUNCH_FLOPS / max(1, 2 * num_weights))))
 
 
 def find_recorder(device: torch.device) -> Recorder | None:

@@ -99,8 +99,7 @@ class Pointer(Foretold):
         for count in MATCHES:
             ends = self._ends.get(tuple(tokens[rank + 1 - count : rank + 1]))
             if ends is not None and rank + 1 >= count:
-                place = bisect_left(ends, self._next)
-                self._next = ends[min(place, len(ends) - 1)]
+                self._next = ends[min(bisect_left(ends, self._next), len(ends) - 1)]
                 self.hits += count * _MEMORY  # these tokens are the same
                 return
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,12 +73,9 @@ class Engine:
         self.hides_host = algorithm.follows is not None and hides_host(setup.backbone)
         """Whether a forward is packed and started before the one before it is read."""
         self.sampler = make_sampler(setup, algorithm, self.slots, self.plan)
-        roles = [True] if setup.drafter is None else [True, False]
-        self.models = [
-            ModelRunner(setup, algorithm, self.sampler, is_target=is_target, hides_host=self.hides_host)
-            for is_target in roles
-        ]
-        self.target = self.models[0]
+        runner = partial(ModelRunner, setup, algorithm, self.sampler, hides_host=self.hides_host)
+        self.target = runner(is_target=True)
+        self.models = [self.target] if setup.drafter is None else [self.target, runner(is_target=False)]
         setup.backbone.tap(setup.drafter if algorithm.reads_states else None)
         self.sampler.drafts_by = self.models[-1].logits
         self.stats = EngineStats()

@@ -32,8 +32,6 @@ from draftmill.decoders.engine.setup import Setup
 
 _LEAST_ROWS: Final = 64
 _T = TypeVar("_T")
-Drawing = Callable[[Draws, Tensor], Tensor]
-"""(sampled rows on the device, hidden states of the last forward) -> a record."""
 
 
 class Clock:
@@ -296,7 +294,8 @@ class ModelRunner:
     def _pad_batch(self, b: Batch[Host]) -> bool:
         """Fill the batch up to the size of a captured forward; False where this one is not captured."""
         graphs, draws = self.graphs, b.draws
-        is_drawn = draws.by_kernel or (draws.judging is not None and draws.is_whole)
+        is_whole = draws.allowed_R is None and draws.token_ER is None
+        is_drawn = draws.by_kernel or (draws.judging is not None and is_whole)
         if graphs is None or not self.is_captured or not is_drawn or draws.num_tops:
             return False
         sizes = dict[str, int]()
@@ -317,8 +316,9 @@ class ModelRunner:
         b.fill_up(sizes, dead, num_positions=self._columns)
         return True
 
-    def more(self, key: Hashable, draws: Draws[Host], work: Drawing) -> NDArray[np.float64]:
-        """The record of more draws, on the hidden states of the last forward. With a `key` they may be captured."""
+    def more(self, key: Hashable, draws: Draws[Host], work: Callable[[Draws, Tensor], Tensor]) -> NDArray[np.float64]:
+        """The record of more draws, which `work` makes of the hidden states of the last forward. With a `key` they may be
+        captured."""
         hidden_ND, source = self.hidden_ND, self._source
         assert hidden_ND is not None, "a forward came before"
         if key is None or self.graphs is None or source is None:

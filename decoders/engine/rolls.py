@@ -138,19 +138,11 @@ def draft_by_head(
     drafted_R = torch.zeros(sent.row_R.shape[0], dtype=torch.int64, device=runner.device)
     for part in parts:
         # Ids, or references to drafts, of the token before each rank and of the one before that, one after the other.
-        read_E, (prev_distance_R, before_distance_R, num_unseen_R) = (
-            sent.head_5R[:2, part].flatten(),
-            sent.head_5R[2:, part],
-        )
+        read_E = sent.head_5R[:2, part].flatten()
         own_E = drafted_R.index_select(0, (-2 - read_E).clamp(min=0))
         prev_RD, before_RD = runner.embed(torch.where(read_E <= -2, own_E, read_E).clamp(min=0)).chunk(2)
-        others = {
-            "prev_RD": prev_RD,
-            "prev_distance_R": prev_distance_R,
-            "before_RD": before_RD,
-            "before_distance_R": before_distance_R,
-            "num_unseen_R": num_unseen_R,
-        }
+        numbers = zip(("prev_distance_R", "before_distance_R", "num_unseen_R"), sent.head_5R[2:, part], strict=True)
+        others = {"prev_RD": prev_RD, "before_RD": before_RD, **dict(numbers)}
         hidden_RD = hidden_ND.index_select(0, sent.row_R[part])
         states_RD = at_least_rows(runner.backbone.min_rows, heads.markov, hidden_RD, **others)
         drafted_R[part] = sampler.drafts(runner.logits(states_RD), states_RD, sent, part)

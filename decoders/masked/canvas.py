@@ -266,8 +266,6 @@ class Windows:
 
 Visible = list[tuple[int, int, int]]
 """What a node sees: positions [low, high) in the columns from the third number on."""
-
-
 Draft = tuple[int, int]
 """A position, and the token that may be revealed there."""
 
@@ -330,17 +328,13 @@ class NodeLayout:
             elif not number:  # the canvas itself, in its own columns
                 node.visible = [(0, s.length, 0)]
                 self._run(0, node, runs, beside=False)
-            else:
-                before = nodes[node.before]
-                self._add_node(number, node, before, windows.between(before.block, node.block))
-
-    def _add_node(self, number: int, node: Node, before: Node, runs: Sequence[Positions]) -> None:
-        """A node beside the canvas, which sees what the node before it sees, except what it runs itself."""
-        node.visible, column = before.visible, self._column
-        for low, high in runs:
-            node.visible = overlay(node.visible, low, high, column)
-            column += high - low
-        self._run(number, node, runs, beside=True)
+            else:  # beside the canvas: it sees what the node before it sees, except what it runs itself
+                before, column = nodes[node.before], self._column
+                own, node.visible = windows.between(before.block, node.block), before.visible
+                for low, high in own:
+                    node.visible = overlay(node.visible, low, high, column)
+                    column += high - low
+                self._run(number, node, own, beside=True)
 
     def _run(self, number: int, node: Node, runs: Sequence[Positions], *, beside: bool) -> None:
         sees, parts, canvas = columns_of(node.visible), [], self._canvas(node)

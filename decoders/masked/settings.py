@@ -35,7 +35,6 @@ class MaskedSettings(DecoderChoice):
     )
     refresh: _Count | None = Field(default=None, description="refresh the cache after N tokens; null: once a block")
     draws: Literal["fresh", "kept"] = Field(default="fresh", description="draw masks anew each step, or keep noise")
-
     guidance_scale: float = Field(
         default=0.0, ge=0.0, le=100.0, description="classifier-free guidance (LLaDA); doubles nfe"
     )

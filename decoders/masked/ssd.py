@@ -260,8 +260,6 @@ def _algorithm_of(setup: Setup, settings: MaskedSettings, tree: Tree) -> Algorit
     anew = settings.draws_anew and setup.sampling.temperature > 0.0
     base = algorithm_of(partial(ssd, tree=tree), setup, settings, knows_logprob=True)
     base = replace(base, ahead=min(tree.drafts, MOST_AHEAD) if anew else 0)
-    return (
-        replace(base, columns=tree.columns)
-        if tree.cached
-        else replace(base, num_slots=tree.most_nodes * base.num_slots)
-    )
+    if tree.cached:
+        return replace(base, columns=tree.columns)
+    return replace(base, num_slots=tree.most_nodes * base.num_slots)

@@ -37,8 +37,6 @@ from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, S
 
 # The end time of Dream's schedule.
 _LAST_TIME: Final = 1e-3
-
-
 Quota = Callable[[int], int]
 """The number of masks that a forward reveals, given the number of those that may come next."""
 Count = Callable[[list[float]], int]

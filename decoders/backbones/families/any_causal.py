@@ -215,10 +215,9 @@ def _probe(name: str, parsed: Any) -> tuple[list[dict[str, Any]], Shapes, frozen
 
     AttentionInterface.register(PROBE, attention)
     ALL_EXPERTS_FUNCTIONS.register(PROBE, lambda module, hidden, index, weight: hidden)
-    module_class = _class(name)
     try:
         with torch.no_grad(), torch.device("meta"):
-            model = pin_rotations(module_class(parsed)).eval()
+            model = pin_rotations(_class(name)(parsed)).eval()
             use_interface(model)
             parsed._attn_implementation = parsed._experts_implementation = PROBE
             rows = {"input_ids": torch.zeros(1, 1).long(), "position_ids": torch.zeros(1, 1).long()}

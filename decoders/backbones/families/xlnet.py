@@ -25,7 +25,6 @@ class XLNetShape:
     layer_norm_eps: float
     ff_activation: str
     tie_word_embeddings: bool
-
     max_length: ClassVar[None] = None
     is_bounded: ClassVar[bool] = False
 

@@ -77,7 +77,4 @@ def test_gumbel_noise_draws_from_the_law_it_is_added_to():
 
 
 def test_extreme_words_give_finite_noise():
-    words = torch.tensor([0, 1, 0xFFFFFFFF])
-    uniform = noise._to_uniform(words)
-    assert float(uniform[0]) > 0.0 and float(uniform[2]) < 1.0
-    assert torch.isfinite(noise._gumbel(uniform)).all()
+    assert torch.isfinite(noise._gumbel(torch.tensor([0, 1, 0xFFFFFFFF]))).all()
