@@ -52,8 +52,7 @@ from draftmill.decoders.engine.asks import SCORE, Answer, Ask, Ints, Span, runs_
 from draftmill.decoders.engine.samples import Sample
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """What one draw hides of a group, bool [L], the weight of its tokens' log-probabilities, and the share that it stands for."""
 
     hidden_L: NDArray[np.bool_]
@@ -110,8 +109,7 @@ class ScoredRows(NamedTuple):
     sigmas: Sequence[float] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One draw of masks: the masked positions, those that are read (the masked ones, and those alone), and their weights.
     `share` is the share of its text's tokens that it stands for."""
 

@@ -56,7 +56,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.blocks.block_diffusion import algorithm_of, denoise, notes_of
@@ -92,8 +92,7 @@ class Drafts:
     guess: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """A round after `n` decided tokens: the positions that it verifies, and those that masks ahead of `drafts.guess` predict.
     With `redraft` the positions after n are drafted once more, from the copies; with `by_head` none is drafted in the forward. No
     draft is longer than `longest`."""

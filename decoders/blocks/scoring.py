@@ -20,7 +20,7 @@ Legend: L positions of a text, R rows that are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.estimates import Draw, Grouping, ScoredRows, Text, estimate_algorithm
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """How the rows of a canvas stand: block size, the mask, the model's shift, and whether clean rows see only to their left."""
 
     size: int

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -54,8 +53,7 @@ def expected_tokens(alphas: Iterable[float]) -> float:
     return expected
 
 
-@dataclass(frozen=True, slots=True)
-class Signals:
+class Signals(NamedTuple):
     """The inputs of a router. `span` is the length of the first run of masks, `expected` its K, `num_sure` how many masks of
     the block the confidence rule would reveal, `progress` the decided share of the block, `entropy` a mean of H / log V. `size`
     is the number of places in a block, or in a sub-block where those are decoded one after the other."""

@@ -51,8 +51,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -128,8 +128,7 @@ class Blocks:
             self.opened += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """What the rows of a proposal say from the column D on, and how many of its drafts are accepted."""
 
     tokens: list[int]

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +40,7 @@ _MOST_EDGES: Final = 8_000_000
 _NUMBERS = count()
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
+class _Level(NamedTuple):
     """The trie's nodes at one depth. Node l has the children first_L[l] .. first_L[l + 1] - 1 in the next level, reached by the
     bytes `byte_C`. The tokens that end at node l begin at token_first_L[l] in `token_T`."""
 

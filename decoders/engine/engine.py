@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +43,7 @@ from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.engine.shaping import add_shape
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(NamedTuple):
     """A forward of the target that nobody has read. Of its samples those in `chunks`, by slot, ran a part of their prompts."""
 
     samples: Sequence[Sample]

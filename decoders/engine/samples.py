@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +35,7 @@ Tops = dict[tuple[int, float], list[tuple[int, float]]]
 log-probability: so the row that decided a token is found."""
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(NamedTuple):
     """When a sample came (perf_counter seconds) and when it got its slot, also as Unix time."""
 
     queued_s: float

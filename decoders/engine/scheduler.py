@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -56,8 +56,7 @@ GATHERED_ROWS: Final = 4 * DEVICE_ROWS
 _FEW_PROMPTS: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """The samples of one step. It is the first evaluation of those that are `new`; those in `chunks` run a part of their
     prompts. `num_waiting` samples wait until others' prompts have run."""
 

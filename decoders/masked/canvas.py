@@ -38,7 +38,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,8 +214,7 @@ Positions = tuple[int, int]
 """The positions from the first number up to the second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """How masks are read: through which `cache`, rebuilt after `refresh` tokens (None: at each block), under the model's `shift`;
     how sure a token is (Algorithm.notes, or `random`), whether steps draw anew, whether a second canvas guides the logits, and
     whether end tokens are revealed last."""
