@@ -97,8 +97,6 @@ class AnyCausalBackbone(ModuleBackbone):
         no_tokens_1R = torch.zeros(self._given.shape[:2], dtype=torch.int64, device=self.device)
         return self.model(input_ids=no_tokens_1R, use_cache=False).logits[0]
 
-    # ---- the comparison ------------------------------------------------------------------------------------------
-
     def _compare(self, name: str, own: list[Tensor], choices: dict[str, list[Chosen]]) -> None:
         """ValueError if a row differs from the model's own forward by more than rounding. The cache is empty afterwards."""
         experts = {which: part for which, part in self.base.named_modules() if isinstance(part, GivenExperts)}

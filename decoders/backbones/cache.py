@@ -101,8 +101,6 @@ class SlotCache:
             return num_slots * num_columns <= self.dead_cell and num_slots <= len(self._starts_S)
         return (self.num_slots, self.num_columns) == (num_slots, num_columns)
 
-    # ---- one pool ------------------------------------------------------------------------------------------------
-
     @property
     def dead_cell(self) -> int:
         return self.positions_SW.shape[1] - 1

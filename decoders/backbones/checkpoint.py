@@ -203,9 +203,6 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
         )
 
 
-# ---- special token ids ---------------------------------------------------------------------------------------------
-
-
 def stop_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a text: those of generation_config.json if it has any, else those of config.json. transformers'
     `generate` uses none if generation_config.json exists and has none. If the family's chats end a turn with another token,

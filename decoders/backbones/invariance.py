@@ -109,9 +109,6 @@ def position_scores(query_NHd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tenso
     return torch.bmm(query_NHd.transpose(0, 1), keys_Hdp)[:, :num_rows].transpose(0, 1)
 
 
-# ---- the self-test -------------------------------------------------------------------------------------------------
-
-
 Product = tuple[Callable[[Tensor], Tensor], int, int, torch.dtype]
 """What multiplies rows by a matrix, the widths of input and output, and their dtype."""
 Attention = Callable[[int, slice, int, int, ShapeRules], Tensor]

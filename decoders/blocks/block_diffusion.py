@@ -233,9 +233,6 @@ def go_on(s: BlockSample, rules: Rules, block: Block, *, quiet: bool) -> None:
         s.is_over = block.end >= s.length
 
 
-# ---- schedules: pure functions over places -----------------------------------------------------------------------------
-
-
 def share(step: int, size: int, steps: int | None) -> int:
     """The number of masks to reveal in step number `step`, where `size` places take `steps` (None: one each)."""
     if steps is None or steps >= size:

@@ -131,8 +131,6 @@ class Automaton:
         is_in_K[classes] = True
         return is_in_K[self.class_V]
 
-    # ---- sets of states ------------------------------------------------------------------------------------------
-
     @cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
         """All distinct (state, next state) pairs."""

@@ -138,9 +138,6 @@ def _without(schema: Any, ignored: Sequence[str]) -> Any:
     return kept
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 def problems_of(root: Any) -> Iterator[str]:  # noqa: PLR0912 - one for each form
     """Every keyword that can't be kept, and every one with a value that it can't have, each with its JSON pointer."""
     waiting, seen = [(root, "#")], {"#"}
@@ -248,9 +245,6 @@ def _referred(root: Any, ref: str) -> Any:
         else:
             raise LookupError(ref)
     return place
-
-
-# ---- places of a text ------------------------------------------------------------------------------------------------
 
 
 class _Places:
@@ -397,8 +391,6 @@ class _Places:
                 made = _opposites(key, value, schema)
                 found += [[(part, f"{place}~{number}", ())] for number, part in enumerate(made)]
         return found
-
-    # ---- arrays and objects ---------------------------------------------------------------------------------------
 
     def _child(self, items: Sequence[Item], above: tuple[str, ...]) -> Node | None:
         real = [item for item in items if item[0] is not True and item[0] != {}]
@@ -739,9 +731,6 @@ def _none_of(values: Sequence[Any]) -> list[Any]:
 def _kind(value: Any) -> str:
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
     return names.get(type(value), "null")
-
-
-# ---- strings and numbers ---------------------------------------------------------------------------------------------
 
 
 def _string(flat: Any) -> Node | None:

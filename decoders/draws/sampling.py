@@ -305,9 +305,6 @@ def _log_scores(logits_RV: Tensor, mask_id: int) -> Tensor:
     return logits_RV.to(torch.float64).index_fill(1, mask, -torch.inf).logsumexp(1)
 
 
-# ---- the rejection rule ----------------------------------------------------------------------------------------------
-
-
 def inverse_cdf_draw(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """Draw one index a row in proportion to non-negative mass: the number of cumulative values <= u x total, [R]. Accumulates
     in float64 over ascending token ids. A row whose mass is all zero or NaN gives an in-range index."""

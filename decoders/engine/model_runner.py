@@ -163,8 +163,6 @@ class ModelRunner:
         """Hidden states of all rows (query rows) of the last forward; a Roll reads them."""
         self._source: Work | None = None  # the graph that ran the last forward; None if none did
 
-    # ---- the cache -----------------------------------------------------------------------------------------------
-
     @property
     def cell_bytes(self) -> int:
         """Bytes of a column of a slot; where whole canvases run, with the activations of a row."""
@@ -203,8 +201,6 @@ class ModelRunner:
         """Clear slots that hold NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN."""
         for slot in slots:
             self.backbone.clear_slot(slot)
-
-    # ---- a forward -----------------------------------------------------------------------------------------------
 
     def start(self, b: Batch[Host], *, comes_again: bool = True) -> Started:
         """Send the batch and run it, without waiting for its record. `comes_again`: there will be others of its size, so that it
@@ -327,8 +323,6 @@ class ModelRunner:
             self.graphs.run, (key, source), draws, lambda sent: Work(states_ND, work(sent, states_ND), 0)
         )
         return HostCopy(done.record).numbers()
-
-    # ---- the model -----------------------------------------------------------------------------------------------
 
     def rows(self, sent: Batch) -> Rows:
         """The rows of a batch, with the tokens that the host has not read."""

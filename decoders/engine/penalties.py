@@ -149,8 +149,6 @@ class PenaltyTracker:
                 if all(token_at.get(start + at) == token for at, token in enumerate(run) if at != place):
                     yield run[place]
 
-    # ---- runs of tokens that may not come twice
-
     def _window(self, start: int, token_at: Mapping[int, int]) -> tuple[int, ...]:
         """The tokens from a position on, HOLE where one is not known."""
         return tuple(token_at.get(start + place, HOLE) for place in range(self.penalties.ngram))

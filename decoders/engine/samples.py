@@ -134,8 +134,6 @@ class Sample:
         self.decoding: Decoding | None = None
         self.ask: Wish | None = None
 
-    # ---- what decoders ask ---------------------------------------------------------------------------------------
-
     def causal(self, end: int, sampled: int, kind: int, drafts: Sequence[int]) -> Ask:
         """Run the columns [cached, end) under causal visibility; the last `sampled` rows are sampled. The row of column c
         speaks of rank c + 1. The decoder itself moves `cached`, since drafts may be refused."""
@@ -180,8 +178,6 @@ class Sample:
             return None
         run = Run(0, 1, rank + 1, TARGET)
         return Ask([UNREAD], Span(1, rank, rank, self.prompt), run, JUST_ONE, fresh_queries(rank + 1, 1))
-
-    # ---- what decoders decide ------------------------------------------------------------------------------------
 
     def commit(
         self,

@@ -118,8 +118,6 @@ class Scheduler:
             if prefill.source is not None and prefill.source.sample.slot in slots:
                 prefill.source, prefill.settled = None, False
 
-    # ---- before a step -------------------------------------------------------------------------------------------
-
     def next(self, everyone: list[Sample], plan: MemoryPlan, *, alternates: bool) -> Turn:
         """Who runs next, while anyone is in line. `alternates`: every other step has no prompts (lengths `auto`)."""
         budget = self._budget(len(everyone), plan, alternates=alternates)
@@ -199,8 +197,6 @@ class Scheduler:
                 if most := self.algorithm.reusable(prefill.sample):
                     self._stats.prompt_rows += columns_left(prefill.sample, most)
                     self._stats.prompt_rows_shared += prefill.sample.cached
-
-    # ---- after it ------------------------------------------------------------------------------------------------
 
     def finish_prompts(self, turn: Turn) -> None:
         """The prompts of new samples are in place; those who wait take them over before a slot has its next sample."""
