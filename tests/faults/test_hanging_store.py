@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,7 +66,7 @@ def running(spec: Path, store: Store, points: str, *program: str) -> Iterator[su
 @pytest.mark.parametrize("kind", ["local disk", "without locks", pytest.param("s3", marks=pytest.mark.s3)])
 def test_sigterm_ends_within_its_grace_while_the_store_hangs(kind, tmp_path, request, s3_server):
     rows, hangs = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "hangs"
-    sections: dict[str, Any] = {}
+    sections: dict = {}
     url, options = str(tmp_path / "run"), None
     if kind == "s3":
         url, options = request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options")

@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ RECONNECT_S = 3
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """A head without CPUs for workers, and a node with one, whose worker stands still for a while after some units."""
     from ray.cluster_utils import Cluster
 

@@ -4,7 +4,6 @@ import json
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROWS = 192
 """For one worker with one slot some 800 steps, for two 400 each; the first two units take about 40."""
 
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+NODE: dict = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
 @pytest.fixture(params=[6.0])
@@ -29,7 +28,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+def cluster(monkeypatch: pytest.MonkeyPatch):
     """A head of one CPU, which learns of another node's end within seconds."""
     from ray.cluster_utils import Cluster
 
@@ -45,7 +44,7 @@ def rows(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "rows.jsonl", ROWS, longest=40)
 
 
-def begun(cluster: Any, rows: Path) -> tuple[Any, Path]:
+def begun(cluster, rows: Path) -> tuple:
     """A driver's process on the cluster, of whose units two are committed, and its folder."""
     spec = write_spec(rows.parent, rows=rows, batching={"max_rows": 1})
     process = forked(drive, cluster.address, str(spec), f"{spec}.log")
@@ -56,10 +55,10 @@ def begun(cluster: Any, rows: Path) -> tuple[Any, Path]:
     return process, Path(f"{spec}.log")
 
 
-def told_to_go(cluster: Any, node: Any, *, in_s: float) -> None:
+def told_to_go(cluster, node, *, in_s: float) -> None:
     """As a watcher of spot machines tells Ray."""
-    raylet: Any = import_module("ray._raylet")
-    reasons: Any = import_module("ray.core.generated.autoscaler_pb2")
+    raylet = import_module("ray._raylet")
+    reasons = import_module("ray.core.generated.autoscaler_pb2")
     gcs = raylet.GcsClient(address=cluster.address)
     end_ms = int((time.time() + in_s) * 1000)
     assert gcs.drain_node(node.node_id, reasons.DRAIN_NODE_REASON_PREEMPTION, "spot", end_ms) == (True, "")

@@ -5,7 +5,6 @@ Without Ray (tests/runs/local_pool.py). What the generated Slurm script and Cron
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,7 +61,7 @@ class Bucket:
         self.store = S3Store(f"{url}/run", options)
         inputs = S3Store(f"{url}/rows", options)
         inputs.put("rows.jsonl", self.rows.read_bytes())
-        changes: dict[str, Any] = {
+        changes: dict = {
             "input": {"path": f"{inputs.url}/rows.jsonl", "columns": {"id": "id", "tokens": "tokens"}},
             "output": {"path": self.store.url, "unit_rows": UNIT_ROWS},
             "s3": {"endpoint": options.endpoint, "region": options.region},

@@ -5,7 +5,6 @@ from datetime import timedelta
 from functools import wraps
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -28,7 +27,7 @@ DATED = check_spec(SPEC | {"output": SPEC["output"] | {"logical_date": "2026-11-
 DRIVER = "--local --grace-seconds 7"
 LOCAL = RunOptions(None, True, 7.0)
 
-CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+CALLS: dict[str, tuple[str, dict]] = {
     "run job.yaml --local --if-running skip --logical-date 2026-11-22": (
         "run_job",
         {"spec": DATED, "options": RunOptions(None, True, 30.0, if_running="skip")},
@@ -100,12 +99,12 @@ def test_all_commands_are_in_the_table():
 def test_a_command_gives_its_function_what_it_takes(line, tmp_path, monkeypatch):
     calls = []
 
-    def watched(module: str) -> Any:
+    def watched(module: str):
         function_name = CALLS[line][0]
         function = getattr(import_module(module), function_name)
 
         @wraps(function)
-        def call(**given: Any) -> int:
+        def call(**given) -> int:
             calls.append((function_name, given))
             return 0
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -51,7 +50,7 @@ SECRETS = {
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
+def planted(monkeypatch: pytest.MonkeyPatch):
     """An environment full of secrets, and S3 clients made of it."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -86,12 +85,12 @@ def test_no_object_of_a_run_and_no_word_of_it_holds_a_secret(tmp_path, planted, 
     canvas, close = RowUnitIO._canvas, RowUnitIO.close_unit
     failures = iter([True])
 
-    def failing_row(self: RowUnitIO, sample: Any, values: Any) -> Any:
+    def failing_row(self: RowUnitIO, sample, values):
         if sample.note.planned.id in {"row-1", "row-5"}:
             raise ValueError(f"the tokenizer could not reach https://user:{said}@host: {said}")
         return canvas(self, sample, values)
 
-    def failing_unit(self: RowUnitIO, *arguments: Any) -> Any:
+    def failing_unit(self: RowUnitIO, *arguments):
         if next(failures, False):
             raise RuntimeError(f"could not write with {said}")
         return close(self, *arguments)

@@ -3,16 +3,15 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from draftmill.jobs.drive.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD: dict[str, Any] = json.loads((ROOT / "infra" / "grafana.json").read_text())
-GROUPS: list[dict[str, Any]] = yaml.safe_load((ROOT / "infra" / "alerts.yaml").read_text())["groups"]
-RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
+DASHBOARD: dict = json.loads((ROOT / "infra" / "grafana.json").read_text())
+GROUPS: list[dict] = yaml.safe_load((ROOT / "infra" / "alerts.yaml").read_text())["groups"]
+RULES: list[dict] = [rule for group in GROUPS for rule in group["rules"]]
 EXPORTED = {metric.exported: metric for metric in METRICS}
 HISTOGRAMS = {
     f"{name}_{part}": metric

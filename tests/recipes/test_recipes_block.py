@@ -5,7 +5,6 @@ import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -283,5 +282,5 @@ def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(writt
     with torch.no_grad():
         seen = visibility(16, Layout(16, False))[None]
         expected = block_training.masked_logits(model, ids.unsqueeze(0), masked.unsqueeze(0), seen)
-    hidden: Any = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
+    hidden = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
     torch.testing.assert_close(backbone.logits(hidden[masked]), expected, atol=1e-5, rtol=1e-5)

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -41,7 +40,7 @@ def forked(target: Callable[..., None], *arguments: str) -> ForkServerProcess:
     return process
 
 
-def soak(values: Iterable[Any]) -> list[Any]:
+def soak(values: Iterable) -> list:
     """Parameters of a test for `make soak` alone."""
     return [pytest.param(value, marks=pytest.mark.soak) for value in sorted(values)]
 
@@ -64,7 +63,7 @@ def write_rows(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> P
     return path
 
 
-def job_over(rows: Path | str, **sections: Any) -> dict[str, Any]:
+def job_over(rows: Path | str, **sections) -> dict:
     """A spec for those rows, without the path of its output; `sections` replace whole ones."""
     return {
         "task": {"kind": "infill", "mask": {"kind": "given"}},
@@ -75,7 +74,7 @@ def job_over(rows: Path | str, **sections: Any) -> dict[str, Any]:
     } | sections
 
 
-def write_spec(folder: Path, *, rows: Path, out: str = "run", **changes: Any) -> Path:
+def write_spec(folder: Path, *, rows: Path, out: str = "run", **changes) -> Path:
     spec = job_over(rows, output={"path": str(folder / out), "unit_rows": 4}) | changes
     path = folder / f"{out}.yaml"
     path.write_text(yaml.safe_dump(spec))

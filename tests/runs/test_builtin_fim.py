@@ -3,7 +3,6 @@
 import sysconfig
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def hidden_lines() -> list[tuple[str, str, str]]:
 
 
 @cache
-def model() -> Any:
+def model():
     torch.set_num_threads(1)
     return causal.load_model(FOLDER, torch.device("cpu"))
 

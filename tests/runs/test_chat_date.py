@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.runs.causal_jobs import TOKENIZER, job_spec, run_here, save_model
 from tests.runs.jobs_here import run, without_ray
 
 TEMPLATE = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
-ROWS: list[dict[str, Any]] = [{"id": str(number), "prompt": f"x = {number}"} for number in range(5)]
+ROWS: list[dict] = [{"id": str(number), "prompt": f"x = {number}"} for number in range(5)]
 CHAT = {"kind": "complete", "max_new_tokens": 4, "chat": True}
 ZONES = ("UTC", "Pacific/Kiritimati", "Pacific/Pago_Pago", "Asia/Kolkata", "America/New_York")
 """Their clocks show up to three dates at once."""
@@ -51,7 +50,7 @@ def spec_of(folder: Path, name: str) -> JobSpec:
 def test_a_run_that_is_resumed_days_later_in_other_time_zones_has_equal_texts(folder, monkeypatch):
     on(monkeypatch, date(2026, 11, 23))
     whole = run_here(spec_of(folder, "whole"))
-    resumed: dict[str, dict[str, Any]] = {}
+    resumed: dict[str, dict] = {}
     for unit, zone in enumerate(ZONES):
         on(monkeypatch, date(2026, 11, 23 + unit), zone)
         resumed = run_here(spec_of(folder, "resumed"), only=unit)

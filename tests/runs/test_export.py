@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -59,13 +58,13 @@ def decode_prompts(folder: Path) -> Path:
     return folder
 
 
-def lines_of(path: Path) -> dict[str, dict[str, Any]]:
+def lines_of(path: Path) -> dict[str, dict]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
 
 
-def rows_of(run_dir: Path) -> dict[str, dict[str, Any]]:
+def rows_of(run_dir: Path) -> dict[str, dict]:
     rows = [row for table in latest_rows(passes_of(open_store(str(run_dir)))) for row in table.to_pylist()]
     return {row["id"]: row for row in rows}
 
@@ -116,7 +115,7 @@ def test_an_answer_of_every_kind_has_the_reason_that_the_api_has():
     ],
 )
 def test_an_answer_to_a_request_without_a_model_names_no_local_path(path, shown):
-    row: dict[str, Any] = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "started_at"])
+    row: dict = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "started_at"])
     row |= {"id": "a", "status": "ok", "text": "t", "key": 1, "model": path, "finish": "eos"}
     assert openai_answer([row], chat=True)["response"]["body"]["model"] == shown
     named = openai_answer([row | {"request_model": "gpt-x"}], chat=True)
@@ -253,7 +252,7 @@ def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(prompts,
     out, written = tmp_path / "all.jsonl", export_module._local_file
 
     @contextmanager
-    def beside(place: str, *rest: Any) -> Iterator[Any]:
+    def beside(place: str, *rest) -> Iterator:
         with written(place, *rest) as file:
             yield file
             out.write_text("of another program")

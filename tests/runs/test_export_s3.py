@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -151,10 +150,10 @@ def test_a_bucket_that_is_not_there_is_told_at_once(run_dir, s3_server, monkeypa
     assert "there is no bucket 'no-such-bucket-here'" in capsys.readouterr().err
 
 
-def while_reading(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Any]) -> None:
+def while_reading(monkeypatch: pytest.MonkeyPatch, happens: Callable) -> None:
     """Let something happen when the first unit has been read."""
 
-    def rows(*arguments: Any, **how: Any) -> Any:
+    def rows(*arguments, **how):
         tables = latest_rows(*arguments, **how)
         yield next(tables)
         happens()

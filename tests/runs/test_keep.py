@@ -3,7 +3,6 @@
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,7 +42,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def expected(name: str) -> dict[str, Any] | None:
+def expected(name: str) -> dict | None:
     if name == "a.jsonl:8":
         return None
     number = int(name.rpartition("-")[2])

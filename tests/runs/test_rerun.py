@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ def sicken(monkeypatch: pytest.MonkeyPatch, names: set[str]) -> None:
     """Rows of these names fail when a worker makes their canvas, though the plan found nothing wrong with them."""
     healthy = RowUnitIO._canvas
 
-    def canvas(self: RowUnitIO, sample: Any, values: Any) -> Any:
+    def canvas(self: RowUnitIO, sample, values):
         if sample.note.planned.id in names:
             raise RowError("out_of_memory", "decode", "too little of it today")
         return healthy(self, sample, values)
@@ -60,7 +59,7 @@ def folder(first: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows_of(passes: list[Pass]) -> list[dict[str, Any]]:
+def rows_of(passes: list[Pass]) -> list[dict]:
     rows = [row for table in latest_rows(passes) for row in table.to_pylist()]
     return [{key: value for key, value in row.items() if key not in TIMING_COLUMNS | {"pass", "unit"}} for row in rows]
 

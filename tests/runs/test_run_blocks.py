@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,13 +22,13 @@ PROMPTS: dict[str, list[int]] = {
 ALWAYS = {"kind": "s2d2", "block_size": 4, "causal_cache": True}
 
 
-def decoded(folder: Path, decoder: dict[str, Any], **sections: Any) -> dict[str, dict[str, Any]]:
+def decoded(folder: Path, decoder: dict, **sections) -> dict[str, dict]:
     rows = sections.pop("rows", None) or [{"id": name, "ids": ids} for name, ids in PROMPTS.items()]
     sections.setdefault("task", {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True})
     sections.setdefault("sampling", {"temperature": 1.0})
     path = str(folder / f"run-{len(list(folder.glob('run-*')))}")
     sections.setdefault("output", {"path": path, "unit_rows": 3, "trace": "steps"})
-    found: dict[str, dict[str, Any]] = next_job(folder, rows, decoder=decoder, **sections)
+    found: dict[str, dict] = next_job(folder, rows, decoder=decoder, **sections)
     return found
 
 
@@ -94,7 +93,7 @@ def test_a_job_that_names_the_family_of_d2f_gives_the_public_codes_text(golden, 
     case = next(case for case in cases if case.get("nfe") == 15)
     options = case["settings"]
     model = {"path": str(golden / "llada"), "device": "cpu", "tokenizer": "none"}
-    sections: dict[str, Any] = {
+    sections: dict = {
         "decoder": {"kind": "block_diffusion", "block_size": options["block_size"], "tau": options["skip_threshold"]},
         "rows": [{"id": "a", "ids": case["prompt"]}],
         "task": {"kind": "complete", "max_new_tokens": len(case["output"]), "ignore_eos": True},

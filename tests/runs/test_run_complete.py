@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ PROMPTS = {
     "tight": "for value in values:\n    total = total + value\n" * 3 + "print(total)\n",
     "long": "the quick brown fox jumps over the lazy dog, " * 20,
 }
-ROWS: list[dict[str, Any]] = [{"id": name, "prompt": text} for name, text in PROMPTS.items()]
+ROWS: list[dict] = [{"id": name, "prompt": text} for name, text in PROMPTS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def completed(world: World, ray_session: ModuleType) -> dict[str, dict[str, Any]]:
+def completed(world: World, ray_session: ModuleType) -> dict[str, dict]:
     """Results of a run by the command line, with Ray."""
     spec = job_spec(world.folder, ROWS)
     (world.folder / "job.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -24,12 +23,12 @@ COMPLETE = {"kind": "complete", "max_new_tokens": 40, "constraint": {"json_schem
 MODEL = {"kind": "model", "path": "builtin:ar-micro"}
 
 
-def decoded(folder: Path, rows: list[dict[str, Any]], model: str, decoder: Any, task: Any, **more: Any) -> Any:
+def decoded(folder: Path, rows: list[dict], model: str, decoder, task, **more):
     sections = {"sampling": {"temperature": 0.9}, "model": {"path": f"builtin:{model}"}} | more
     return next_job(folder, rows, unit_rows=4, task=task, decoder=decoder, **sections)
 
 
-def texts_of(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+def texts_of(results: dict[str, dict]) -> dict[str, str]:
     assert {row["status"] for row in results.values()} == {"ok"}, [row["error"] for row in results.values()]
     return {name: row["text"] for name, row in results.items()}
 

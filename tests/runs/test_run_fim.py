@@ -7,7 +7,6 @@ tokens of its tokenizer that have no other use ask for a hole.
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ TEXTS = [
     "x = [<mask>]\ny = {<mask:2>}\nz = (<mask>)\n",
 ]
 ROWS = [{"id": f"{n:02}", "text": f"# {n}\n" * (n // 5) + TEXTS[n % 5]} for n in range(15)]
-DECODERS: dict[str, dict[str, Any]] = {
+DECODERS: dict[str, dict] = {
     "ngram": {"kind": "speculative", "k": 3},
     "model": {"kind": "speculative", "k": 3, "drafter": {"kind": "model", "path": "builtin:ar-micro"}},
     "specdiff": {"kind": "specdiff", "gamma": 4, "drafter": {"path": "builtin:mdm-tiny"}},
@@ -45,10 +44,10 @@ DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def spec_of(folder: Path, rows: list[dict[str, Any]], *, fim: dict[str, Any] | None = None, **sections: Any) -> JobSpec:
+def spec_of(folder: Path, rows: list[dict], *, fim: dict | None = None, **sections) -> JobSpec:
     folder.mkdir(exist_ok=True)
     task = {"kind": "infill", "mask": {"kind": "marker"}, "max_new_tokens": LIMIT, "fim": FIM | (fim or {})}
-    common: dict[str, Any] = {
+    common: dict = {
         "task": task,
         "model": {"path": "builtin:ar-micro", "device": "cpu"},
         "sampling": {"temperature": 0.8},
@@ -64,13 +63,13 @@ def tokenizer() -> Tokenizer:
     return found
 
 
-def without_times(rows: dict[str, dict[str, Any]], *more: str) -> dict[str, dict[str, Any]]:
+def without_times(rows: dict[str, dict], *more: str) -> dict[str, dict]:
     left_out = {*TIMING_COLUMNS, "unit", *more}
     return {name: {key: value for key, value in row.items() if key not in left_out} for name, row in rows.items()}
 
 
 @pytest.fixture(scope="module")
-def sequential(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, dict[str, dict[str, Any]]]:
+def sequential(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobSpec, dict[str, dict]]:
     spec = spec_of(tmp_path_factory.mktemp("sequential"), ROWS)
     return spec, run_here(spec)
 
@@ -113,7 +112,7 @@ def test_a_hole_sees_the_fills_before_it_and_has_noise_of_its_own(sequential):
             prompt = [names["<cls>"], *before, names["<sep>"], *suffix, names["<eod>"]]
             canvas = np.array([*prompt, *[HOLE] * limit], dtype=np.int32)
             decoder.admit([Request(0, hole_key(rows[row["id"]]["key"], hole), canvas)])
-            outcomes: list[Any] = []
+            outcomes: list = []
             while not outcomes:
                 outcomes = decoder.step()
             said = outcomes[0].tokens.tolist()

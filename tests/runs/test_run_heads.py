@@ -4,7 +4,6 @@ import json
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -18,13 +17,11 @@ BUILTIN = Path(__file__).parents[2] / "decoders" / "builtin"
 HEAD = "builtin:ar-tiny-eagle3"
 
 
-def job(
-    folder: Path, name: str, *, head: str | None = HEAD, model: str = "builtin:ar-tiny", masks: Any = None, **more: Any
-) -> Any:
+def job(folder: Path, name: str, *, head: str | None = HEAD, model: str = "builtin:ar-tiny", masks=None, **more):
     """A job of six pieces of real source, which end in the middle of a line; a head drafts, or `masks`."""
     text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
     rows = [{"id": f"{n}", "prompt": text[700 * n : 700 * n + 20 + 60 * n]} for n in range(6)]
-    decoder: dict[str, Any] = {"kind": "autoregressive"}
+    decoder: dict = {"kind": "autoregressive"}
     if head is not None:
         decoder = {"kind": "speculative", "k": 3, "drafter": masks or {"kind": "head", "path": head}}
     sections = {
@@ -36,7 +33,7 @@ def job(
     return job_spec(folder, rows, task={"kind": "complete", "max_new_tokens": 24}, output=output, **sections, **more)
 
 
-def hash_of_head(spec: Any) -> str | None:
+def hash_of_head(spec) -> str | None:
     """What the fingerprint has of the drafter."""
     return resolve(spec, open_store(spec.output.path)).results["decoder"]["drafter"]["weights"]
 
@@ -94,7 +91,7 @@ def adapter(tmp_path_factory):
 def test_a_job_whose_masks_draft_writes_the_sequential_rows(tmp_path, adapter):
     """The same with an adapter of masks, which is in the fingerprint by its content."""
     rows = {}
-    masks: dict[str, Any] = {
+    masks: dict = {
         "plain": None,
         "masks": {"kind": "masks"},
         "adapted": {"kind": "masks", "path": str(adapter)},
@@ -117,7 +114,7 @@ def test_masks_without_a_mask_token_and_other_adapters_are_refused_before_the_ru
     with pytest.raises(UserError, match="2 is an end token of the model, and a mask is never generated") as refused:
         hash_of_head(job(tmp_path, "run", masks={"kind": "masks"}, facts={"mask_id": 2}))
     assert refused.value.field == "model.mask_id"
-    given: dict[str, Any] = {"masks": {"kind": "masks", "path": str(adapter)}, "facts": {"mask_id": 6}}
+    given: dict = {"masks": {"kind": "masks", "path": str(adapter)}, "facts": {"mask_id": 6}}
     with pytest.raises(UserError, match="is no part of a product in the model's layers") as refused:
         hash_of_head(job(tmp_path, "run", model="builtin:ar-micro", **given))
     assert refused.value.field == "decoder.drafter.path"

@@ -3,7 +3,6 @@
 import re
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,17 +11,17 @@ from tests.runs.causal_jobs import next_job
 
 CODE = "def add_{0}(a, b):\n    return <mask:1-4>\n\n\nfor name in <mask>(a, {0}):\n    print(name)\n"
 ROWS = [{"id": f"{n}", "text": CODE.format(n)} for n in range(4)]
-OPEN: dict[str, Any] = {"kind": "infill", "mask": {"kind": "marker", "length": {"min": 1, "max": 3}}}
+OPEN: dict = {"kind": "infill", "mask": {"kind": "marker", "length": {"min": 1, "max": 3}}}
 
 
-def decoded(folder: Path, rows: list[dict[str, Any]], model: str, decoder: Any, task: Any, **more: Any) -> Any:
+def decoded(folder: Path, rows: list[dict], model: str, decoder, task, **more):
     sections = {"sampling": {"temperature": 0.9}, "model": {"path": f"builtin:{model}"}} | more
     results = next_job(folder, rows, unit_rows=2, task=task, decoder=decoder, **sections)
     assert {row["status"] for row in results.values()} == {"ok"}, [row["error"] for row in results.values()]
     return results
 
 
-def lengths_of(row: dict[str, Any]) -> list[int]:
+def lengths_of(row: dict) -> list[int]:
     return [fill["end"] - fill["start"] for fill in row["fills"]]
 
 

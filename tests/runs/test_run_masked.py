@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,8 @@ CANVASES: dict[str, list[int | None]] = {
     "all": [None] * 9,
     "none": [1, 2, 3],
 }
-INFILL: dict[str, Any] = {"kind": "infill", "mask": {"kind": "given"}}
-DECODERS: list[tuple[str, dict[str, Any]]] = [
+INFILL: dict = {"kind": "infill", "mask": {"kind": "given"}}
+DECODERS: list[tuple[str, dict]] = [
     *(("llada", {"kind": kind, "block_length": 4}) for kind in ("stepwise", "threshold", "factor", "ssd")),
     ("mdlm", {"kind": "ancestral", "steps": 6}),
     ("sedd", {"kind": "ancestral", "steps": 6}),
@@ -25,7 +24,7 @@ DECODERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def decoded(folder: Path, decoder: dict[str, Any], rows: list[dict[str, Any]], task: dict[str, Any]) -> Any:
+def decoded(folder: Path, decoder: dict, rows: list[dict], task: dict):
     return next_job(folder, rows, task=task, decoder=decoder, sampling={"temperature": 1.0})
 
 

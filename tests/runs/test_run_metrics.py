@@ -2,7 +2,6 @@
 
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -60,7 +59,7 @@ def test_texts_that_a_judge_can_not_score_fail_alone(judged):
     assert "too_long" in errors["long", "judge"] and "empty_text" in errors["none", "judge"]
 
 
-def job(folder: Path, *metrics: Any) -> Path:
+def job(folder: Path, *metrics) -> Path:
     (folder / "rows.csv").write_text("id,prompt,answer\na,def f(x):,x\nb,import os,y\nc,class A:,z\n")
     spec = {
         "task": {"kind": "complete", "max_new_tokens": 4},
@@ -121,7 +120,7 @@ def judged_sweep(folder: Path) -> Path:
     base = yaml.safe_load(job(folder).read_text())
     del base["output"]["path"], base["metrics"]
     judge = {"kind": "judge", "model": "builtin:ar-micro"}
-    cases: dict[str, Any] = {
+    cases: dict = {
         "one": {"metrics": [judge]},
         "two": {"metrics": ["length", judge]},
         "three": {"sampling.temperature": 0.5, "metrics": [judge]},
@@ -136,7 +135,7 @@ def test_a_sweep_loads_a_judge_once(tmp_path, monkeypatch):
     built: list[str] = []
     original = registry.build_meter
 
-    def counting(metric: Any, **options: Any) -> Any:
+    def counting(metric, **options):
         built.append(metric.settings.kind)
         return original(metric, **options)
 

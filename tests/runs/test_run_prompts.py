@@ -4,7 +4,6 @@ import json
 import re
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,7 @@ SHOTS = [{"q": str(number), "a": f"a{number}"} for number in range(9)]
 TEMPLATE = "{% for e in examples %}{{ e.q }}:{{ e.a }} {% endfor %}{{ row['the q'] }}:"
 
 
-def spec_of(world: World, name: str, *, examples: dict[str, Any], template: str = TEMPLATE) -> JobSpec:
+def spec_of(world: World, name: str, *, examples: dict, template: str = TEMPLATE) -> JobSpec:
     """A job over a Parquet file with a column that no prompt needs."""
     rows = pa.table({"id": ["a", "b"], "the q": ["x", "yy"], "other": [1, 2], "prompt": ["never", "never"]})
     pq.write_table(rows, world.folder / "rows.parquet")
@@ -39,7 +38,7 @@ def spec_of(world: World, name: str, *, examples: dict[str, Any], template: str 
     )
 
 
-def write_shots(world: World, shots: list[dict[str, Any]]) -> dict[str, Any]:
+def write_shots(world: World, shots: list[dict]) -> dict:
     path = world.folder / "shots.jsonl"
     path.write_text("\n".join(map(json.dumps, shots)))
     return {"path": str(path), "k": 2}

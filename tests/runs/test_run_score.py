@@ -2,14 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.runs.causal_jobs import World, run_here
 
-TEXTS: list[dict[str, Any]] = [
+TEXTS: list[dict] = [
     {"id": "whole", "text": "import os\nimport sys\n"},
     {"id": "behind", "prompt": "def f(x):", "completion": "\n    return é\n"},
     {"id": "alone", "completion": "x = 1"},
@@ -19,7 +18,7 @@ TEXTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
     folder = tmp_path_factory.mktemp("scores")
     return folder, run_here(world.spec(folder, TEXTS, task={"kind": "score"}))
 

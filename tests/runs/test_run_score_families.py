@@ -5,7 +5,6 @@ import math
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -28,7 +27,7 @@ def pieces(count: int, size: int) -> list[str]:
     return [text[900 * n : 900 * n + size + 7 * n] for n in range(2, count + 2)]
 
 
-def spec(folder: Path, model: str, rows: list[dict[str, Any]], name: str = "run", **sections: Any) -> Path:
+def spec(folder: Path, model: str, rows: list[dict], name: str = "run", **sections) -> Path:
     """The file of a spec for these rows; `sections` replace whole sections."""
     (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {
@@ -47,7 +46,7 @@ def table_of(file: Path) -> pa.Table:
     return pa.concat_tables(read_results(open_store(path))).sort_by("id")
 
 
-def ran(file: Path) -> dict[str, dict[str, Any]]:
+def ran(file: Path) -> dict[str, dict]:
     """The result rows by id of a job that this runs."""
     assert main(["run", str(file), "--local", "--quiet"]) == 0
     return {row["id"]: row for row in table_of(file).to_pylist()}

@@ -4,7 +4,6 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from draftmill.storage.errors import UserError
 from tests.conftest import ROOT
 from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, run_here, save_model
 
-ROWS: list[dict[str, Any]] = [
+ROWS: list[dict] = [
     {"id": "one", "prompt": "def f(x):\n    return x\n"},
     {"id": "two", "prompt": "import os\n\n\nclass Path:\n"},
     {"id": "empty", "prompt": ""},
@@ -23,7 +22,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def save_masked(folder: Path, family: str, **changes: Any) -> None:
+def save_masked(folder: Path, family: str, **changes) -> None:
     """Save random weights of a family after its golden checkpoint's config."""
     folder.mkdir()
     config = json.loads((ROOT / "tests" / "data" / family / "config.json").read_text()) | changes
@@ -44,7 +43,7 @@ def save_llada(folder: Path) -> None:
         shutil.copy(TOKENIZER / name, folder / name)
 
 
-def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any) -> Any:
+def spec_of(world: World, folder: Path, decoder: dict, **sections):
     model = {"path": str(world.folder / "model"), "device": "cpu"}
     task = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
     output = {"path": str(folder / decoder["kind"]), "unit_rows": 8}

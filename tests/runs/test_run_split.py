@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -61,7 +60,7 @@ def test_a_job_with_a_split_model_that_loses_a_process_writes_the_texts_of_one_p
     assert {row["status"] for row in found.values()} == {"ok"}
 
 
-def refused(spec: dict[str, Any] | JobSpec, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def refused(spec: dict | JobSpec, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert isinstance(spec, JobSpec)
     assert main(["run", written(spec, folder), "--quiet", *options]) == 2
     assert not (folder / "run").exists()

@@ -6,7 +6,6 @@ import time
 import urllib.request
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -81,7 +80,7 @@ def served(ray: ModuleType, run: str) -> dict[tuple[str, str], float]:
 # ---- logs and notices of whole jobs, without Ray
 
 
-def spec_in(folder: Path, **sections: Any) -> Path:
+def spec_in(folder: Path, **sections) -> Path:
     return write_spec(folder, rows=write_rows(folder / "rows.jsonl", 12), **sections)
 
 
@@ -92,7 +91,7 @@ def keeper(folder: Path) -> tuple[list[str], Path]:
     return [sys.executable, "-c", code], out
 
 
-def notices_in(path: Path) -> list[dict[str, Any]]:
+def notices_in(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

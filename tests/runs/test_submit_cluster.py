@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -41,7 +40,7 @@ def address() -> Iterator[str]:
         other.shutdown()
 
 
-def folder_of(tmp_path: Path, name: str, rows: int, *, bad: int = 0, **changes: Any) -> Path:
+def folder_of(tmp_path: Path, name: str, rows: int, *, bad: int = 0, **changes) -> Path:
     """A folder to ship: a spec with its rows and its model; `bad` rows can't be read. The results go to a shared folder."""
     folder = tmp_path / name
     folder.mkdir()

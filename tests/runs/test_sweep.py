@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,14 +27,14 @@ from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import GOLDEN, forked, job_over, rows_of, unequal, write_rows
 
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict] = {
     "sequential": {"decoder": {"kind": "any_subset"}},
     "k2": {"decoder.k": 2},
     "cold": {"sampling": {"temperature": 0.5}},
 }
 
 
-def write_sweep(folder: Path, cases: dict[str, Any], *, out: Path | str | None = None, **sections: Any) -> Path:
+def write_sweep(folder: Path, cases: dict, *, out: Path | str | None = None, **sections) -> Path:
     """A sweep file over 12 rows; `sections` replace whole sections of the base."""
     rows = folder / "rows.jsonl"
     if not rows.exists():
@@ -151,7 +150,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     counts: list[int] = []
     original = surveying._measure_batch
 
-    def counting(reading: Any, maker: Any, batch: Any) -> Any:
+    def counting(reading, maker, batch):
         counts.append(len(batch.rows))
         return original(reading, maker, batch)
 
@@ -159,7 +158,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counts
 
 
-def texts(folder: Path) -> dict[str, Any]:
+def texts(folder: Path) -> dict:
     """Sections of a job over six short texts of which half of the tokens are masked."""
     rows = [{"id": f"t{number}", "text": f"def f{number}(x):\n    return x + {number}\n"} for number in range(6)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -350,7 +349,7 @@ def test_wrong_cases_are_named_together_before_work_starts_and_the_others_run(tm
 
 def test_a_sweep_of_which_no_case_can_run_writes_nothing(tmp_path, capsys):
     for cases in ({"a": {"decoder.k": 0}, "b": {"decoder.k": -1}}, {"a": {"input.limit": 1}, "b": {"input.limit": 2}}):
-        sections: dict[str, Any] = {}
+        sections: dict = {}
         if "input.limit" in cases["a"]:  # found only by planning
             (tmp_path / "empty.jsonl").write_text("")
             sections = {"input": job_over(tmp_path / "empty.jsonl")["input"]}
@@ -369,7 +368,7 @@ def test_the_worst_case_gives_the_exit_code(tmp_path, capsys):
     lines = rows.read_text().splitlines()
     lines[1] = json.dumps({"id": "row-1", "tokens": [10**9, None]})
     rows.write_text("\n".join(lines) + "\n")
-    cases: dict[str, Any] = {"lenient": {"errors.max_rate": 0.5}, "strict": {}}
+    cases: dict = {"lenient": {"errors.max_rate": 0.5}, "strict": {}}
     path = write_sweep(tmp_path, cases)
     assert sweep(path) == 3
     shown = {

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.runs.test_sweep import write_sweep as write_sweep_of
 pytestmark = pytest.mark.ray
 
 
-def ups(case: Path) -> list[dict[str, Any]]:
+def ups(case: Path) -> list[dict]:
     """The events of the log about workers that came up."""
     return [
         line
@@ -32,11 +31,11 @@ def ups(case: Path) -> list[dict[str, Any]]:
 def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_has_fails_alone(
     ray_session, tmp_path, monkeypatch, capsys
 ):
-    cases: dict[str, Any] = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
+    cases: dict = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
     original = SweepSession.decode
     killed: list[int] = []
 
-    def killing(session: SweepSession, case: Any, **options: Any) -> None:
+    def killing(session: SweepSession, case, **options) -> None:
         original(session, case, **options)
         if case.name == "c0":
             killed.append(ups(tmp_path / "out" / "cases" / "c0")[0]["pid"])

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,7 +39,7 @@ def copied(sound: Path, run: Path) -> Path:
     """A copy of the run whose manifest has the etags of the copied files."""
     shutil.copytree(sound, run)
 
-    def update(manifest: Any) -> None:
+    def update(manifest) -> None:
         for one in manifest["units"]:
             one["etag"] = etag_of(run / one["object"])
 
@@ -59,7 +58,7 @@ def unit(run: Path, number: int = 1) -> Path:
     return run / "data" / f"unit-{number:08d}.parquet"
 
 
-def edited(name: str, change: Callable[[Any], Any]) -> Damage:
+def edited(name: str, change: Callable) -> Damage:
     """A JSON file of which something is changed."""
 
     def damage(run: Path) -> None:
@@ -70,7 +69,7 @@ def edited(name: str, change: Callable[[Any], Any]) -> Damage:
     return damage
 
 
-def set_in_manifest(key: str, value: Any) -> Damage:
+def set_in_manifest(key: str, value) -> Damage:
     return edited("_manifest.json", lambda found: found["units"][1].update({key: value}))
 
 
@@ -103,7 +102,7 @@ def rows_changed(change: Callable[[pa.Table], pa.Table], *, covered: bool = True
     return damage
 
 
-def column(table: pa.Table, name: str, value: Any) -> pa.Table:
+def column(table: pa.Table, name: str, value) -> pa.Table:
     index, field = table.column_names.index(name), table.schema.field(name)
     values = [value, *table.column(name).to_pylist()[1:]]
     return table.set_column(index, field, pa.array(values, field.type))

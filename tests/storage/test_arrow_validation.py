@@ -4,7 +4,6 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,7 +53,7 @@ def test_a_table_that_ends_early_is_a_damaged_file(tmp_path, monkeypatch):
     (file,) = list_inputs(str(tmp_path / "a.parquet"))
     whole = pq.ParquetFile.iter_batches
 
-    def less(self: pq.ParquetFile, **options: Any) -> Any:
+    def less(self: pq.ParquetFile, **options):
         return (batch.slice(1) for batch in whole(self, **options))
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", less)

@@ -3,7 +3,6 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -140,7 +139,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
     unit_io = FakeClerk({0: [6, 3, 2, 3]})
     made = unit_io.sample
 
-    def prompted(unit: Any, index: int) -> Any:
+    def prompted(unit, index: int):
         sample = made(unit, index)
         assert sample.canvas is not None
         sample.canvas[0] = np.int32(1)
@@ -164,7 +163,7 @@ def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name):
 
     if name not in builtin_models():
         name = next(one for one in builtin_models() if one.startswith(name.split("-", maxsplit=1)[0]) or "asarm" in one)
-    backbone: Any = load_backbone(fetch_model(f"builtin:{name}"), device="cpu")
+    backbone = load_backbone(fetch_model(f"builtin:{name}"), device="cpu")
     backbone.allocate(3, 64)
     cache = backbone.cache
     held = sum(layer.numel() * layer.element_size() for layer in cache.layers_2SKWd)
@@ -195,7 +194,7 @@ def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
-    backbone: Any = load_backbone(fetch_model("builtin:ar-tiny"), device="cuda")
+    backbone = load_backbone(fetch_model("builtin:ar-tiny"), device="cuda")
     free = free_bytes(backbone.device, threads=1)
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     info = inspect_model(fetch_model("builtin:ar-tiny"))

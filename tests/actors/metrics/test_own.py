@@ -1,7 +1,5 @@
 """Metrics of one's own: what the function gets and may return, and how errors of it look."""
 
-from typing import Any
-
 import pytest
 
 from draftmill.actors.metrics.base import MeasuredRow
@@ -13,7 +11,7 @@ from tests.actors.fakes import answers_of
 ROW = MeasuredRow("a", 1, "text", [1, 2], ("first", "second"), {"label": 3}, {"id": "a", "nfe": 5})
 
 
-def measured(source: str, **settings: Any) -> Any:
+def measured(source: str, **settings):
     meter = own_metric(OwnMetric(kind="file", path="mine.py", **settings), load_function(source, "mine.py", field="x"))
     return answers_of(meter.measure([ROW]))[0]
 

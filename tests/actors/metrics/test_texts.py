@@ -5,7 +5,6 @@ import random
 import time
 from contextlib import suppress
 from decimal import Decimal
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ def row(text: str | None, *references: str, tokens: list[int] | None = None) -> 
     return MeasuredRow("a", 0, text, tokens or [], references, {}, {})
 
 
-def value(meter: Any, *rows: MeasuredRow) -> Any:
+def value(meter, *rows: MeasuredRow):
     return answers_of(meter.measure(rows))
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 
 
-def news_until(pool: RayPool, wanted: type) -> Any:
+def news_until(pool: RayPool, wanted: type):
     until_s = time.monotonic() + 120
     while time.monotonic() < until_s:
         for item in pool.poll(0.2):

@@ -1,11 +1,9 @@
 """Names of Ray that are not its API: the installed version has them, one file has them, and no job fails by one that is gone."""
 
 import re
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -55,7 +53,7 @@ def starts() -> None:
         pass
 
 
-WITHOUT: dict[str, tuple[Callable[[], Any], Any, str]] = {
+WITHOUT: dict[str, tuple] = {
     "notices": (draining, {}, "nobody is notified that a node will be removed"),
     "nodes": (lambda: node_of(None), None, "nobody is notified that a node will be removed"),
     "autoscaler": (

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,12 +14,12 @@ from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
 pytestmark = pytest.mark.ray
 
-JOB: Any = SimpleNamespace(model=SimpleNamespace(device="cpu"))
+JOB = SimpleNamespace(model=SimpleNamespace(device="cpu"))
 ALLOCATION = Allocation((WorkerResources(cpus=0, gpus=0, threads=1),), (1,))
 
 
 @pytest.fixture
-def pool(ray_session: ModuleType) -> Any:
+def pool(ray_session: ModuleType):
     pool = RayPool(JOB, ALLOCATION, worker_class=FakeWorker)
     yield pool
     pool.close()

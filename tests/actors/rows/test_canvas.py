@@ -1,7 +1,5 @@
 """Rows become canvases and canvases texts: every mask, what it must leave alone, and every row that it can't take."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,7 +16,7 @@ TEXT = "def f(x):\n    return x\n\nfor value in values:\n        total += value\
 LETTER = byte_level().encode("A")[0]
 
 
-def maker(mask: dict[str, Any], *, columns: dict[str, str] | None = None, max_length: int | None = 64, tokenizer=None):
+def maker(mask: dict, *, columns: dict[str, str] | None = None, max_length: int | None = 64, tokenizer=None):
     task = Infill.model_validate({"kind": "infill", "mask": mask}, strict=True)
     return maker_for(recipe_of(task, columns), tokenizer or byte_level(), model_info(max_length=max_length))
 
@@ -27,13 +25,13 @@ def filled(canvas: Canvas, token: int = LETTER) -> str | None:
     return finish_row(canvas, np.full(canvas.num_masked, token, dtype=np.int32), byte_level())[0]
 
 
-def error_of(make: Maker, values: dict[str, Any]) -> RowError:
+def error_of(make: Maker, values: dict) -> RowError:
     with pytest.raises(RowError) as caught:
         make.make(values, 1)
     return caught.value
 
 
-TEXT_MASKS: list[dict[str, Any]] = [
+TEXT_MASKS: list[dict] = [
     {"kind": "random", "rate": 0.5},
     {"kind": "random", "rate": 1.0},
     {"kind": "spans", "count": 2, "length": 3},

@@ -1,7 +1,6 @@
 """A template, a system message, examples and arguments of the chat template make the prompt of a row, or fail it by name."""
 
 from datetime import datetime
-from typing import Any
 
 import pytest
 
@@ -38,11 +37,11 @@ DECODER = decoder_settings("autoregressive")
 
 
 def maker(
-    section: dict[str, Any],
+    section: dict,
     task: Task = COMPLETE,
     *,
     tokenizer: Tokenizer | None = None,
-    chat: dict[str, Any] | None = None,
+    chat: dict | None = None,
     **columns: str,
 ) -> Maker:
     prompt = Prompt.model_validate(section, strict=True)
@@ -52,7 +51,7 @@ def maker(
     return maker_for(recipe, tokenizer or byte_level(), model_info(max_length=400))
 
 
-def prompt_of(made: Maker, row: dict[str, Any]) -> str:
+def prompt_of(made: Maker, row: dict) -> str:
     """The prompt of the row, or the text of its canvas with [] for each hole; planning knows its size."""
     canvas = made.make(row, 1)
     assert made.sizes([(row, 1)]) == [canvas.size]
@@ -64,7 +63,7 @@ def prompt_of(made: Maker, row: dict[str, Any]) -> str:
     return text.removesuffix("[]") if isinstance(made, PromptMaker) else text
 
 
-def failure(made: Maker, row: dict[str, Any]) -> str:
+def failure(made: Maker, row: dict) -> str:
     with pytest.raises(RowError) as caught:
         made.make(row, 1)
     (planned,) = made.sizes([(row, 1)])
@@ -156,14 +155,14 @@ def test_a_row_s_system_text_comes_before_its_conversation_s_and_this_before_the
 
 
 def test_arguments_of_the_chat_template_come_from_the_job_and_the_row_and_the_request(chatting):
-    def asked(made: Maker, row: dict[str, Any]) -> str:
+    def asked(made: Maker, row: dict) -> str:
         return prompt_of(made, row).removeprefix("<user>u<assistant>")
 
     made = maker({}, ASKING, tokenizer=chatting, chat={"enable_thinking": False, "effort": "low"})
     assert asked(made, {"prompt": "u"}) == "</think>low"
     messages = [{"role": "user", "content": "u"}]
 
-    def request(**body: Any) -> dict[str, Any]:
+    def request(**body) -> dict:
         return openai_request({"custom_id": "a", "url": CHAT, "body": {"messages": messages} | body})
 
     assert asked(made, request(chat_template_kwargs={"enable_thinking": True, "effort": None})) == "low"
@@ -172,7 +171,7 @@ def test_arguments_of_the_chat_template_come_from_the_job_and_the_row_and_the_re
     own = maker({}, ASKING, tokenizer=chatting, template_kwargs="kw")
     assert asked(own, {"prompt": "u", "kw": '{"effort": "high"}'}) == "high"
     assert asked(own, {"prompt": "u", "kw": {"effort": "high"}}) == "high"
-    values: tuple[Any, ...] = ("x", [1], {"messages": []})
+    values: tuple = ("x", [1], {"messages": []})
     for value in values:
         assert failure(own, {"prompt": "u", "kw": value}).startswith("bad_setting: kw: ")
     body = {"prompt": "u", "chat_template_kwargs": {"enable_thinking": False}}

@@ -1,7 +1,6 @@
 """A mask's hidden tokens become what is scored: the same holes as in infilling, with the text that was there."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ TEXT = "def f(x):\n    y = x\n    return y\n"
 
 
 def makers(
-    mask: dict[str, Any], *, columns: dict[str, str] | None = None, tokenizer: Tokenizer | None = None
+    mask: dict, *, columns: dict[str, str] | None = None, tokenizer: Tokenizer | None = None
 ) -> tuple[Maker, Maker]:
     """What scores such a mask's text, and what fills its holes."""
     info, vocabulary = replace(model_info(max_length=64), mask_id=None), tokenizer or byte_level()
@@ -60,7 +59,7 @@ def test_what_a_mask_hides_of_a_text_is_scored(mask):
 
 def test_a_vocabulary_that_joins_no_pieces_scores_the_tokens_that_overlap_what_is_hidden():
     score, infill = makers({"kind": "spans"}, columns={"text": "t", "spans": "s"}, tokenizer=word_pieces())
-    row: dict[str, Any] = {"t": "the cat sat on the mat", "s": [[4, 7], [15, 18]]}
+    row: dict = {"t": "the cat sat on the mat", "s": [[4, 7], [15, 18]]}
     check(score.make(row, 1), infill.make(row, 1), row["t"], word_pieces())
 
 

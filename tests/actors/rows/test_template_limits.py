@@ -1,7 +1,5 @@
 """A chat template can neither loop without end nor fill the memory; ordinary ones render as before."""
 
-from typing import Any
-
 import pytest
 from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -9,7 +7,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from draftmill.actors.rows import chat as template_limits
 from draftmill.actors.rows.chat import ChatTemplate
 
-SAID: Any = [{"role": "user", "content": "Hello"}]
+SAID = [{"role": "user", "content": "Hello"}]
 TWICE = "{% set x = x ~ x %}"
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

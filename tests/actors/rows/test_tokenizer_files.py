@@ -4,7 +4,6 @@ import datetime
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
@@ -23,7 +22,7 @@ PLAIN = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized":
 ADDED = {"lstrip": False, "rstrip": True, "normalized": True, "single_word": False, "special": False}
 
 # What tokenizer_config.json may say.
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict] = {
     "nothing": {},
     "names": {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<cls>", "unk_token": "<unk>"},
     "a new end": {"bos_token": "<s>", "eos_token": "<|im_end|>"},
@@ -60,7 +59,7 @@ TEMPLATES = {
     "escapes": "{{ messages.append(1) }}",
     "hides": "{% set ns = namespace(_x=1) %}",
 }
-CHATS: list[list[dict[str, Any]]] = [
+CHATS: list[list[dict]] = [
     [{"role": "user", "content": "  <b>hi</b> 日本\n", "name": None}],
     [
         {"role": "system", "content": "s"},
@@ -71,7 +70,7 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-def write(folder: Path, config: dict[str, Any] | None, core: Core | None = None) -> Path:
+def write(folder: Path, config: dict | None, core: Core | None = None) -> Path:
     core = core or Core.from_str(byte_level()._core.to_str())
     core.save(str(folder / "tokenizer.json"))
     if config is not None:
@@ -79,7 +78,7 @@ def write(folder: Path, config: dict[str, Any] | None, core: Core | None = None)
     return folder
 
 
-def both(folder: Path) -> tuple[Tokenizer, Any]:
+def both(folder: Path) -> tuple:
     """The tokenizer of a folder as it is read here, and as transformers reads it."""
     read_files(folder)  # it needs no help
     ours = load_tokenizer(folder)

@@ -1,7 +1,5 @@
 """Batched any-subset decoders against the sequential baseline, and that against its plain reference, on the toy model."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -28,7 +26,7 @@ from tests.decoders.support import (
 VOCAB, LENGTH = 4, 6
 INFO = table_info(VOCAB)
 SEQUENTIAL = decoder_settings("any_subset")
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict] = {
     "self": {},
     "ngram": {"drafter": "ngram"},
     "rows": {"fused": "rows"},
@@ -49,7 +47,7 @@ def test_coupled_output_is_the_sequential_output(variant, warp, rows):
     requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=2)
     expected = decode(table(), INFO, SEQUENTIAL, sampling, requests, rows=5)
     heads = toy_heads(VOCAB) if variant != "ngram" else None
-    lengths: tuple[Any, ...] = (1, 2, 4, 8, "auto")
+    lengths: tuple = (1, 2, 4, 8, "auto")
     for seed, k in enumerate(lengths):
         settings = decoder_settings("assd", k=k, **VARIANTS[variant])
         shuffled = [requests[i] for i in np.random.default_rng(seed).permutation(len(requests))]

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ CLASSES = {
     "sdar_moe": "Qwen3Moe",
     "fast_dllm_v2": "Qwen2",
 }
-ONE_LAYER: dict[str, Any] = ROTARY | {"num_hidden_layers": 1}
+ONE_LAYER: dict = ROTARY | {"num_hidden_layers": 1}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 SMALL = dict.fromkeys(CLASSES, ONE_LAYER) | {"sdar_moe": ONE_LAYER | MOE}
 LINEAR = {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.0}

@@ -7,7 +7,6 @@ drafters, look-ups and Jacobi iterations win tokens, and lose some. All settings
 import zlib
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ VOCAB, LONGEST = 61, 64
 FAMILIES = ("qwen2", "llama", "gpt2")
 DTYPES = ("float32", "float64")
 AR = decoder_settings("autoregressive")
-WARPS: list[dict[str, Any]] = [
+WARPS: list[dict] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 1.0},
@@ -141,14 +140,14 @@ def jacobi(block_size, window, **_):
     return decoder_settings("jacobi", block_size=block_size, window=window)
 
 
-BLOCKS: dict[str, list[Any]] = {
+BLOCKS: dict[str, list] = {
     "block_size": [4, 1, 6, 16],
     "blocks": [2, 1, 3, 8],
     "spawn_ratio": [0.5, 0.1, 0.85, 1.0],
     "verify_size": [4, 1, 2, 16],
     "pool_size": [4, 0, 1, 20],
 }
-KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
+KINDS: dict[str, tuple] = {
     "speculative": (
         speculative,
         {"k": [*range(9), "auto"], "drafter": ["near", "ngram", "twin", "other"], "max_n": [3, 1]},
@@ -159,7 +158,7 @@ KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
         BLOCKS,
     ),
 }
-COMMON: dict[str, list[Any]] = {
+COMMON: dict[str, list] = {
     "warp": list(range(len(WARPS))),
     "rows": list(SAMPLES),
     "ends": list(ENDS),

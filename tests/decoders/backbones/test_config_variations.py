@@ -1,7 +1,6 @@
 """What varies between public checkpoints of one causal family: every variation decodes as transformers does, or is refused."""
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ LLAMA3 = YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # ---- causal families: transformers' logits and transformers' greedy text ---------------------------------------------
 
 # name: (name in MODELS, changes of the config that is built, changes of the config.json that was saved)
-VARIATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+VARIATIONS: dict[str, tuple[str, dict, dict]] = {
     "one key head, untied": ("llama", {"num_key_value_heads": 1}, {}),
     "as many key heads as heads": ("qwen3", {"num_key_value_heads": 4, "attention_bias": True}, {}),
     "wide heads and a bias in the MLP": ("llama", {"head_dim": 20, "mlp_bias": True}, {}),

@@ -5,7 +5,6 @@ it (here it is e-30); a window of one draft needs no verification (the public co
 """
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.support import decode, decoder_settings
 
 MASK = 6
-VARIANTS: list[dict[str, Any]] = [{}, {"drafter": "ngram"}, {"fused": "rows"}, {"fused": "rows", "rows": "ends"}]
+VARIANTS: list[dict] = [{}, {"drafter": "ngram"}, {"fused": "rows"}, {"fused": "rows", "rows": "ends"}]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def request_of(case, index=0, key=0):
 
 
 def plain_model(folder, case, **sampling):
-    backbone: Any = load_backbone(folder, device="cpu")
+    backbone = load_backbone(folder, device="cpu")
     order, start = order_of(case), case["start"]
     model = PlainModel(backbone, order=order, num_prompt=start, sampling=Sampling(**sampling), suppressed=[MASK])
     return model, [case["input_ids"][position] for position in order[:start]]

@@ -4,7 +4,6 @@ Every variation computes what the network of plain_networks.py does, or is refus
 """
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -103,7 +102,7 @@ MDLM = {
     "n_heads": 4,
     "time_conditioning": True,
 }
-PLAIN: dict[str, list[dict[str, Any]]] = {
+PLAIN: dict[str, list[dict]] = {
     "llada": [
         {"n_kv_heads": 1},
         {"n_kv_heads": None, "mlp_hidden_size": None, "mlp_ratio": 3},
@@ -117,7 +116,7 @@ PLAIN: dict[str, list[dict[str, Any]]] = {
     ],
     "mdlm": [{"n_heads": 1}, {"cond_dim": 33, "n_heads": 8}, {"time_conditioning": False, "n_blocks": 3}],
 }
-PUBLIC: dict[str, dict[str, Any]] = {"llada": LLADA, "llada2": LLADA2, "mdlm": MDLM}
+PUBLIC: dict[str, dict] = {"llada": LLADA, "llada2": LLADA2, "mdlm": MDLM}
 SIGMA = 0.7
 
 

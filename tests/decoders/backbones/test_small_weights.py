@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ def test_numbers_on_a_grid_of_four_bits_keep_their_places(dtype, group):
     layer = SmallLinear(((code - zero_MK) * scale_MK).to(dtype), None, "int4")
     low_MG1 = layer.low_MG1
     assert low_MG1 is not None and low_MG1.shape[1] == 256 // min(group, 64)
-    codes: Any = layer.code_MK
+    codes = layer.code_MK
     halves = torch.stack([codes & 15, (codes >> 4) & 15], 2).flatten(1)
     numbers = (halves.double().unflatten(1, (low_MG1.shape[1], -1)) * layer.scale_MG1 + low_MG1).flatten(1)
     steps = numbers / scale_MK + zero_MK - code

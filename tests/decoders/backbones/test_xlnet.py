@@ -1,7 +1,5 @@
 """Our two-stream attention against transformers' XLNetLMHeadModel on random weights, and its cache against itself."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,7 @@ from draftmill.decoders.engine.samples import decoding_order
 from tests.decoders.backbones.masked_models import check_misfits
 from tests.decoders.references.any_subset import PlainModel
 
-SMALL: dict[str, Any] = {
+SMALL: dict = {
     "vocab_size": 61,
     "d_model": 24,
     "n_layer": 3,
@@ -66,7 +64,7 @@ def theirs(model, tokens, order, num_prompt, queries):
 @pytest.mark.slow
 def test_logits_agree_with_transformers_to_1e_5(tmp_path, changes):
     model = save_random(tmp_path, **changes)
-    backbone: Any = load_backbone(tmp_path, device="cpu")
+    backbone = load_backbone(tmp_path, device="cpu")
     rng = np.random.default_rng(0)
     for length, num_prompt in ((1, 1), (9, 4), (17, 1), (40, 20)):
         order = rng.permutation(length).tolist()
@@ -83,7 +81,7 @@ def test_logits_agree_with_transformers_to_1e_5(tmp_path, changes):
 
 def test_the_first_query_of_an_empty_prompt_sees_nothing(tmp_path):
     save_random(tmp_path)
-    backbone: Any = load_backbone(tmp_path, device="cpu")
+    backbone = load_backbone(tmp_path, device="cpu")
     plain = PlainModel(backbone, order=[2, 0, 1], num_prompt=0, sampling=Sampling())
     blind = plain.hidden([], [(0, 0)])
     # The same whatever stands in the columns it must not see.

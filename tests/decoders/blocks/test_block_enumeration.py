@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 CANVASES = {"tail": [0, -1, -1], "whole": [-1, -1, -1], "long": [1, -1, -1, -1], "block": [0, 1, -1, -1]}
 
 
-def always(size: int, **more: Any) -> S2d2Settings:
+def always(size: int, **more) -> S2d2Settings:
     """Verifies every span, over a causal cache."""
     return decoder_settings("s2d2", block_size=size, causal_cache=True, **more)
 
@@ -141,7 +140,7 @@ def public_law(settings: BlockDiffusionSettings, canvas: list[int], sampling: Sa
     return found
 
 
-PUBLIC: dict[str, dict[str, Any]] = {
+PUBLIC: dict[str, dict] = {
     "static": {"block_size": 3, "schedule": "static"},
     "static, two steps": {"block_size": 3, "schedule": "static", "steps": 2},
     "dynamic": {"block_size": 3, "tau": 0.7},

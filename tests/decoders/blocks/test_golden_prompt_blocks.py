@@ -2,7 +2,6 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +20,14 @@ GREEDY = Sampling(temperature=0.0)
 load = cache(load)
 
 
-def rows_of(tokens: list[int], prompt: int, size: int) -> list[Any]:
+def rows_of(tokens: list[int], prompt: int, size: int) -> list:
     """Rows of a prompt that see all of it, then blocks, as far as the text goes."""
     last = len(tokens)
     ends = [prompt if at < prompt else min(at + size - (at - prompt) % size, last) for at in range(last)]
     return [(token, at, at, range(end)) for at, (token, end) in enumerate(zip(tokens, ends, strict=True))]
 
 
-def completed(folder: Path, info: ModelInfo, settings: Any, prompt: list[int], count: int) -> Any:
+def completed(folder: Path, info: ModelInfo, settings, prompt: list[int], count: int):
     """Our outcome of a completion by so many tokens."""
     canvas = np.array(prompt + [-1] * count, dtype=np.int32)
     return decode(load(folder), info, settings, GREEDY, [Request(0, 0, canvas)], rows=1)[0]

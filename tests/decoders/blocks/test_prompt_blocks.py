@@ -1,7 +1,6 @@
 """Models whose blocks begin at the prompt's end (D2F), and those of them that are causal, too (Nemotron), on exact tables."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ MODELS: dict[str, tuple[int, int | None]] = {"masks": (0, None), "next": (1, Non
 ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 
 
-def info_of(name: str, max_length: int | None = None) -> Any:
+def info_of(name: str, max_length: int | None = None):
     shift, left_shift = MODELS[name]
     return replace(table_info(shift=shift, max_length=max_length), prompt_block=True, left_shift=left_shift)
 
@@ -39,7 +38,7 @@ CASES = list(
 )
 
 
-def settings_of(case: dict[str, Any]) -> Any:
+def settings_of(case: dict):
     common = {name: case[name] for name in ("block_size", "schedule", "causal_cache")} | {"tau": 0.4}
     if case["kind"] == "block_diffusion":
         return decoder_settings("block_diffusion", **common)

@@ -1,7 +1,6 @@
 """S2D2's routers against decisions worked out by hand, and each sample's memory against that of the sample alone."""
 
 import math
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -55,7 +54,7 @@ def read(router, estimator, masks, measured):
     """What a router is told of a draft with these notes."""
     settings = S2d2Settings(kind="s2d2", router=router, estimator=estimator, block_size=4)
     info = ModelInfo("", vocab_size=4, mask_id=0, max_length=None, kind="blocks", num_parameters=0)
-    verifier: Any = SelfVerifier(Rules(settings, info), settings)
+    verifier = SelfVerifier(Rules(settings, info), settings)
     verifier.route = Mock()
     draft = {place: Drafted(0, 0.0, 0.0, measured=one) for place, one in measured.items()}
     verifier.wants(masks, draft, num_sure=1, progress=0.5)

@@ -4,7 +4,6 @@ import itertools
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,17 +30,17 @@ def _other(seed: int) -> TokenTable:
 
 
 def drafted(
-    requests: Any,
+    requests,
     info: ModelInfo,
     size: int,
     sampling: Sampling,
     *,
     seed: int = 5,
-    drafter: Any = None,
+    drafter=None,
     rows: int = 3,
     trace: bool = False,
     prompt_rows: int | None = None,
-) -> dict[int, Any]:
+) -> dict:
     """Our outcomes where a table drafts that knows nothing of the target's."""
     more = {"drafter": copy(_other(seed)), "drafter_info": drafter or table_info()}
     more |= {"trace": trace, "prompt_rows": prompt_rows}

@@ -1,7 +1,5 @@
 """Warps, draws and the rejection rule, on rows small enough to check by hand."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -64,7 +62,7 @@ def test_a_draw_that_looks_for_the_nucleus_late_is_the_draw_from_the_nucleus():
 
 
 # Every setting, in rows of all kinds: numbers of settings that have no common divisor meet each other.
-MIXED: dict[str, Any] = {
+MIXED: dict = {
     "temperature": (0.0, 0.3, 0.7, 1.0, 1.9), "top_p": (0.05, 0.5, 0.95, 1.0), "min_p": (0.0, 0.0, 0.1),
     "top_k": (0, 7, 0, 40, 300, 900, 0),
 }  # fmt: skip

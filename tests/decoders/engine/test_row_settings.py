@@ -3,7 +3,6 @@
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ OWN = [
     RowSettings(temperature=0.0, top_p=0.4),
 ]
 JOBS = [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.9, top_k=2, top_p=0.7)]
-CAUSAL: dict[str, Any] = {
+CAUSAL: dict = {
     "autoregressive": decoder_settings("autoregressive"),
     "lookup": decoder_settings("speculative", k=3, drafter={"kind": "ngram", "max_n": 2, "min_n": 1}),
     "model": decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "drafter"}),

@@ -3,8 +3,6 @@
 `make soak` plays 40 times as many cases.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -42,7 +40,7 @@ class Hashed(TokenTable):
         return (self._code_PV[positions_NW, tokens_NW] * visible_NW).sum(1) % self._size
 
 
-def shared_settings(rng: np.random.Generator) -> dict[str, Any]:
+def shared_settings(rng: np.random.Generator) -> dict:
     cache = str(rng.choice(CACHES))
     return {
         "cache": cache,
@@ -62,11 +60,11 @@ def random_requests(rng: np.random.Generator, *, count: int, words: int) -> list
     return requests
 
 
-def check(rng: np.random.Generator, backbone: Any, info: ModelInfo, *, count: int, words: int) -> None:
+def check(rng: np.random.Generator, backbone, info: ModelInfo, *, count: int, words: int) -> None:
     """One case: in a batch, and beside the baseline alone. What is lossy has no baseline but itself, alone."""
     shared, requests = shared_settings(rng), random_requests(rng, count=count, words=words)
     is_lossy = shared["cache"] == "dual_relaxed"
-    tree: Any = rng.choice(["chain", "mixed"])
+    tree = rng.choice(["chain", "mixed"])
     settings = decoder_settings("ssd", draft_length=int(rng.integers(1, 9)), tree=tree, **shared)
     sampling = Sampling(temperature=float(rng.choice([0.0, 0.8, 1.0])))
     found = decode(backbone, info, settings, sampling, requests, rows=int(rng.integers(1, 6)))
@@ -131,7 +129,7 @@ def test_drafts_may_cross_into_a_block_far_away(life):
     settings = decoder_settings("ssd", draft_length=2, block_length=3, **life)
     info = ModelInfo("table", WORDS + 1, WORDS, None, "masked", 0, (WORDS,))
     canvas = np.array([1, 2, -1, -1, 3, 1, 2, 0, -1, 3, -1, 0], dtype=np.int32)
-    base: Any = settings
+    base = settings
     if life["cache"] == "dual_strict":
         base = decoder_settings("stepwise", block_length=3, **life)
     for seed in range(3):

@@ -7,8 +7,6 @@ logits themselves, so draft heads of the same width work on it.
 Legend: as in backbones/base.py; P positions.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -75,7 +73,7 @@ class Table(Toy):
 class TableBackbone(Table):
     """p(x_i | any set of other tokens)."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, **more) -> None:
         super().__init__(**more)
         self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 

@@ -6,8 +6,6 @@ decoder that reads a wrong context, a dead column or two candidates for one posi
 Legend: as in backbones/base.py; P positions, X contexts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from tests.decoders.references.table import Table
 class TokenTable(Table):
     """p(next | position of the row, set of visible (position, token))."""
 
-    def __init__(self, *, vocab_size: int = 3, num_positions: int = 6, **more: Any) -> None:
+    def __init__(self, *, vocab_size: int = 3, num_positions: int = 6, **more) -> None:
         super().__init__(vocab_size=vocab_size, num_positions=num_positions, **more)
         self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 

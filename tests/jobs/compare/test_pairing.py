@@ -3,7 +3,6 @@
 import random
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -63,7 +62,7 @@ def test_pairs_are_those_of_a_plain_loop(seed):
 STEPWISE = {"model": {"path": "builtin:mdm-tiny"}, "decoder": {"kind": "stepwise"}}
 REJECTION = {"sampling": {"temperature": 1.0, "acceptance": "rejection"}}
 KEPT = {"kind": "stepwise", "draws": "kept"}
-NOISE: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
+NOISE: dict[str, tuple[dict, dict, str | None]] = {
     "other temperatures": (COMPLETE, {"sampling": {"temperature": 0.5}}, None),
     "a lossless decoder": (COMPLETE, {"decoder": {"kind": "speculative"}}, None),
     "one rule for one decoder": (RANDOM | REJECTION, {"decoder": {"kind": "assd", "k": 3}}, None),

@@ -10,7 +10,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +37,7 @@ from tests.jobs.drive.test_cost import Hand, log_in
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 
-def drafted(count: int, seed: int, **values: Any) -> list[dict[str, Any]]:
+def drafted(count: int, seed: int, **values) -> list[dict]:
     """Rows of a decoder that drafts: iterations commit one to three tokens."""
     rng = random.Random(seed)
     rows = []

@@ -3,7 +3,6 @@
 import json
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +15,14 @@ from tests.jobs.test_api import MODEL, job_of
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "import os\n\nprint('café \u2603')\n", "for x in y:\n    x += 1\n"]
 HOLES = {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}}
-ROWS: list[dict[str, Any]] = [
+ROWS: list[dict] = [
     {"id": "good", "prompt": "def is_prime(n):", "level": "<easy>"},
     {"id": "long", "prompt": "x = 1\n" * 2000, "level": "hard"},
     {"id": "odd", "prompt": "print('\x1b[31m<b>é')\n", "level": None},
 ]
 
 
-def infill_of(folder: Path, **changes: Any) -> Path:
+def infill_of(folder: Path, **changes) -> Path:
     """A finished run over TEXTS with a trace; returns its directory."""
     rows = [{"id": str(number), "text": text} for number, text in enumerate(TEXTS)]
     spec = job_of(folder, rows, task=HOLES, model={"path": "builtin:asarm-tiny", "device": "cpu"})

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -44,7 +43,7 @@ BUILTIN = {
 }
 
 
-def write_job(folder: Path, model: str = "ar-tiny", **changes: Any) -> Path:
+def write_job(folder: Path, model: str = "ar-tiny", **changes) -> Path:
     """Three rows and a spec."""
     task, decoder = BUILTIN[model]
     rows = [{"id": str(number), "text": f"def f{number}(x):\n    return x\n"} for number in range(3)]

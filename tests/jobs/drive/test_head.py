@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
-from typing import Any
 
 import pytest
 from ray.exceptions import AuthenticationError
@@ -15,12 +14,12 @@ from ray.exceptions import AuthenticationError
 from draftmill.jobs.drive.ray_session import check_head, check_reachable
 from draftmill.storage.errors import UserError
 
-grpc: Any = import_module("grpc")
-GetClusterIdReply: Any = import_module("ray.core.generated.gcs_service_pb2").GetClusterIdReply
+grpc = import_module("grpc")
+GetClusterIdReply = import_module("ray.core.generated.gcs_service_pb2").GetClusterIdReply
 
 
 @contextmanager
-def head(answer: Callable[[Any], Any]) -> Iterator[str]:
+def head(answer: Callable) -> Iterator[str]:
     """A server that answers the question about the cluster's id as Ray's head does."""
     method = grpc.unary_unary_rpc_method_handler(
         lambda request, context: answer(context), response_serializer=GetClusterIdReply.SerializeToString
@@ -42,7 +41,7 @@ def test_a_head_that_answers_is_left_to_ray():
 
 
 def test_a_refused_token_is_said_with_the_variables_to_set():
-    def refuse(context: Any) -> None:
+    def refuse(context) -> None:
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: Authentication token is missing or incorrect")
 
     with head(refuse) as address, pytest.raises(UserError) as caught:
@@ -54,7 +53,7 @@ def test_a_refused_token_is_said_with_the_variables_to_set():
 
 
 def test_an_answer_that_is_not_understood_is_left_to_ray():
-    def refuse(context: Any) -> None:
+    def refuse(context) -> None:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "another version")
 
     with head(refuse) as address:

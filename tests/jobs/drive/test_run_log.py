@@ -5,7 +5,6 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -21,13 +20,13 @@ from tests.jobs.drive.test_cost import Hand, log_in
 SECRET = "b8c1f0a94d7e"
 
 
-def lines_of(text: str) -> list[dict[str, Any]]:
+def lines_of(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
 def test_an_event_is_one_line_without_secrets_whatever_is_in_it(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", SECRET)
-    facts: dict[str, Any] = {"unit": 3, "worker": None, "nested": {"list": [SECRET, 1]}}
+    facts: dict = {"unit": 3, "worker": None, "nested": {"list": [SECRET, 1]}}
     record = event_record("note", f"two\nlines {SECRET}", level=logging.WARNING, **facts)
     line = JsonLines("output", {"run": "job"}).format(record)
     assert "\n" not in line and SECRET not in line + repr(vars(record)), "nor is one in a user's own handlers"
@@ -179,7 +178,7 @@ class Raced(list[str]):
         super().__init__()
         self.then = [add]
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, place):
         found = super().__getitem__(place)
         while isinstance(place, slice) and self.then:
             self.then.pop()()

@@ -1,7 +1,6 @@
 """Texts become the ids that lm_eval's own models make of them."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.actors.tokenizers_for_tests import model_info
 BEGIN, END = 1, 2
 
 
-def encoder(tokenizer: Any = None, most: int = 64) -> Encoder:
+def encoder(tokenizer=None, most: int = 64) -> Encoder:
     return Encoder(tokenizer or beginning(), replace(model_info(max_length=most), kind="causal"))
 
 
@@ -30,10 +29,10 @@ def test_a_pair_is_cut_where_lm_eval_cuts_it():
     class Theirs(TemplateLM):  # type: ignore[misc]
         eot_token_id = END
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
             return [*(() if add_special_tokens is False else (BEGIN,)), *beginning().parse(string)]
 
-        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
+        def _loglikelihood_tokens(self, requests, **_):
             raise NotImplementedError
 
         loglikelihood_rolling = generate_until = _loglikelihood_tokens

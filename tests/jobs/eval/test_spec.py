@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +11,7 @@ from draftmill.jobs.eval.requests import Generation
 from draftmill.jobs.eval.spec import EvalSpec, JobRows, name_of, read_eval_spec
 from draftmill.storage.errors import UserError
 
-PLAIN: dict[str, Any] = {
+PLAIN: dict = {
     "model": {"path": "m"},
     "decoder": {"kind": "speculative", "k": 4},
     "sampling": {"top_p": 0.9, "acceptance": "rejection"},
@@ -21,7 +20,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def read(folder: Path, *overrides: str, **sections: Any) -> EvalSpec:
+def read(folder: Path, *overrides: str, **sections) -> EvalSpec:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(PLAIN | sections))
     return read_eval_spec(path, overrides)
@@ -115,7 +114,7 @@ def test_arguments_of_the_chat_template_are_for_the_prompts_and_not_in_the_jobs(
 
 
 def test_a_jobs_name_depends_on_what_decides_its_results_alone(tmp_path):
-    def name(spec: EvalSpec, lines: bytes = b"rows", **how: Any) -> str:
+    def name(spec: EvalSpec, lines: bytes = b"rows", **how) -> str:
         return name_of(spec.completing(replace(Generation(8, (), 0.0), **how), "r"), lines)
 
     spec = read(tmp_path)

@@ -3,7 +3,6 @@
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -69,7 +68,7 @@ def test_samples_of_a_row_and_of_rows_that_begin_alike_come_together(questions):
     assert len({name.partition("-")[0] for name in first}) <= 4
 
 
-def tables(lengths: list[int], prompts: list[Any]) -> tuple[pa.Table, pa.Table]:
+def tables(lengths: list[int], prompts: list) -> tuple[pa.Table, pa.Table]:
     """A table of rows, and the same with the column BEGINNING."""
     count = len(lengths)
     numbers = list(range(count))
@@ -81,7 +80,7 @@ def tables(lengths: list[int], prompts: list[Any]) -> tuple[pa.Table, pa.Table]:
     return table, table.append_column(BEGINNING, beginnings(prompts))
 
 
-def parts_of(table: pa.Table, name: str, **more: Any) -> list[bytes]:
+def parts_of(table: pa.Table, name: str, **more) -> list[bytes]:
     store = open_store(f"memory://{name}")
     writer = PlanWriter(store, window=50, unit_rows=8, **more)
     for start in range(0, table.num_rows, 7):

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -31,7 +30,7 @@ def problems(kind: str, text: str) -> list[str]:
     return shell_problems(text)
 
 
-def pod_problems(manifest: dict[str, Any]) -> list[str]:
+def pod_problems(manifest: dict) -> list[str]:
     """KubeRay's schema knows pods, but not which names and quantities Kubernetes allows: its own schema of pods does a part."""
     found = []
     for template in templates(manifest):

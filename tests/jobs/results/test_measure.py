@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,17 +25,17 @@ BARE = {"id": "id", "prompt": "prompt"}
 COLUMNS = BARE | {"reference": "answer"}
 
 
-def right_but_f(name: str) -> list[dict[str, Any]]:
+def right_but_f(name: str) -> list[dict]:
     return [{"text": f"text of {name}" if name != "f" else "other"}]
 
 
-def write(folder: Path, texts: Any = right_but_f, *, rows: Any = ROWS, **sections: Any) -> Store:
+def write(folder: Path, texts=right_but_f, *, rows=ROWS, **sections) -> Store:
     folder.mkdir(exist_ok=True)
     sections = {"input": input_of(folder, keep=["label"])} | sections
     return write_run(spec_for(folder, rows, **sections), texts)
 
 
-def input_of(folder: Path, columns: dict[str, str] = COLUMNS, **more: Any) -> dict[str, Any]:
+def input_of(folder: Path, columns: dict[str, str] = COLUMNS, **more) -> dict:
     return {"path": str(folder / "rows.jsonl"), "columns": columns} | more
 
 
@@ -76,7 +75,7 @@ def test_metrics_are_measured_against_the_references_that_travelled_with_the_row
 
 
 def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(tmp_path, capsys):
-    rows: list[dict[str, Any]] = [*ROWS[:4], {**ROWS[4], "answer": None}, ROWS[5]]
+    rows: list[dict] = [*ROWS[:4], {**ROWS[4], "answer": None}, ROWS[5]]
     store = write(tmp_path, lambda name: [failed()] if name == "a" else right_but_f(name), rows=rows)
     assert measure(store, "exact_match") == 0
     assert by_id(store, "exact_match") == {"a": None, "b": 1.0, "c": 1.0, "d": 1.0, "e": None, "f": 0.0}
@@ -90,7 +89,7 @@ def test_another_kept_column_can_hold_the_references(tmp_path):
 
 
 def test_several_references_and_numbers_are_references_too(tmp_path):
-    rows: list[dict[str, Any]] = [
+    rows: list[dict] = [
         {"id": "a", "prompt": "p", "answer": ["one", "text"]},
         {"id": "b", "prompt": "p", "answer": ["x"]},
     ]
@@ -105,7 +104,7 @@ def test_several_references_and_numbers_are_references_too(tmp_path):
 def test_an_infilled_text_is_compared_with_the_original(tmp_path):
     """The spec's metrics need references, so that the text itself travels into the results."""
     rows = [{"id": "a", "text": "The original text."}, {"id": "b", "text": "Another text, longer."}]
-    sections: dict[str, Any] = {
+    sections: dict = {
         "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
         "model": {"path": "builtin:asarm-tiny", "device": "cpu"},
         "decoder": {"kind": "any_subset"},
@@ -125,7 +124,7 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path):
         "b": ["assert True", "assert True", None],
     }
 
-    def texts(name: str) -> list[dict[str, Any]]:
+    def texts(name: str) -> list[dict]:
         return [{"sample": n} | (failed() if text is None else {"text": text}) for n, text in enumerate(samples[name])]
 
     store = write(tmp_path, texts, rows=ROWS[:2], input=input_of(tmp_path, BARE), sampling={"n": 3})

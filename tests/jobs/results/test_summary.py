@@ -1,7 +1,5 @@
 """The table at the end of a run: what failed and why, and figures of the machine only where they mean something."""
 
-from typing import Any
-
 import pytest
 
 from draftmill.actors.messages import Effort, Tally
@@ -13,7 +11,7 @@ from draftmill.storage.runs.records import MOST_CHARS, Sums, sum_up, sums_of_tex
 from draftmill.storage.runs.unit_facts import UnitFacts
 
 
-def row(name: str, kind: str | None = None, error: str | None = None) -> dict[str, Any]:
+def row(name: str, kind: str | None = None, error: str | None = None) -> dict:
     place = {"id": name, "unit": 0, "pass": 1, "attempt": 1}
     return place | {
         "status": "failed" if kind else "ok",

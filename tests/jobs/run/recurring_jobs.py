@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ KILLS = ("ledger.before_cache", "prune.before_mark", "prune.before_delete")
 DATED = "{date:%Y-%m-%d}"
 
 
-def nightly(folder: Path, *, rows: Path | None = None, name: str = "nightly", **changes: Any) -> Path:
+def nightly(folder: Path, *, rows: Path | None = None, name: str = "nightly", **changes) -> Path:
     """A spec that writes to `folder`/`name`/DATE."""
     rows = rows or write_rows(folder / "rows.jsonl", 8)
     output = {"path": str(folder / name / DATED), "unit_rows": 4}

@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,8 +25,8 @@ def rows(*names: str, bad: str = "") -> str:
     return "".join(json.dumps({"id": name, "tokens": ids}) + "\n" for name, ids in tokens.items())
 
 
-def growing(folder: Path, **changes: Any) -> Path:
-    defaults: dict[str, Any] = {"input": {"path": f"{folder}/log.jsonl"} | DEDUPE, "errors": {"max_rate": 1.0}}
+def growing(folder: Path, **changes) -> Path:
+    defaults: dict = {"input": {"path": f"{folder}/log.jsonl"} | DEDUPE, "errors": {"max_rate": 1.0}}
     return nightly(folder, rows=folder, **defaults | changes)
 
 

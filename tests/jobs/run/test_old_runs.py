@@ -4,7 +4,6 @@ import json
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,8 +26,8 @@ FILES = 4
 PRUNED = ["_ids.parquet", "_lease.json", "_manifest.json", "_plan.json", "_pruned.json", "_SUCCESS", "attempts"]
 
 
-def spec_of(folder: Path, **changes: Any) -> Path:
-    defaults: dict[str, Any] = {"input": {"path": f"{folder}/landing/*.jsonl"} | INPUT}
+def spec_of(folder: Path, **changes) -> Path:
+    defaults: dict = {"input": {"path": f"{folder}/landing/*.jsonl"} | INPUT}
     return nightly(folder, rows=folder, **defaults | changes)
 
 
@@ -61,11 +60,11 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spec_at(folder: Path, finished: Path, **changes: Any) -> Path:
+def spec_at(folder: Path, finished: Path, **changes) -> Path:
     return spec_of(folder, **{"input": {"path": f"{finished}/landing/*.jsonl"} | INPUT} | changes)
 
 
-def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
     capsys.readouterr()
     assert main(["status", str(folder), "--json"]) == 0
     return {one["name"]: one for one in json.loads(capsys.readouterr().out)}

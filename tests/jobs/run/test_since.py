@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ def land(folder: Path, name: str, *, rows: int = 4, seed: int = 0) -> Path:
     return file
 
 
-def incremental(folder: Path, **changes: Any) -> Path:
+def incremental(folder: Path, **changes) -> Path:
     """A nightly job over `folder`/landing."""
     return nightly(folder, rows=folder, **{"input": {"path": f"{folder}/landing/*.jsonl"} | SINCE} | changes)
 

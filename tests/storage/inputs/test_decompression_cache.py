@@ -5,7 +5,6 @@ import gzip
 import io
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -91,7 +90,7 @@ def test_files_that_were_not_read_for_long_are_let_go(tmp_path, unpackings):
 @pytest.mark.parametrize("room", [0, 25_000])
 def test_a_full_disk_ends_nothing(tmp_path, unpackings, monkeypatch, room):
     class Full(io.BytesIO):
-        def write(self, data: Any) -> int:
+        def write(self, data) -> int:
             nonlocal room
             room -= len(data)
             if room < 0:

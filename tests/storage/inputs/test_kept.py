@@ -3,7 +3,6 @@
 import datetime
 import json
 from decimal import Decimal
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -13,14 +12,14 @@ from draftmill.storage.inputs.kept import KeptTypes, is_json, kept_values, schem
 from draftmill.storage.parquet import read_parquet, write_parquet
 
 
-def fields_of(rows: list[dict[str, Any]], *names: str) -> pa.Schema:
+def fields_of(rows: list[dict], *names: str) -> pa.Schema:
     types = KeptTypes(names)
     for row in rows:
         types.see(row)
     return types.schema()
 
 
-def round_trip(rows: list[dict[str, Any]], schema: pa.Schema) -> list[Any]:
+def round_trip(rows: list[dict], schema: pa.Schema) -> list:
     """What an export says of rows that were kept and written."""
     table = pa.table({"keep": pa.array([kept_values(row, schema) for row in rows], pa.struct(list(schema)))})
     return [to_json(row, schema) for row in read_parquet(write_parquet(table, {}))["keep"].to_pylist()]
@@ -58,7 +57,7 @@ def test_a_kept_column_has_the_type_of_its_values_or_is_json(values, expected):
     assert json.dumps(round_trip(rows, schema))
 
 
-TYPES: dict[str, tuple[pa.DataType, Any]] = {
+TYPES: dict[str, tuple] = {
     "int8": (pa.int8(), 7),
     "uint64": (pa.uint64(), 2**64 - 1),
     "float32": (pa.float32(), 0.5),
