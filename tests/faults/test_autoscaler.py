@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def end(folder: Path) -> None:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address():
     """A head without CPUs, and an autoscaler that may add nodes of one CPU."""
     folder = Path(tempfile.mkdtemp(prefix="as", dir="/tmp"))  # Ray's sockets need a short path
     address = f"127.0.0.1:{free_port()}"

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 import pyarrow as pa
@@ -65,7 +64,7 @@ class Crashes:
 
 
 @pytest.fixture(scope="module")
-def crashes(ray_session: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Crashes:
+def crashes(ray_session, tmp_path_factory: pytest.TempPathFactory) -> Crashes:
     folder = tmp_path_factory.mktemp("crash")
     address = ray_session.get_runtime_context().gcs_address
     return Crashes(address, folder, write_rows(folder / "rows.jsonl", ROWS, longest=40))

@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +75,7 @@ class Matrix:
         assert process.exitcode is not None, f"{points}: hangs"
         return process.exitcode
 
-    def kill_at(self, spec: Path, points: Sequence[str]) -> None:
+    def kill_at(self, spec: Path, points) -> None:
         """Kill a process at each of the points, in turn, and let the last one finish."""
         for point in points:
             name, _, hit = point.partition(":")

@@ -4,7 +4,6 @@ In the short suite some dozens of files, with `--soak` a third of all, which is 
 """
 
 import multiprocessing
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def problems(world: Path, kind: str, part: str) -> Iterator[str]:
+def problems(world: Path, kind: str, part: str):
     """What is wrong with the endings of a share of the files of a kind."""
     result = world / f"{kind}.jsonl"
     server = forked(serve, str(world), kind, str(result), part)

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,7 +46,7 @@ cli.program()
 
 
 @contextmanager
-def running(spec: Path, store: Store, points: str, *program: str) -> Iterator[subprocess.Popen[str]]:
+def running(spec: Path, store: Store, points: str, *program: str):
     """`draftmill run` in a process of its own that has committed a unit."""
     command = [sys.executable, *program, "run", str(spec), "--local", "--quiet", "--grace-seconds", "6"]
     process = subprocess.Popen(

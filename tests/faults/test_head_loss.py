@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ RECONNECT_S = 3
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+def cluster(monkeypatch: pytest.MonkeyPatch):
     """A head without CPUs for workers, and a node with one, whose worker stands still for a while after some units."""
     from ray.cluster_utils import Cluster
 

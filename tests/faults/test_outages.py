@@ -3,7 +3,6 @@
 Without Ray (tests/runs/local_pool.py). What the generated Slurm script and CronJob never retry are exit codes 2 and 3.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ PATIENT = {"read", "commit"}
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def impatient(monkeypatch: pytest.MonkeyPatch):
     """Little time passes between the attempts of this process' clients."""
     monkeypatch.setattr(s3, "MAX_WAIT_S", 0.005)
     s3._client.cache_clear()

@@ -3,8 +3,6 @@
 Without Ray (tests/runs/local_pool.py); rows, plan, results, traces and the lease all go through the same storm.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
 from draftmill.jobs.cli import main
@@ -22,7 +20,7 @@ TIMEOUT_S, STALL_S = 1.0, 1.5
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def impatient(monkeypatch: pytest.MonkeyPatch):
     """Clients of this process wait a second for an answer, and little between their attempts."""
     monkeypatch.setattr(s3, "TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(s3, "MAX_WAIT_S", 0.2)

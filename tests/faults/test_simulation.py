@@ -5,7 +5,6 @@ The driver, the scheduler, the lease and the committer are the real ones. `make 
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from unittest.mock import patch
 
@@ -29,7 +28,7 @@ FATES = ("crash before", "crash after", "refused", "denied", "lost", "pause befo
 
 
 @pytest.fixture(scope="module")
-def at_work() -> Iterator[dict]:
+def at_work():
     with simulated() as at_work:
         yield at_work
 

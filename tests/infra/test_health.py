@@ -2,7 +2,6 @@
 
 import http.server
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def test_a_process_that_stands_still_or_is_dead_is_named(state, command, name, t
 
 
 @pytest.fixture
-def agent() -> Iterator[tuple[str, dict[str, object]]]:
+def agent():
     """An agent whose answer a test chooses."""
     says: dict[str, object] = {"code": 200, "text": "success"}
 

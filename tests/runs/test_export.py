@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -178,7 +177,7 @@ def nothing(run_dir: Path) -> None:
     pass
 
 
-REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+REFUSED: dict[str, tuple] = {
     "unfinished": (unfinished, ["jsonl", "--out", "{out}"], "is not finished"),
     "there already": (nothing, ["jsonl", "--out", "{run}/../there"], "already exists; --overwrite replaces it"),
     "no name": (nothing, ["jsonl", "--out", ""], "--out: '' is not a path"),
@@ -252,7 +251,7 @@ def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(prompts,
     out, written = tmp_path / "all.jsonl", export_module._local_file
 
     @contextmanager
-    def beside(place: str, *rest) -> Iterator:
+    def beside(place: str, *rest):
         with written(place, *rest) as file:
             yield file
             out.write_text("of another program")

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -150,7 +149,7 @@ def test_a_bucket_that_is_not_there_is_told_at_once(run_dir, s3_server, monkeypa
     assert "there is no bucket 'no-such-bucket-here'" in capsys.readouterr().err
 
 
-def while_reading(monkeypatch: pytest.MonkeyPatch, happens: Callable) -> None:
+def while_reading(monkeypatch: pytest.MonkeyPatch, happens) -> None:
     """Let something happen when the first unit has been read."""
 
     def rows(*arguments, **how):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,7 +139,7 @@ def other_input(folder: Path) -> None:
     write_rows(folder / "rows.jsonl", COUNT - 1)
 
 
-REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+REFUSED: dict[str, tuple] = {
     "another job": (lambda folder: None, ["--set", "decoder.k=2"], "decoder.k was 3, is 2"),
     "no such key": (lambda folder: None, ["--set", "decoder.kk=2"], "decoder.kk: unknown key"),
     "changed input": (other_input, ["--set", "input.path={folder}/rows.jsonl"], "the inputs changed"),

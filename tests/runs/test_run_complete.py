@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def completed(world: World, ray_session: ModuleType) -> dict[str, dict]:
+def completed(world: World, ray_session) -> dict[str, dict]:
     """Results of a run by the command line, with Ray."""
     spec = job_spec(world.folder, ROWS)
     (world.folder / "job.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,7 +13,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def finished(ray_session: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(ray_session, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 samples in 5 units by two workers, with traces."""
     folder = tmp_path_factory.mktemp("job")
     rows = write_rows(folder / "rows.jsonl", 20)

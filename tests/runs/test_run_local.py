@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from threading import Barrier
 
 import pytest
@@ -100,7 +99,7 @@ class Reads:
         for kind, verb in ((LocalStore, "get"), (LocalStore, "get_range"), (S3Store, "_read")):
             monkeypatch.setattr(kind, verb, self._counted(getattr(kind, verb)))
 
-    def _counted(self, read: Callable[..., bytes]) -> Callable[..., bytes]:
+    def _counted(self, read):
         def counted(store: object, name: str, *arguments, **more) -> bytes:
             data = read(store, name, *arguments, **more)
             self.bytes += len(data) if name.startswith("data/") else 0

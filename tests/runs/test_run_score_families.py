@@ -3,7 +3,6 @@
 import json
 import math
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -52,7 +51,7 @@ def ran(file: Path) -> dict[str, dict]:
     return {row["id"]: row for row in table_of(file).to_pylist()}
 
 
-def specs(folder: Path) -> Iterator[tuple[str, Path]]:
+def specs(folder: Path):
     """A job of each kind of score."""
     texts = pieces(6, 80)
     rows = [{"id": str(n), "text": text, "prompt": text[:40], "answer": text[40:]} for n, text in enumerate(texts)]

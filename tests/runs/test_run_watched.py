@@ -5,7 +5,6 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -56,7 +55,7 @@ def test_the_metrics_of_a_real_run_are_served_and_agree_with_its_results(ray_ses
     } | silent
 
 
-def served(ray: ModuleType, run: str) -> dict[tuple[str, str], float]:
+def served(ray, run: str) -> dict[tuple[str, str], float]:
     """The values of one run at the metrics port of Ray's node, by name and own label, once its end is there."""
     (node,) = [node for node in ray.nodes() if node["Alive"]]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"

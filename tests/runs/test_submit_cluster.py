@@ -4,7 +4,6 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address():
     """The dashboard of a cluster of this machine that knows nothing of the checkout, and finds this Python by its name."""
     from ray.cluster_utils import Cluster
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +142,7 @@ def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(finished, c
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def measured(monkeypatch: pytest.MonkeyPatch):
     """How many rows were read and tokenized for planning, in batches."""
     from draftmill.actors.planning import surveying
 

@@ -1,7 +1,6 @@
 """Stores of every kind for one test body."""
 
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def failpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def failpoints(monkeypatch: pytest.MonkeyPatch):
     reset_failpoints()
     yield
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -5,7 +5,6 @@ The GPUs are fake resources of several local raylets, which come up once for all
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -49,7 +48,7 @@ class AnyJob:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator:
+def cluster():
     """A head without GPUs, a node with four and one with two."""
     import ray
     from ray.cluster_utils import Cluster
@@ -77,7 +76,7 @@ def joined(cluster, **resources):
     raise AssertionError
 
 
-def come_up(found: Allocation) -> list[Mapping]:
+def come_up(found: Allocation) -> list:
     """Start a whole allocation; what its workers see, kind by kind."""
     pool = RayPool(AnyJob(), found, worker_class=PinnedWorker)
     names = [f"w{number}" for number in range(found.count)]

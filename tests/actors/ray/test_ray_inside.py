@@ -3,7 +3,6 @@
 import re
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -39,7 +38,7 @@ def another_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version of Ray that has moved all that is not its API."""
     real = import_module
 
-    def moved(name: str) -> ModuleType:
+    def moved(name: str):
         if name in {one.module for one in NAMES.values()}:
             raise ModuleNotFoundError(f"No module named {name!r}")
         return real(name)

@@ -5,7 +5,6 @@ from __future__ import annotations  # `Sent` reads which of its fields are array
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -50,7 +49,7 @@ MANY = {"parallel": 24, "assd": 16, "assd, fused": 24, "s2d2, head": 24}
 
 
 @pytest.fixture(autouse=True)
-def _no_graphs_of_others() -> Iterator[None]:
+def _no_graphs_of_others():
     drop_all()
     yield
     drop_all()
@@ -391,7 +390,7 @@ def test_a_capture_leaves_the_stream_as_it_was_also_where_it_fails(fails, monkey
     current, pools, cleared = ["usual"], list[Any](), list[str]()
 
     @contextlib.contextmanager
-    def graph(made: Any, *, pool: Any, capture_error_mode: str) -> Iterator[None]:
+    def graph(made: Any, *, pool: Any, capture_error_mode: str):
         pools.append(pool)
         assert capture_error_mode == "thread_local", "other threads use the device meanwhile"
         current[0] = "capturing"

@@ -1,7 +1,6 @@
 """Pairs of samples: by (id, sample), with a count of all without a partner; their noise, and what they are worth, by hand."""
 
 import random
-from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,7 @@ from draftmill.jobs.results.passes import Pass
 from tests.jobs.compare.test_same_work import COMPLETE, RANDOM, SCORE, plan
 
 
-def rows(keys: list[tuple[str, int]], failed: Collection[tuple[str, int]] = ()) -> RunRows:
+def rows(keys: list[tuple[str, int]], failed=()) -> RunRows:
     """A run with these (id, sample), whose digests number them by hash."""
     ids = [name for name, _ in keys]
     cut = len(ids) // 3  # several chunks, as from several unit files

@@ -4,7 +4,6 @@ Row g of a run has a difficulty u, its samples have noise e: latent values u + e
 Coupled runs have one u and noises with the correlation 0.8; the others have nothing in common.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -48,7 +47,7 @@ def true_pass_at_2(shift: float) -> float:
 
 
 # Samples of a row, the metric of a latent value, and its mean for a latent mean.
-METRICS: dict[str, tuple[int, Callable[[np.ndarray], np.ndarray], Callable[[float], float]]] = {
+METRICS: dict[str, tuple] = {
     "zeros and ones": (1, lambda x: (x > CUT).astype(float), lambda m: float(stats.norm.cdf((m - CUT) / 2**0.5))),
     "zeros and ones, 4 a row": (4, lambda x: (x > CUT).astype(float), lambda m: stats.norm.cdf((m - CUT) / 2**0.5)),
     "shares, 4 a row": (4, stats.norm.cdf, lambda m: float(stats.norm.cdf(m / 3**0.5))),

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ def times(count: int) -> settings:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory):
     """A folder with rows, in which the process stands for the time of the tests: relative paths lead nowhere else."""
     folder = tmp_path_factory.mktemp("bad")
     lines = [json.dumps({"id": f"row-{number}", "tokens": [7, None, 8, 9]}) for number in range(4)]

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -112,9 +111,7 @@ GOOD_LINES = [b'{"id": "good-1", "text": "x = <mask:2>\\n"}', b'{"id": "good-2",
 
 
 @pytest.fixture(scope="module")
-def outcome(
-    tmp_path_factory: pytest.TempPathFactory, ray_session: ModuleType
-) -> tuple[int, list[dict[str, Any]], Path]:
+def outcome(tmp_path_factory: pytest.TempPathFactory, ray_session) -> tuple[int, list[dict[str, Any]], Path]:
     """Exit code, result rows and folder of one job over all bad rows and two good ones."""
     folder = tmp_path_factory.mktemp("bad-rows")
     spec = job(folder)

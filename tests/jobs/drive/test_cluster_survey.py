@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -90,7 +89,7 @@ def as_arrow(folder: Path) -> None:
         writer.write_table(table, max_chunksize=9)
 
 
-KINDS: list[tuple[Callable[[Path], None], dict]] = [
+KINDS: list[tuple] = [
     (as_jsonl, {}),
     (as_jsonl, {"keep": ["n", "tag"]}),
     (as_jsonl, {"limit": 222, "keep": ["n", "tag"]}),
@@ -146,7 +145,7 @@ def surveyed_there(spec: JobSpec, **changes):
     resolved = resolve(spec, open_store(spec.output.path))
     found = cluster_survey(resolved, 2, is_ours=False, note=changes.pop("note", lambda message: None))
 
-    def surveyed(*given) -> Iterator[pa.Table]:
+    def surveyed(*given):
         with pytest.MonkeyPatch.context() as patch:
             if changes:
                 make = survey_pool.SurveyPool

@@ -1,7 +1,6 @@
 """Device time: every second of a worker has one purpose, also of workers that die, and resumed sessions add up."""
 
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -22,7 +21,7 @@ class Hand:
         return self.now_s
 
 
-def log_in(store: Store, epoch: int = 1, *, clock: Callable[[], float] = time.monotonic) -> RunLog:
+def log_in(store: Store, epoch: int = 1, *, clock=time.monotonic) -> RunLog:
     """The log of a driver of this run directory."""
     log = RunLog(clock=clock)
     log.attach(store, epoch, "job")

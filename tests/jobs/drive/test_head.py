@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,7 +18,7 @@ GetClusterIdReply = import_module("ray.core.generated.gcs_service_pb2").GetClust
 
 
 @contextmanager
-def head(answer: Callable) -> Iterator[str]:
+def head(answer):
     """A server that answers the question about the cluster's id as Ray's head does."""
     method = grpc.unary_unary_rpc_method_handler(
         lambda request, context: answer(context), response_serializer=GetClusterIdReply.SerializeToString

@@ -4,7 +4,6 @@ import json
 import logging
 import threading
 import warnings
-from collections.abc import Callable
 
 import pytest
 
@@ -174,7 +173,7 @@ def test_a_full_file_is_followed_by_another_and_not_written_again():
 class Raced(list[str]):
     """Lines to which another thread adds one in the moment after they were copied."""
 
-    def __init__(self, add: Callable[[], None]) -> None:
+    def __init__(self, add) -> None:
         super().__init__()
         self.then = [add]
 

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def offline(tmp_path_factory: pytest.TempPathFactory):
     """No hub, and a cache of our own for data sets."""
     import datasets
     import huggingface_hub.constants as hub

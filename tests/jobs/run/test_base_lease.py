@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,10 +40,10 @@ NOW_S = time.time()
 
 
 @pytest.fixture
-def run_work(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def run_work(monkeypatch: pytest.MonkeyPatch):
     """Runs a job that consists of a function, and returns the exit code; `sleep` is called in place of time.sleep."""
 
-    def run_job(work: Callable[[], None], if_running: IfRunning, sleep: Callable[[float], None] = time.sleep) -> int:
+    def run_job(work, if_running: IfRunning, sleep=time.sleep) -> int:
         monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, sleep=sleep))
         monkeypatch.setattr(job, "complete_job", lambda *_: work())
         spec: Any = None

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +145,7 @@ def test_ids_are_found_as_in_a_plain_set(monkeypatch):
 
 
 def test_hashes_survive_a_file_sorted_and_without_those_that_are_excluded():
-    one: Callable[[str], bytes] = lambda name: hashes_of([name]).tobytes()  # noqa: E731
+    one = lambda name: hashes_of([name]).tobytes()  # noqa: E731
     column = column_of(hashes_of(["a", "b", "a", "c"]), without=hashes_of(["b", "x"]))
     assert column.to_pylist() == sorted([one("a"), one("c")])
     read = hashes_in(pa.chunked_array([column.slice(0, 1), column.slice(1)]))

@@ -1,7 +1,5 @@
 """BatchCache: what was read last of tables, and that it is read once."""
 
-from collections.abc import Iterator, Sequence
-
 import pyarrow as pa
 import pytest
 
@@ -18,14 +16,14 @@ class Table:
         self.read = 0
         self.opened = 0
 
-    def open(self) -> Iterator[pa.RecordBatch]:
+    def open(self):
         self.opened += 1
         for first in range(0, self.rows, BATCH):
             self.read += 1
             yield pa.record_batch({"x": pa.array(range(first, min(self.rows, first + BATCH)), pa.int64())})
 
 
-def picked(stretches: BatchCache, table: Table, rows: Sequence[int]) -> list[int]:
+def picked(stretches: BatchCache, table: Table, rows) -> list[int]:
     found = list(stretches.pick(table, rows, table.open))
     assert all(batch["x"].to_pylist() == list(numbers) for batch, numbers in found)
     return [number for _, numbers in found for number in numbers]
@@ -70,7 +68,7 @@ def test_a_table_that_breaks_off_is_read_anew():
     stretches = BatchCache()
     breaks = [True]
 
-    def opened() -> Iterator[pa.RecordBatch]:
+    def opened():
         yield pa.record_batch({"x": pa.array([0], pa.int64())})
         if breaks.pop():
             raise pa.ArrowInvalid("a damaged page")

@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import tracemalloc
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -315,7 +314,7 @@ TABLE = pa.table({"id": list(range(1000)), "text": [f"row {index}" for index in 
 ZSTD = pa.ipc.IpcWriteOptions(compression="zstd")
 
 
-WRITERS: dict[str, Callable[[Path], InputFile]] = {
+WRITERS: dict = {
     "parquet": lambda folder: parquet_file(folder / "a.parquet", TABLE),
     "parquet in groups": lambda folder: parquet_file(folder / "a.parquet", TABLE, row_group_size=77),
     "arrow stream": lambda folder: arrow_file(folder / "a.arrow", TABLE, pa.ipc.new_stream),

@@ -1,7 +1,6 @@
 """Slices of a file: their rows, one slice after another, are the rows of the file, wherever it is cut."""
 
 import random
-from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,11 +8,11 @@ import pytest
 
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import count_lines, has_lines, iterate
-from draftmill.storage.inputs.rows import FileSlice, InputFile, Row
+from draftmill.storage.inputs.rows import FileSlice, InputFile
 from draftmill.storage.inputs.tables import group_slices
 
 
-def seen(rows: Iterator[Row]) -> list[tuple[int, int | None, object, str | None]]:
+def seen(rows) -> list[tuple[int, int | None, object, str | None]]:
     return [(row.row, row.offset, row.values, row.error.message if row.error else None) for row in rows]
 
 
@@ -24,7 +23,7 @@ def text_of(rng: random.Random) -> bytes:
     return rng.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + rng.choice([b"", b'{"a": 2}'])
 
 
-def cut(file: InputFile, step: int) -> Iterator[FileSlice]:
+def cut(file: InputFile, step: int):
     """The slices of a file of lines by ranges of `step` bytes."""
     assert file.size is not None
     row = 0

@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from types import SimpleNamespace
@@ -285,7 +284,7 @@ def test_uploads_of_the_last_hour_may_be_at_work_by_the_stores_own_clock():
     def one(upload_id: str, key: str, minutes: float) -> dict[str, Any]:
         return {"Key": key, "UploadId": upload_id, "Initiated": stores_now - timedelta(minutes=minutes)}
 
-    def pages() -> Iterator[dict[str, Any]]:
+    def pages():
         heard = {"ResponseMetadata": {"HTTPHeaders": {"date": format_datetime(stores_now, usegmt=True)}}}
         uploads = [one("young", "k", 59), one("old", "k", 61)]
         yield heard | {"Uploads": uploads, "IsTruncated": True, "NextKeyMarker": "k", "NextUploadIdMarker": "old"}
