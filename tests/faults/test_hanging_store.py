@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -46,7 +45,7 @@ cli.program()
 
 
 @contextmanager
-def running(spec: Path, store: Store, points: str, *program: str):
+def running(spec, store: Store, points: str, *program: str):
     """`draftmill run` in a process of its own that has committed a unit."""
     command = [sys.executable, *program, "run", str(spec), "--local", "--quiet", "--grace-seconds", "6"]
     process = subprocess.Popen(

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -32,11 +31,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch):
     cluster.shutdown()
 
 
-def units(run: Path) -> dict[str, tuple[int, int]]:
+def units(run) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (run / "data").glob("unit-*")}
 
 
-def units_done(run: Path, epoch: int) -> set[int]:
+def units_done(run, epoch: int) -> set[int]:
     """The units that a session's log of attempts calls done."""
     lines = [line for path in run.glob(f"attempts/epoch-{epoch:04d}-part-*") for line in path.read_text().splitlines()]
     events = [json.loads(line) for line in lines]

@@ -3,8 +3,6 @@
 Without Ray (tests/runs/local_pool.py). What the generated Slurm script and CronJob never retry are exit codes 2 and 3.
 """
 
-from pathlib import Path
-
 import pytest
 
 from draftmill.jobs.cli import main
@@ -53,7 +51,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch):
 class Bucket:
     """A job whose input and output are in a bucket."""
 
-    def __init__(self, folder: Path, server: S3Server, options: S3Options) -> None:
+    def __init__(self, folder, server: S3Server, options: S3Options) -> None:
         url = f"s3://{server.new_bucket()}"
         self.folder, self.server = folder, server
         self.rows = write_rows(folder / "rows.jsonl", UNITS * UNIT_ROWS, longest=12)

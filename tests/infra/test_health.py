@@ -2,14 +2,13 @@
 
 import http.server
 import threading
-from pathlib import Path
 
 import pytest
 
 from draftmill.infra.health import problem
 
 
-def process(proc: Path, pid: int, state: str, *command: str, name: str = "python") -> None:
+def process(proc, pid: int, state: str, *command: str, name: str = "python") -> None:
     """A process as /proc shows it."""
     folder = proc / str(pid)
     folder.mkdir(parents=True)

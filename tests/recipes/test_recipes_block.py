@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ CPU = torch.device("cpu")
 CASES = [Layout(1, True), Layout(4, False), Layout(4, True), Layout(16, False)]
 
 
-def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> block_training.Trainer:
+def trainer_of(start, prepared: corpus.Prepared, steps: int, seed: int = 0) -> block_training.Trainer:
     return block_training.Trainer(start, short_schedule(steps, seed), prepared.train, CPU)
 
 
@@ -253,7 +252,7 @@ def test_training_lowers_the_loss_and_is_repeatable(start, prepared):
 
 
 @pytest.fixture(scope="module")
-def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(start, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"DRAWS": 1, "PACE_WINDOWS": 1, "LAYOUTS": CASES[:3]}.items():
             patch.setattr(block_quality, name, value)

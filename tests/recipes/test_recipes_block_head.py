@@ -1,7 +1,5 @@
 """The recipe of a block-diffusion model's draft head: rows as the decoder has them, training, the folder."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +21,7 @@ FUSED = decoder_settings("s2d2", block_size=3, causal_cache=True, fused=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory):
     """A block-diffusion model of random weights, large enough to have opinions."""
     place, model = tmp_path_factory.mktemp("model"), block_training.empty_model(SHAPE)
     torch.manual_seed(4)

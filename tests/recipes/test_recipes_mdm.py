@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from tests.recipes.recipes_of_tests import (
 CPU = torch.device("cpu")
 
 
-def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
+def trainer_of(start, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
     return absorbing.Trainer(absorbing.model_from(start), short_schedule(steps, seed), prepared.train, CPU)
 
 
@@ -118,7 +117,7 @@ def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start, prep
 
 
 @pytest.fixture(scope="module")
-def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(start, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """What the recipe writes in one go, and in two."""
     flags = ["--start", str(start), "--steps", "3", "--threads", "1", "--batch-tokens", "1024"]
     return written_twice(mdm, flags, tmp_path_factory.mktemp("masked"))

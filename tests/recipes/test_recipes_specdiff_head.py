@@ -1,7 +1,5 @@
 """The recipe of the diffusion drafter's draft head: rows of both models, the laws that decoders draft from, the folder."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -31,7 +29,7 @@ PLAN = specdiff_head.HeadPlan(steps=60, rows=400, batch_rows=64, markov_hidden=3
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """A target and a drafter of random weights, large enough to have opinions."""
     place = tmp_path_factory.mktemp("pair")
     causal_model, masked_model = causal.new_model(SHAPE, 3), absorbing.empty_model(SHAPE)
@@ -45,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def pair(folders: tuple[Path, Path]) -> Pair:
+def pair(folders: tuple) -> Pair:
     return frozen_pair.load_pair(*folders)
 
 

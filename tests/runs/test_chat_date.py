@@ -3,7 +3,6 @@
 import json
 import time
 from datetime import date
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ ZONES = ("UTC", "Pacific/Kiritimati", "Pacific/Pago_Pago", "Asia/Kolkata", "Amer
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def folder(tmp_path, monkeypatch: pytest.MonkeyPatch):
     save_model(tmp_path / "model", ends=[2])
     settings = json.loads((TOKENIZER / "tokenizer_config.json").read_text())
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
@@ -41,7 +40,7 @@ def on(monkeypatch: pytest.MonkeyPatch, day: date, zone: str = "UTC") -> None:
     time.tzset()
 
 
-def spec_of(folder: Path, name: str) -> JobSpec:
+def spec_of(folder, name: str) -> JobSpec:
     return job_spec(folder, ROWS, task=CHAT, output={"path": str(folder / name), "unit_rows": 1})
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Thread
 
 import pyarrow.parquet as pq
@@ -34,11 +33,11 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory: pytest.TempPathFactory):
     return decode_prompts(tmp_path_factory.mktemp("prompts"))
 
 
-def decode_prompts(folder: Path) -> Path:
+def decode_prompts(folder):
     """Decode the requests in `folder / run`, of which some fail."""
     save_model(folder / "model", ends=[2])
     plain = {"method": "POST", "url": "/v1/completions"}
@@ -57,13 +56,13 @@ def decode_prompts(folder: Path) -> Path:
     return folder
 
 
-def lines_of(path: Path) -> dict[str, dict]:
+def lines_of(path) -> dict[str, dict]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
 
 
-def rows_of(run_dir: Path) -> dict[str, dict]:
+def rows_of(run_dir) -> dict[str, dict]:
     rows = [row for table in latest_rows(passes_of(open_store(str(run_dir)))) for row in table.to_pylist()]
     return {row["id"]: row for row in rows}
 
@@ -169,11 +168,11 @@ def test_numbers_that_json_has_not_are_null(tmp_path):
     assert (found["logprob"], found["metrics"], found["token_logprobs"]) == (None, {"bits_per_byte": None}, [0.5, None])
 
 
-def unfinished(run_dir: Path) -> None:
+def unfinished(run_dir) -> None:
     (run_dir / "_manifest.json").unlink()
 
 
-def nothing(run_dir: Path) -> None:
+def nothing(run_dir) -> None:
     pass
 
 
@@ -257,7 +256,7 @@ def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(prompts,
             out.write_text("of another program")
 
     command = ["export", str(prompts / "run"), "--format", "jsonl", "--out", str(out)]
-    synced: list[Path] = []
+    synced: list = []
     monkeypatch.setattr(export_module, "_local_file", beside)
     monkeypatch.setattr(export_module, "sync_folder", synced.append)
     assert main(command) == 2

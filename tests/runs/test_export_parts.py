@@ -1,7 +1,5 @@
 """`draftmill export --file-mb`: Parquet files of a chosen size that hold each row once, as the last pass has it."""
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +22,7 @@ PARQUET = ("--format", "parquet", "--file-mb", "1")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory):
     """A run of two passes."""
     folder = tmp_path_factory.mktemp("parts")
     rows = write_rows(folder / "rows.jsonl", COUNT)
@@ -33,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def names_in(folder: Path) -> list[str]:
+def names_in(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +23,7 @@ FORMATS = ["jsonl", "openai", "csv", "parquet"]
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory):
     return decode_prompts(tmp_path_factory.mktemp("prompts")) / "run"
 
 
@@ -40,12 +39,12 @@ def bucket(s3_server: S3Server, s3_options: S3Options, monkeypatch: pytest.Monke
     return store
 
 
-def export(run: Path | str, kind: str, out: Path | str, server: S3Server, *more: str) -> int:
+def export(run, kind: str, out, server: S3Server, *more: str) -> int:
     place = ["--s3-endpoint", server.endpoint]
     return main(["export", str(run), "--format", kind, "--out", str(out), *place, *more])
 
 
-def copied(run_dir: Path, bucket: S3Store) -> str:
+def copied(run_dir, bucket: S3Store) -> str:
     """The same run on S3."""
     for path in run_dir.rglob("*"):
         if path.is_file():
@@ -61,7 +60,7 @@ def pending(bucket: S3Store) -> int:
     return len(bucket.ask("list_multipart_uploads", "").get("Uploads", ()))
 
 
-def same(kind: str, bucket: S3Store, name: str, local: Path) -> bool:
+def same(kind: str, bucket: S3Store, name: str, local) -> bool:
     if kind != "parquet":
         return bucket.get(name) == local.read_bytes()
     (local.parent / "fetched.parquet").write_bytes(bucket.get(name))

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +15,7 @@ COUNT = 8
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory: pytest.TempPathFactory):
     """A finished run over a jsonl and a parquet file, with a line that is torn, a sick row that a second pass mends, and columns
     whose types differ between the files.
     """
@@ -50,7 +49,7 @@ def expected(name: str) -> dict | None:
     return {"lang": None if from_parquet else "en", "n": "words" if from_parquet else number, "meta.src": f"s{number}"}
 
 
-def exported(folder: Path, kind: str, *more: str) -> Path:
+def exported(folder, kind: str, *more: str):
     out = folder / f"{len(list(folder.iterdir()))}.{kind}"
     assert main(["export", str(folder / "run"), "--format", kind, "--out", str(out), *more]) == 0
     return out

@@ -1,7 +1,6 @@
 """Whole jobs of block diffusion and S2D2: rows of tokens, completed, the same at every attempt and alone."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ PROMPTS: dict[str, list[int]] = {
 ALWAYS = {"kind": "s2d2", "block_size": 4, "causal_cache": True}
 
 
-def decoded(folder: Path, decoder: dict, **sections) -> dict[str, dict]:
+def decoded(folder, decoder: dict, **sections) -> dict[str, dict]:
     rows = sections.pop("rows", None) or [{"id": name, "ids": ids} for name, ids in PROMPTS.items()]
     sections.setdefault("task", {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True})
     sections.setdefault("sampling", {"temperature": 1.0})
@@ -33,7 +32,7 @@ def decoded(folder: Path, decoder: dict, **sections) -> dict[str, dict]:
 
 
 @pytest.fixture
-def world(golden: Path, tmp_path: Path) -> Path:
+def world(golden, tmp_path):
     (tmp_path / "model").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(golden / "sdar" / name, tmp_path / "model" / name)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world, tmp_path
     assert stop not in world.tokenizer.decode(row["tokens"][:-1]) and row["nfe"] == row["new_tokens"]
 
 
-def other_vocabulary(folder: Path) -> None:
+def other_vocabulary(folder) -> None:
     save_model(folder, ends=[2])
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -138,7 +137,7 @@ def other_vocabulary(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-def no_weights(folder: Path) -> None:
+def no_weights(folder) -> None:
     save_model(folder, ends=[2])
     (folder / "model.safetensors").unlink()
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -23,7 +22,7 @@ COMPLETE = {"kind": "complete", "max_new_tokens": 40, "constraint": {"json_schem
 MODEL = {"kind": "model", "path": "builtin:ar-micro"}
 
 
-def decoded(folder: Path, rows: list[dict], model: str, decoder, task, **more):
+def decoded(folder, rows: list[dict], model: str, decoder, task, **more):
     sections = {"sampling": {"temperature": 0.9}, "model": {"path": f"builtin:{model}"}} | more
     return next_job(folder, rows, unit_rows=4, task=task, decoder=decoder, **sections)
 

@@ -6,7 +6,6 @@ tokens of its tokenizer that have no other use ask for a hole.
 
 import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ DECODERS: dict[str, dict] = {
 }
 
 
-def spec_of(folder: Path, rows: list[dict], *, fim: dict | None = None, **sections) -> JobSpec:
+def spec_of(folder, rows: list[dict], *, fim: dict | None = None, **sections) -> JobSpec:
     folder.mkdir(exist_ok=True)
     task = {"kind": "infill", "mask": {"kind": "marker"}, "max_new_tokens": LIMIT, "fim": FIM | (fim or {})}
     common: dict = {

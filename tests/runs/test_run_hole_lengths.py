@@ -2,7 +2,6 @@
 
 import re
 from itertools import zip_longest
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ ROWS = [{"id": f"{n}", "text": CODE.format(n)} for n in range(4)]
 OPEN: dict = {"kind": "infill", "mask": {"kind": "marker", "length": {"min": 1, "max": 3}}}
 
 
-def decoded(folder: Path, rows: list[dict], model: str, decoder, task, **more):
+def decoded(folder, rows: list[dict], model: str, decoder, task, **more):
     sections = {"sampling": {"temperature": 0.9}, "model": {"path": f"builtin:{model}"}} | more
     results = next_job(folder, rows, unit_rows=2, task=task, decoder=decoder, **sections)
     assert {row["status"] for row in results.values()} == {"ok"}, [row["error"] for row in results.values()]

@@ -1,7 +1,6 @@
 """Whole jobs on a real Ray in this process: results, resume, exit codes, status and verify."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def finished(ray_session, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(ray_session, tmp_path_factory: pytest.TempPathFactory):
     """A run of 20 samples in 5 units by two workers, with traces."""
     folder = tmp_path_factory.mktemp("job")
     rows = write_rows(folder / "rows.jsonl", 20)

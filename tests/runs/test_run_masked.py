@@ -1,7 +1,6 @@
 """Whole jobs on models of masked diffusion: rows of tokens, without a tokenizer, infilled and completed."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ DECODERS: list[tuple[str, dict]] = [
 ]
 
 
-def decoded(folder: Path, decoder: dict, rows: list[dict], task: dict):
+def decoded(folder, decoder: dict, rows: list[dict], task: dict):
     return next_job(folder, rows, task=task, decoder=decoder, sampling={"temperature": 1.0})
 
 

@@ -1,7 +1,6 @@
 """Metrics in whole jobs: judges beside score jobs, `metrics:` in specs, and workers on Ray."""
 
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 import yaml
@@ -59,7 +58,7 @@ def test_texts_that_a_judge_can_not_score_fail_alone(judged):
     assert "too_long" in errors["long", "judge"] and "empty_text" in errors["none", "judge"]
 
 
-def job(folder: Path, *metrics) -> Path:
+def job(folder, *metrics):
     (folder / "rows.csv").write_text("id,prompt,answer\na,def f(x):,x\nb,import os,y\nc,class A:,z\n")
     spec = {
         "task": {"kind": "complete", "max_new_tokens": 4},
@@ -115,7 +114,7 @@ def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path):
 
 
 @pytest.mark.ray
-def judged_sweep(folder: Path) -> Path:
+def judged_sweep(folder):
     """Three cases with the same judge; the second has another metric before it."""
     base = yaml.safe_load(job(folder).read_text())
     del base["output"]["path"], base["metrics"]

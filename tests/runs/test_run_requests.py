@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,7 +47,7 @@ SAMPLED = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory):
     made = tmp_path_factory.mktemp("requests")
     save_model(made / "model", ends=[2])
     settings = json.loads((TOKENIZER / "tokenizer_config.json").read_text())
@@ -67,7 +66,7 @@ def requests_of(own: list[dict]) -> list[dict]:
     return made
 
 
-def spec_of(folder: Path, rows: list[dict], name: str, **sections) -> JobSpec:
+def spec_of(folder, rows: list[dict], name: str, **sections) -> JobSpec:
     place = folder / name
     place.mkdir()
     (place / "model").symlink_to(folder / "model")

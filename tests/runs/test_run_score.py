@@ -1,7 +1,6 @@
 """Whole jobs that score texts on a tiny random model: the scores are transformers' own law."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ TEXTS: list[dict] = [
 
 
 @pytest.fixture(scope="module")
-def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
+def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     folder = tmp_path_factory.mktemp("scores")
     return folder, run_here(world.spec(folder, TEXTS, task={"kind": "score"}))
 

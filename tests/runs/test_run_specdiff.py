@@ -3,7 +3,6 @@
 import json
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ ROWS: list[dict] = [
 ]
 
 
-def save_masked(folder: Path, family: str, **changes) -> None:
+def save_masked(folder, family: str, **changes) -> None:
     """Save random weights of a family after its golden checkpoint's config."""
     folder.mkdir()
     config = json.loads((ROOT / "tests" / "data" / family / "config.json").read_text()) | changes
@@ -35,7 +34,7 @@ def save_masked(folder: Path, family: str, **changes) -> None:
     )
 
 
-def save_llada(folder: Path) -> None:
+def save_llada(folder) -> None:
     """With the target's tokenizer, whose mask is one of its tokens."""
     sizes = {"vocab_size": 2048, "embedding_size": 2048, "max_sequence_length": LONGEST}
     save_masked(folder, "llada", mask_token_id=6, **sizes)
@@ -43,7 +42,7 @@ def save_llada(folder: Path) -> None:
         shutil.copy(TOKENIZER / name, folder / name)
 
 
-def spec_of(world: World, folder: Path, decoder: dict, **sections):
+def spec_of(world: World, folder, decoder: dict, **sections):
     model = {"path": str(world.folder / "model"), "device": "cpu"}
     task = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
     output = {"path": str(folder / decoder["kind"]), "unit_rows": 8}

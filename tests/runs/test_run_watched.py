@@ -4,7 +4,6 @@ import json
 import sys
 import time
 import urllib.request
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -79,18 +78,18 @@ def served(ray, run: str) -> dict[tuple[str, str], float]:
 # ---- logs and notices of whole jobs, without Ray
 
 
-def spec_in(folder: Path, **sections) -> Path:
+def spec_in(folder, **sections):
     return write_spec(folder, rows=write_rows(folder / "rows.jsonl", 12), **sections)
 
 
-def keeper(folder: Path) -> tuple[list[str], Path]:
+def keeper(folder) -> tuple:
     """A command that keeps each notice in a file, one a line."""
     out = folder / "notices.jsonl"
     code = f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read() + '\\n')"
     return [sys.executable, "-c", code], out
 
 
-def notices_in(path: Path) -> list[dict]:
+def notices_in(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

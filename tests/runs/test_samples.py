@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +17,7 @@ TEXTS = ["def add(a, b):\n", "import os\n", "class Point:\n    x = 1\n", "for li
 N = 3
 
 
-def spec(folder: Path, out: str, *, n: int, **changes) -> dict:
+def spec(folder, out: str, *, n: int, **changes) -> dict:
     return {
         "task": {"kind": "complete", "max_new_tokens": 12},
         "input": {"path": str(folder / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}},
@@ -29,14 +28,14 @@ def spec(folder: Path, out: str, *, n: int, **changes) -> dict:
     } | changes
 
 
-def run(folder: Path, out: str, **changes) -> int:
+def run(folder, out: str, **changes) -> int:
     file = folder / f"{out}.yaml"
     file.write_text(yaml.safe_dump(spec(folder, out, **changes)))
     return main(["run", str(file), "--quiet"])
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory):
     """A finished run of three samples a row, and one of a single sample; a row without a prompt fails in both."""
     folder = tmp_path_factory.mktemp("samples")
     rows: list[dict] = [{"id": f"r{number}", "prompt": text} for number, text in enumerate(TEXTS)]

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.runs.test_sweep import write_sweep as write_sweep_of
 pytestmark = pytest.mark.ray
 
 
-def ups(case: Path) -> list[dict]:
+def ups(case) -> list[dict]:
     """The events of the log about workers that came up."""
     return [
         line

@@ -1,7 +1,6 @@
 """Stores of every kind for one test body."""
 
 import secrets
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ def s3_store(s3_url: str, s3_options: S3Options) -> S3Store:
 
 
 @pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.s3)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path) -> Store:
     if request.param == "s3":
         return request.getfixturevalue("s3_store")
     return open_store(str(tmp_path / "run") if request.param == "local" else f"memory://{secrets.token_hex(8)}")

@@ -3,7 +3,6 @@
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -101,7 +100,7 @@ def test_every_text_and_time_has_a_plain_form():
     assert plain_form(pa.int64()) == pa.int64()
 
 
-def write(name: str, table: pa.Table, folder: Path) -> Path:
+def write(name: str, table: pa.Table, folder):
     path = folder / name
     if name.endswith(".parquet"):
         pq.write_table(table, path, dictionary_pagesize_limit=2**30)

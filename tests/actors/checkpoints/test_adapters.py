@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ LLAMA: dict = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "
 GPT2: dict = {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
 
 
-def train(model, folder: Path, settings: dict, *, seed: int = 3):
+def train(model, folder, settings: dict, *, seed: int = 3):
     """Save an adapter whose weights are all random, as training leaves them; returns the model with it."""
     import peft  # takes seconds, which every process of the tests would spend
 
@@ -41,7 +40,7 @@ def train(model, folder: Path, settings: dict, *, seed: int = 3):
     return adapted
 
 
-def merged(tmp_path: Path, base: str = "base", adapter: str = "adapter") -> Path:
+def merged(tmp_path, base: str = "base", adapter: str = "adapter"):
     folder = tmp_path / f"{adapter}-merged"
     folder.mkdir()
     merge(tmp_path / base, "b", tmp_path / adapter, "a", folder)
@@ -101,7 +100,7 @@ def test_an_adapter_of_a_model_outside_the_table_computes_what_peft_computes(nam
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def refused(tmp_path: Path, adapter: str = "adapter", base: str = "base") -> str:
+def refused(tmp_path, adapter: str = "adapter", base: str = "base") -> str:
     with pytest.raises(MergeRefused) as caught:
         merged(tmp_path, base, adapter)
     return str(caught.value)
@@ -148,7 +147,7 @@ PATTERNS: dict = {
 }
 
 
-def write_adapter(folder: Path, weights: dict[str, torch.Tensor], settings: dict) -> dict[str, torch.Tensor]:
+def write_adapter(folder, weights: dict[str, torch.Tensor], settings: dict) -> dict[str, torch.Tensor]:
     """Write random LoRA weights for these tensors of a checkpoint by hand; returns what the merged tensors must be."""
     folder.mkdir()
     torch.manual_seed(4)

@@ -1,7 +1,6 @@
 """What a worker may use of its device's memory: measured when its models are loaded, from a device that is only pretended."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -209,7 +208,7 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
 
 
 @pytest.fixture
-def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """A machine with a GPU and driver 535, and a torch for CUDA 13, which needs driver 580. Returns its /dev."""
     version = (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"

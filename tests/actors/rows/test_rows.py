@@ -4,7 +4,6 @@ import json
 import uuid
 from datetime import date
 from decimal import Decimal
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -122,7 +121,7 @@ def test_a_column_means_the_same_in_every_type_of_arrow(tmp_path):
     assert row_id(row, Columns(id="x")) == str(OWN)
 
 
-def written(folder: Path, table: pa.Table) -> list[dict]:
+def written(folder, table: pa.Table) -> list[dict]:
     """The first row, by way of Arrow and, where it has the type, of Parquet."""
     with pa.ipc.new_file(folder / "a.arrow", table.schema) as writer:
         writer.write_table(table)

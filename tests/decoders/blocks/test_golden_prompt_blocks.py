@@ -1,7 +1,6 @@
 """D2F on LLaDA and Dream, and Nemotron-Labs-Diffusion, held to the public code's logits, texts and forwards."""
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ def rows_of(tokens: list[int], prompt: int, size: int) -> list:
     return [(token, at, at, range(end)) for at, (token, end) in enumerate(zip(tokens, ends, strict=True))]
 
 
-def completed(folder: Path, info: ModelInfo, settings, prompt: list[int], count: int):
+def completed(folder, info: ModelInfo, settings, prompt: list[int], count: int):
     """Our outcome of a completion by so many tokens."""
     canvas = np.array(prompt + [-1] * count, dtype=np.int32)
     return decode(load(folder), info, settings, GREEDY, [Request(0, 0, canvas)], rows=1)[0]

@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from tests.jobs.compare.made_runs import failed, fill_store, row, write_metrics,
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 
-def compared(capsys: pytest.CaptureFixture[str], *places: Path) -> dict:
+def compared(capsys: pytest.CaptureFixture[str], *places) -> dict:
     assert main(["compare", *map(str, places), "--json"]) == 0
     found: dict = json.loads(capsys.readouterr().out)
     return found
@@ -136,7 +135,7 @@ def test_several_samples_of_a_row_are_one_observation(tmp_path, capsys):
     assert "Rows have several samples" in capsys.readouterr().out
 
 
-def paired_runs(folder: Path, *, rows: int, samples: int) -> tuple[Path, Path]:
+def paired_runs(folder, *, rows: int, samples: int) -> tuple:
     """Two runs with a metric whose pairs have much in common, and one that says nothing."""
     rng = np.random.default_rng(1)
     entries = [

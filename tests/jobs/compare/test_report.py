@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +49,7 @@ def drafted(count: int, seed: int, **values) -> list[dict]:
     return rows
 
 
-def written(place: Path, out: Path, *options: str) -> str:
+def written(place, out, *options: str) -> str:
     assert main(["report", str(place), "--out", str(out), *options]) == 0
     return out.read_text()
 
@@ -85,7 +84,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sweep(tmp_path_factory: pytest.TempPathFactory):
     """Three cases with metrics; one has failed rows and many samples."""
     cases = {
         "plain": [row(number) for number in range(40)],
@@ -105,7 +104,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sweep_page(sweep: Path) -> str:
+def sweep_page(sweep) -> str:
     return written(sweep, sweep.parent / "sweep.html")
 
 
@@ -234,7 +233,7 @@ GRID = {
 
 
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grid(tmp_path_factory: pytest.TempPathFactory):
     place = tmp_path_factory.mktemp("grid") / "sweep"
     rows = {name: drafted(30, 1 + (number % 2)) for number, name in enumerate(GRID)}
     write_sweep(place, rows, **{name: spec for name, (_, spec) in GRID.items()})
@@ -384,7 +383,7 @@ def test_a_report_on_a_real_run(tmp_path):
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
 
 
-def spend(place: Path) -> None:
+def spend(place) -> None:
     """The record of a session with 2.5 worker hours: 2 of decoding, a quarter each of loading and idle time."""
     store, clock = open_store(str(place)), Hand()
     totals = Totals(units=1, rows=1, clock=clock)

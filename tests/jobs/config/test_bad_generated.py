@@ -7,7 +7,6 @@ import random
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -103,7 +102,7 @@ TASKS: dict[str, tuple[dict, dict[str, str]]] = {
 }
 
 
-def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
+def task_of(name: str, path) -> tuple[JobSpec, Maker]:
     task, columns = TASKS[name]
     decoder = {"kind": "assd" if task["kind"] == "infill" else "autoregressive"}
     parts = {"task": task, "decoder": decoder, "model": {"path": "m"}, "output": {"path": "out"}}
@@ -172,7 +171,7 @@ def test_a_generated_text_file_is_rows_or_a_clear_error(folder, task, file):
     check_file(folder, task, *file)
 
 
-def check_file(folder: Path, task: str, name: str, data: bytes) -> None:
+def check_file(folder, task: str, name: str, data: bytes) -> None:
     place = folder / "files"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -27,7 +26,7 @@ def problems(data) -> list[str]:
     return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in found]
 
 
-def spec_blocks(page: Path) -> list:
+def spec_blocks(page) -> list:
     """The whole specs and sweep files in a page."""
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
     return [block for block in blocks if isinstance(block, dict) and {"output", "task"} <= block.keys() | {"task"}]

@@ -1,7 +1,6 @@
 """Tasks that ask for a hole: the rows that the model gets, the sandbox's pass@1, and what is refused before any work."""
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -36,7 +35,7 @@ KNOWN = {"kind": "spans"}
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory: pytest.TempPathFactory):
     """Draftmill's own tasks, under their names, with a data set that is made here."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "data.jsonl"
@@ -49,14 +48,14 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def infilled(tasks: Path, folder: Path, model: str, task: dict | None, *names: str, most: int = 40) -> int:
+def infilled(tasks, folder, model: str, task: dict | None, *names: str, most: int = 40) -> int:
     sections: dict = {} if task is None else {"task": {"kind": "infill"} | task}
     write_eval_spec(folder, model={"path": f"builtin:{model}", "device": "cpu"}, decoder=MODELS[model], **sections)
     options = ["--confirm_run_unsafe_code", "--gen_kwargs", f"max_gen_toks={most}"]
     return evaluated(folder, tasks, [*names] or [NAME], *options)
 
 
-def rows_of(folder: Path) -> list[dict]:
+def rows_of(folder) -> list[dict]:
     """What the model was asked for this task."""
     files = (folder / "eval" / "requests").glob("infill-*.jsonl")
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]

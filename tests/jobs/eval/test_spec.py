@@ -1,7 +1,6 @@
 """The spec of an evaluation: a job spec without rows and task; what the tasks decide is refused with its path."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -20,7 +19,7 @@ PLAIN: dict = {
 }
 
 
-def read(folder: Path, *overrides: str, **sections) -> EvalSpec:
+def read(folder, *overrides: str, **sections) -> EvalSpec:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(PLAIN | sections))
     return read_eval_spec(path, overrides)

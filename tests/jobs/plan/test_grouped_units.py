@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,7 @@ QUESTIONS = 24
 
 
 @pytest.fixture
-def questions(tmp_path: Path) -> Path:
+def questions(tmp_path):
     path = tmp_path / "questions.jsonl"
     write_questions(path, QUESTIONS)
     return path

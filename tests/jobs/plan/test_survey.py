@@ -1,7 +1,6 @@
 """The survey measures several batches at once, and what it says does not depend on that."""
 
 import json
-from pathlib import Path
 from threading import Barrier, Lock
 
 import pytest
@@ -49,7 +48,7 @@ def small_batches_on_three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> JobSpec:
+def spec(tmp_path) -> JobSpec:
     """Two files of 50 rows."""
     for name, first in (("a.jsonl", 0), ("b.jsonl", 50)):
         lines = [json.dumps({"id": f"r{n}", "n": n}) for n in range(first, first + 50)]

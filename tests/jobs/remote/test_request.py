@@ -1,7 +1,6 @@
 """What a submitted job takes along, and what is refused because the cluster could not find it: always by the key to change."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -20,7 +19,7 @@ def spec(**changes) -> JobSpec:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """The working folder, with rows, a model and a metric."""
     for name in ("rows/a.jsonl", "model/config.json", "my_metric.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -102,7 +101,7 @@ def test_the_command_writes_the_spec_and_becomes_the_driver(folder, tmp_path):
     assert options.strip("]\n") == "'--ray-address', 'auto', '--grace-seconds', '20', '--if-running', 'skip'"
 
 
-def environment_file(folder: Path, **keys) -> str:
+def environment_file(folder, **keys) -> str:
     path = folder / "env.yaml"
     path.write_text(yaml.safe_dump(keys))
     return str(path)

@@ -4,7 +4,6 @@ import json
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +52,7 @@ def run_work(monkeypatch: pytest.MonkeyPatch):
     return run_job
 
 
-def held_elsewhere(base: Path, seconds: float) -> None:
+def held_elsewhere(base, seconds: float) -> None:
     """Let a driver of another machine hold the base path."""
     base.mkdir(parents=True, exist_ok=True)
     lease = {"owner": "elsewhere:boot-1:77", "epoch": 3, "expires_at_s": time.time() + seconds}

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -24,16 +23,16 @@ def rows(*names: str, bad: str = "") -> str:
     return "".join(json.dumps({"id": name, "tokens": ids}) + "\n" for name, ids in tokens.items())
 
 
-def growing(folder: Path, **changes) -> Path:
+def growing(folder, **changes):
     defaults: dict = {"input": {"path": f"{folder}/log.jsonl"} | DEDUPE, "errors": {"max_rate": 1.0}}
     return nightly(folder, rows=folder, **defaults | changes)
 
 
-def ids_on(folder: Path, day: int) -> list[str]:
+def ids_on(folder, day: int) -> list[str]:
     return sorted(rows_of(folder / "nightly" / f"2026-11-{day:02d}")["id"].to_pylist())
 
 
-def on(spec: Path, day: int) -> int:
+def on(spec, day: int) -> int:
     return run(spec, "--logical-date", f"2026-11-{day:02d}")
 
 

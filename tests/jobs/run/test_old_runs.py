@@ -3,7 +3,6 @@
 import json
 import shutil
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -26,12 +25,12 @@ FILES = 4
 PRUNED = ["_ids.parquet", "_lease.json", "_manifest.json", "_plan.json", "_pruned.json", "_SUCCESS", "attempts"]
 
 
-def spec_of(folder: Path, **changes) -> Path:
+def spec_of(folder, **changes):
     defaults: dict = {"input": {"path": f"{folder}/landing/*.jsonl"} | INPUT}
     return nightly(folder, rows=folder, **defaults | changes)
 
 
-def land(folder: Path, day: int) -> Path:
+def land(folder, day: int):
     """The file of a day: four rows with ids of their own."""
     (folder / "landing").mkdir(exist_ok=True)
     file = write_rows(folder / "landing" / f"{day}.jsonl", 4, seed=day)
@@ -39,12 +38,12 @@ def land(folder: Path, day: int) -> Path:
     return file
 
 
-def on(spec: Path, day: int, *options: str) -> int:
+def on(spec, day: int, *options: str) -> int:
     return run(spec, "--logical-date", f"2026-11-{day:02d}", *options)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory):
     """A job with finished runs of the first four days."""
     folder = tmp_path_factory.mktemp("old")
     for day in range(1, FILES + 1):
@@ -54,23 +53,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> Path:
+def folder(finished, tmp_path):
     """A copy of it, whose inputs lie where they lay."""
     shutil.copytree(finished / "nightly", tmp_path / "nightly")
     return tmp_path
 
 
-def spec_at(folder: Path, finished: Path, **changes) -> Path:
+def spec_at(folder, finished, **changes):
     return spec_of(folder, **{"input": {"path": f"{finished}/landing/*.jsonl"} | INPUT} | changes)
 
 
-def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
+def listed(folder, capsys: pytest.CaptureFixture[str]) -> dict:
     capsys.readouterr()
     assert main(["status", str(folder), "--json"]) == 0
     return {one["name"]: one for one in json.loads(capsys.readouterr().out)}
 
 
-def files_of(run_dir: Path) -> list[str]:
+def files_of(run_dir) -> list[str]:
     return sorted((path.name for path in run_dir.iterdir()), key=str.lower)
 
 
@@ -290,7 +289,7 @@ def test_runs_in_a_bucket_are_listed_and_pruned(tmp_path, capsys, s3_url, s3_opt
 NOON = datetime(2026, 11, 7, 12, tzinfo=UTC)
 
 
-def due_days(spec: Path, first: int | None = None) -> list[int]:
+def due_days(spec, first: int | None = None) -> list[int]:
     start = None if first is None else datetime(2026, 11, first, tzinfo=UTC)
     return [date.day for date in due_dates(load_spec(spec), NOON, start)]
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from tests.runs.jobs_of_tests import rows_of, write_rows
 SINCE = {"columns": {"id": "id", "tokens": "tokens"}, "since": "last_success"}
 
 
-def land(folder: Path, name: str, *, rows: int = 4, seed: int = 0) -> Path:
+def land(folder, name: str, *, rows: int = 4, seed: int = 0):
     """A file of rows whose ids begin with its name."""
     folder.mkdir(exist_ok=True)
     file = write_rows(folder / name, rows, seed=seed)
@@ -29,18 +28,18 @@ def land(folder: Path, name: str, *, rows: int = 4, seed: int = 0) -> Path:
     return file
 
 
-def incremental(folder: Path, **changes) -> Path:
+def incremental(folder, **changes):
     """A nightly job over `folder`/landing."""
     return nightly(folder, rows=folder, **{"input": {"path": f"{folder}/landing/*.jsonl"} | SINCE} | changes)
 
 
-def on(spec: Path, day: int, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def on(spec, day: int, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """What a run that ends well on a day of November says."""
     assert run(spec, "--logical-date", f"2026-11-{day:02d}", *options) == 0
     return capsys.readouterr().out
 
 
-def inputs_of(folder: Path, day: int) -> list[str]:
+def inputs_of(folder, day: int) -> list[str]:
     plan = load_plan(open_store(str(folder / "nightly" / f"2026-11-{day:02d}")))
     assert plan is not None
     return [file.name for file in plan.files]

@@ -4,7 +4,6 @@ import errno
 import gzip
 import io
 import random
-from pathlib import Path
 
 import pytest
 
@@ -39,7 +38,7 @@ def unpackings(monkeypatch: pytest.MonkeyPatch) -> Unpackings:
     return counter
 
 
-def packed(folder: Path, data: bytes, name: str = "a.txt.gz") -> InputFile:
+def packed(folder, data: bytes, name: str = "a.txt.gz") -> InputFile:
     (folder / name).write_bytes(gzip.compress(data, 1))
     (file,) = list_inputs(str(folder / name))
     return file

@@ -1,7 +1,6 @@
 """Results as other programs read them: Hugging Face's datasets, pandas, DuckDB and polars."""
 
 import datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -45,7 +44,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path):
     """Two unit files: one with every kind of value, one whose rows failed before anything was decoded."""
     schema = schema_of(kept_schema())
     for unit, part in enumerate((rows(), [failed_row(3) | {"key": 3}, failed_row(4) | {"key": 4}])):
