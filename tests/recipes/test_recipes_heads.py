@@ -226,10 +226,7 @@ def test_a_model_of_another_kind_is_refused():
 
 
 def test_training_accepts_more_on_other_text(folder):
-    pair, plan = (
-        block_head.load_model(folder),
-        specdiff_head.HeadPlan(steps=60, rows=400, batch_rows=64, markov_hidden=32, warmup=5),
-    )
+    pair = block_head.load_model(folder)
     rows = frozen_pair.collect_rows(lambda step: block_head.read_step(pair, tokens(600), 0, step), count=PLAN.rows)
     heads = specdiff_head.train_head(pair, rows, PLAN, lambda step, loss: None)
     other = block_head.read_step(pair, tokens(500) + 3, 1, 0)
