@@ -115,23 +115,11 @@ def by_slots(layer_2SKWd: Tensor, seen: Seen) -> tuple[Tensor, Seen]:
     return layer_2SKWd, replace(seen, slot_N=slot_N, positions_SW=slots.positions_SW)
 
 
-def attend_by_slots(
-    query_NHd: Tensor,
-    layer_2SKWd: Tensor,
-    seen: Seen,
-    *,
-    scaling: float,
-    window: int | None = None,
-    relative_NHP: Tensor | None = None,
-    cap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def attend_by_slots(query_NHd: Tensor, layer_2SKWd: Tensor, seen: Seen, *, scaling: float, **more) -> Tensor:
     """What reference_attend gives, but for rounding: it computes each row for all slots, where the reference copies a slot's
     keys and values for each row. The tests of captured forwards take a third of the time with it."""
-    assert cap is None and sink_H is None, "no model of these tests caps scores"
     layer_2SKWd, seen = by_slots(layer_2SKWd, seen)
-    num_groups, num_columns = layer_2SKWd.shape[2:4]
-    num_rows, num_heads = query_NHd.shape[:2]
+    num_groups, num_rows = layer_2SKWd.shape[2], len(query_NHd)
     wide = torch.promote_types(query_NHd.dtype, torch.float32)
     key_SKWd, value_SKWd = layer_2SKWd.to(wide)
     row_N = torch.arange(num_rows, device=query_NHd.device)
@@ -142,14 +130,7 @@ def attend_by_slots(
 
     query_KRd = query_NHd.to(wide).unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
     score_NHW = of_own_slot(query_KRd @ key_SKWd.transpose(2, 3)) * scaling
-    if relative_NHP is not None:
-        assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
-        distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
-        num_distances = relative_NHP.shape[2]
-        place_N1W = (distance_NW + num_distances // 2).clamp(0, num_distances - 1).unsqueeze(1)
-        score_NHW += relative_NHP.to(wide).gather(2, place_N1W.expand(-1, num_heads, -1))
-    hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
-    weight_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf).softmax(2).masked_fill(hidden_N1W, 0.0)
+    weight_NHW = reference.weights_of(score_NHW, seen, **more)
     weight_KRW = weight_NHW.unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
     return of_own_slot(weight_KRW @ value_SKWd).to(query_NHd.dtype)
 
