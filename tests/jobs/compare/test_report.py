@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +31,7 @@ from draftmill.jobs.drive.totals import Totals
 from draftmill.storage.stores.store import Place, open_store
 from tests.conftest import ROOT
 from tests.jobs.compare.made_runs import START, failed, row, write_metrics, write_run, write_sweep
+from tests.jobs.compare.pages import Page
 from tests.jobs.drive.test_cost import Hand, log_in
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
@@ -52,35 +52,6 @@ def drafted(count: int, seed: int, **values) -> list[dict]:
 def written(place, out, *options: str) -> str:
     assert main(["report", str(place), "--out", str(out), *options]) == 0
     return out.read_text()
-
-
-class Page(HTMLParser):
-    """What a page has: tags with attributes, and its text outside of style."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in {"meta"} and tag not in {"use", "path", "rect"}:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.open:
-            while self.open.pop() != tag:
-                pass
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
 
 
 @pytest.fixture(scope="module")

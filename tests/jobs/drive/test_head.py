@@ -1,10 +1,8 @@
 """What listens at --ray-address is asked once before Ray connects: heads, refused tokens, other servers, silence."""
 
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
 
 import pytest
@@ -12,6 +10,7 @@ from ray.exceptions import AuthenticationError
 
 from draftmill.jobs.drive.ray_session import check_head, check_reachable
 from draftmill.storage.errors import UserError
+from tests.jobs.remote.fake_cluster import answering
 
 grpc = import_module("grpc")
 GetClusterIdReply = import_module("ray.core.generated.gcs_service_pb2").GetClusterIdReply
@@ -60,12 +59,11 @@ def test_an_answer_that_is_not_understood_is_left_to_ray():
 
 
 def test_the_port_of_a_dashboard_is_not_that_of_the_head():
-    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(UserError, match=r"no Ray cluster answers at 127\.0\.0\.1:\d+; the head's port is usually 6379"):
-        check_head(f"127.0.0.1:{server.server_port}")
-    server.shutdown()
-    server.server_close()
+    with (
+        answering(404, "") as address,
+        pytest.raises(UserError, match=rf"no Ray cluster answers at {address}; the head's port is usually 6379"),
+    ):
+        check_head(address)
 
 
 def test_a_server_that_is_silent_is_given_up():
