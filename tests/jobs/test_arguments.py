@@ -1,4 +1,4 @@
-"""Every command calls its function with the parameters that it has, made of the command's options."""
+"""Commands call their functions with the parameters made of their options, and end with a code of the one table."""
 
 import argparse
 from datetime import timedelta
@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from draftmill.jobs import arguments
+from draftmill.jobs import arguments, exit_codes
 from draftmill.jobs.cli import main, parser
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.eval.options import EvalOptions
+from draftmill.jobs.exit_codes import FINAL, INTERRUPTED, OK, SEVEREST, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, severest
 from draftmill.jobs.remote.manifest import Options
-from draftmill.jobs.remote.submit import SubmitOptions
+from draftmill.jobs.remote.submit import SubmitOptions, end_of
 from draftmill.jobs.run.pruning import KeepRule
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.store import Place, S3Options
@@ -115,3 +116,31 @@ def test_a_command_gives_its_function_what_it_takes(line, tmp_path, monkeypatch)
     monkeypatch.setattr(arguments, "import_module", watched)
     assert main(line.split()) == 0
     assert calls == [CALLS[line]]
+
+
+CODES = {name: value for name, value in vars(exit_codes).items() if type(value) is int and name[0] != "_"}
+
+
+def test_every_code_has_its_place_in_the_order_of_severity():
+    assert sorted(CODES.values()) == sorted(SEVEREST) and len(set(SEVEREST)) == len(SEVEREST)
+    assert set(FINAL) < set(SEVEREST)
+
+
+@pytest.mark.parametrize(
+    ("several", "one"),
+    [
+        ([], OK),
+        ([OK, OK], OK),
+        ([OK, TOO_MANY_FAILED, OK], TOO_MANY_FAILED),
+        ([TOO_MANY_FAILED, UNUSABLE], UNUSABLE),
+        ([UNUSABLE, UNEXPECTED, TOO_MANY_FAILED], UNEXPECTED),
+        ([UNEXPECTED, INTERRUPTED, UNUSABLE], INTERRUPTED),
+    ],
+)
+def test_a_command_that_does_several_things_ends_with_the_severest_code(several, one):
+    assert severest(several) == severest(reversed(several)) == one
+
+
+@pytest.mark.parametrize("code", sorted(set(SEVEREST) - {OK}))
+def test_the_code_of_a_submitted_driver_is_handed_on_whatever_it_is(code):
+    assert end_of(SimpleNamespace(status="FAILED", driver_exit_code=code, message=""))[0] == code

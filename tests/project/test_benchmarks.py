@@ -1,6 +1,7 @@
-"""The baselines that the benchmarks run beside ours decode what they should: the same greedy text."""
+"""Benchmarks: the baselines decode the same greedy text, and the simulated cluster gives the last units to fast workers."""
 
 import csv
+from collections import deque
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from benchmarks import block_diffusion
 from benchmarks.block_diffusion import ONE, TWO
 from benchmarks.block_runs import decoders_of, load, measure, one_by_one, quality
+from benchmarks.cluster import LOAD_S, Machine, lower_bound, simulate
 from benchmarks.public_causal import PublicCausal
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
@@ -102,3 +104,22 @@ def test_the_block_diffusion_benchmark_prints_its_tables_and_writes_its_points(g
     points = list(csv.DictReader((tmp_path / "points.csv").open()))
     assert len(points) == 2 + len(decoders_of(4, flags.taus))
     assert {point["decoder"] for point in points} == {TWO, ONE, *decoders_of(4, flags.taus)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1])
+def test_fifty_unequal_and_failing_workers_end_at_about_the_same_time(seed):
+    found = simulate(50, 100_000, 64, seed)
+    assert found["committed"] == list(range(found["units"])), "every unit once"
+    assert 1.0 <= found["makespan_s"] / found["bound_s"] <= 1.03
+
+
+def test_the_lower_bound_is_what_the_machines_can_do_at_best():
+    steady = [Machine(speed, 0.0, deque(), np.inf, np.inf) for speed in (100.0, 300.0)]
+    assert lower_bound(steady, 4000) == pytest.approx(LOAD_S + 10)
+    late = Machine(100.0, 5.0, deque(), np.inf, np.inf)
+    assert lower_bound([steady[1], late], 4000) == pytest.approx(LOAD_S + 5 + (4000 - 1500) / 400)
+    failing = Machine(100.0, 0.0, deque([LOAD_S + 10]), np.inf, np.inf)  # it is up again 60 s later
+    assert lower_bound([failing], 1500) == pytest.approx(LOAD_S + 10 + LOAD_S + 5)
+    leaving = Machine(300.0, 0.0, deque(), np.inf, LOAD_S + 2)
+    assert lower_bound([steady[0], leaving], 1600) == pytest.approx(LOAD_S + 10)

@@ -13,7 +13,6 @@ import sys
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,12 +26,10 @@ from draftmill.decoders.backbones.families import any_causal
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Experts, GivenExperts
 from draftmill.decoders.backbones.rows import causal_rows
-from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.references import kernels as reference
-from tests.decoders.support import decode, decoder_settings, texts
+from tests.decoders.support import decode, decoder_settings, prompts, texts
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -119,12 +116,7 @@ def shake(model):
 
 def requests():
     """Prompts shorter and longer than a window, ragged."""
-    rng, made = np.random.default_rng(0), []
-    for index, (num_prompt, max_new) in enumerate([(3, 12), (17, 9), (1, 20), (9, 3), (26, 14)]):
-        canvas = rng.integers(1, VOCAB, num_prompt + max_new).astype(np.int32)
-        canvas[num_prompt:] = -1
-        made.append(Request(index, sample_key(7, str(index)), canvas))
-    return made
+    return prompts([(3, 15), (17, 26), (1, 21), (9, 12), (26, 40)], vocab_size=VOCAB, seed=7, least=1)
 
 
 def generated(own, request, **more):

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import load, save_random
-from tests.decoders.support import decode, decoder_settings, pairwise
+from tests.decoders.support import decode, decoder_settings, pairwise, prompts
 
 VOCAB, LONGEST = 61, 64
 FAMILIES = ("qwen2", "llama", "gpt2")
@@ -83,12 +81,9 @@ def make_requests():
     rng = np.random.default_rng(0)
     while len(shapes) < max(SAMPLES.values()):
         shapes.append((int(rng.integers(1, 13)), int(rng.integers(1, 16))))
-    made = []
-    for index, (num_prompt, max_new) in enumerate(shapes):
-        canvas = rng.integers(1, VOCAB, num_prompt + max_new).astype(np.int32)
-        canvas[num_prompt:] = -1
-        made.append(Request(index, sample_key(7, str(index)), canvas))
-    return made
+    return prompts(
+        [(num_prompt, num_prompt + max_new) for num_prompt, max_new in shapes], vocab_size=VOCAB, seed=7, least=1
+    )
 
 
 REQUESTS = make_requests()

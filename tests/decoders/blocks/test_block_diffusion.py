@@ -12,18 +12,8 @@ from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Setti
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.settings import check_model
-from tests.decoders.blocks.block_tables import (
-    GREEDY,
-    REJECTING,
-    SAMPLED,
-    check,
-    ours,
-    prompts,
-    refer,
-    table,
-    table_info,
-)
-from tests.decoders.support import Pair, decoder_settings, engine, pairwise
+from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, refer, table, table_info
+from tests.decoders.support import Pair, decoder_settings, engine, pairwise, prompts
 
 # (prompt, canvas) lengths: no prompt, one token, below, at and above a block of 2, 3 or 4; canvases that cut blocks short.
 LENGTHS = [

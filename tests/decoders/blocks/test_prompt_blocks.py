@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from draftmill.decoders.settings import check_model
-from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, prompts, refer, table_info
+from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, refer, table_info
 from tests.decoders.references.fused_blocks import decode_fused
-from tests.decoders.support import decoder_settings, pairwise, texts
+from tests.decoders.support import decoder_settings, pairwise, prompts, texts
 
 LENGTHS = [(0, 3), (1, 6), (2, 6), (3, 6), (4, 5), (5, 6), (1, 2), (2, 3), (0, 1)]
 SAMPLINGS = {"greedy": GREEDY, "coupled": SAMPLED, "rejection": REJECTING}

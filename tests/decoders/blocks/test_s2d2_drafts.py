@@ -12,22 +12,12 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.blocks.settings import S2d2Settings
 from draftmill.decoders.common_settings import DrafterPlace, Sampling
 from draftmill.decoders.engine.ends import Stops
-from tests.decoders.blocks.block_tables import (
-    GREEDY,
-    REJECTING,
-    SAMPLED,
-    check,
-    ours,
-    prompts,
-    refer,
-    table,
-    table_info,
-)
+from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, refer, table, table_info
 from tests.decoders.blocks.golden_blocks import loaded
 from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
 from tests.decoders.references.fused_blocks import decode_fused
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, engine, run_all, texts, toy_heads
+from tests.decoders.support import decode, decoder_settings, engine, prompts, run_all, texts, toy_heads
 
 ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 LENGTHS = [(p, n) for n in (1, 4, 6) for p in range(n)] * 3

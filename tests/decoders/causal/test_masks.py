@@ -32,7 +32,7 @@ from tests.decoders.enumeration import fills, law_of, left_over, total_variation
 from tests.decoders.references.causal import PlainCausal
 from tests.decoders.references.choosers import enumerate_law
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, random_lengths, run_all, texts, token_info
+from tests.decoders.support import decode, decoder_settings, ragged_prompts, random_lengths, run_all, texts, token_info
 
 AR = decoder_settings("autoregressive")
 MASK = 60
@@ -62,16 +62,6 @@ def loaded(folder):
     return load_backbone(folder, family="idlm", device="cpu")
 
 
-def requests_of(count, *, seed=0, longest=24):
-    """Ragged prompts and holes."""
-    rng, found = np.random.default_rng(seed), []
-    for index in range(count):
-        prompt = rng.integers(0, MASK, rng.integers(1, longest)).tolist()
-        canvas = np.array([*prompt, *[-1] * int(rng.integers(1, longest))], dtype=np.int32)
-        found.append(Request(index, sample_key(seed, str(index)), canvas))
-    return found
-
-
 def test_the_family_is_named_by_the_user_and_causal(idlm):
     assert (idlm.info.kind, idlm.info.mask_id, idlm.info.shift) == ("causal", MASK, 1)
     assert idlm.info.suppressed == (MASK,)
@@ -83,7 +73,7 @@ def test_the_family_is_named_by_the_user_and_causal(idlm):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
 def test_the_text_is_the_autoregressive_one_in_any_batch(idlm, temperature, monkeypatch):
-    requests, sampling = requests_of(12), Sampling(temperature=temperature)
+    requests, sampling = ragged_prompts(12, vocab_size=MASK, longest=48), Sampling(temperature=temperature)
     expected = decode(idlm.load(), idlm.info, AR, sampling, requests)
     for k, rows in ((1, 1), (3, 1), (3, 5), (8, 16)):
         found = decode(idlm.load(), idlm.info, spec(k), sampling, requests, rows=rows)
@@ -117,7 +107,7 @@ def public(model, prompt, length, masks):
 def test_at_temperature_0_it_is_the_public_code(idlm, masks):
     """Tokens and forwards are equal, from a cold start of the same token on: the public code runs the prompt before its first
     one, ours in it. With guesses after refusals, which coupled acceptance adds, there are fewer forwards."""
-    requests, spent = requests_of(10, seed=3), np.zeros(2, dtype=int)
+    requests, spent = ragged_prompts(10, vocab_size=MASK, longest=48, seed=3), np.zeros(2, dtype=int)
     exact = decode(idlm.load(), idlm.info, spec(masks), Sampling(temperature=0.0, acceptance="rejection"), requests)
     guessing = decode(idlm.load(), idlm.info, spec(masks), GREEDY, requests)
     for request in requests:
@@ -289,7 +279,7 @@ def test_an_adapter_of_masks_changes_drafts_and_no_bit_of_the_text(idlm, tmp_pat
     """Its drafts are those of a plain forward whose mask rows have other weights than the rest."""
     parts = save_adapter(tmp_path / "adapter", idlm.model)
     adapted = adapt_masks(loaded(idlm.folder), tmp_path / "adapter", MASK)
-    requests, settings = requests_of(8, seed=6), spec(3, path=str(tmp_path / "adapter"))
+    requests, settings = ragged_prompts(8, vocab_size=MASK, longest=48, seed=6), spec(3, path=str(tmp_path / "adapter"))
     for sampling in (GREEDY, Sampling(temperature=0.8)):
         expected = decode(idlm.load(), idlm.info, AR, sampling, requests)
         found = decode(adapted, idlm.info, settings, sampling, requests, rows=4)

@@ -13,7 +13,7 @@ from draftmill.decoders.causal.settings import SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import NeverStops, Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi
-from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
+from tests.decoders.masked import diffusion_tables, test_ancestral, test_ssd
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import (
@@ -167,7 +167,7 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
     ids=str,
 )
 def test_so_it_is_in_masked_diffusion_models(settings):
-    tables = test_self_speculative
+    tables = test_ssd
 
     def make(sampling, rows):
         info = tables.table_info()
@@ -214,7 +214,7 @@ def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
 
 
 def test_a_masked_row_ends_at_its_own_stop_string():
-    tables = test_self_speculative
+    tables = test_ssd
     requests = toy_prompts(40, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=5)
 
     def decoded(stop, mine):

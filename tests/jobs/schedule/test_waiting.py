@@ -1,4 +1,4 @@
-"""The order in which units are assigned: neighbours in the inputs one after another, and no long unit at the end."""
+"""The order in which units are assigned: neighbours in the inputs together, no long unit at the end; their sizes in columns."""
 
 import random
 from itertools import pairwise
@@ -66,3 +66,18 @@ def test_the_end_of_a_job_is_as_good_as_if_the_longest_of_all_had_come_first(wor
     units = windows(*tokens[:-1], [1000, *tokens[-1][: last - 1]])  # the last window may be short, and of long ones
     costs = [float(units[number].tokens) for number in dealt(units, workers)]
     assert refill_makespan(costs, workers) <= 1.02 * makespan_bound(costs, workers)
+
+
+def test_sizes_are_a_mapping_in_the_order_of_the_units():
+    rng = random.Random(0)
+    sizes = [UnitSize(unit, rng.randint(1, 9), rng.getrandbits(40), rng.randint(0, 5)) for unit in range(0, 999, 3)]
+    plain = {size.unit: size for size in sizes}
+    for order in (sizes, rng.sample(sizes, len(sizes))):
+        found = UnitSizes(order)
+        assert dict(found) == plain and list(found) == sorted(plain) and len(found) == len(plain)
+        assert found.rows == sum(size.rows for size in sizes)
+        assert 1 not in found and -3 not in found and found.get(10**6) is None
+    with pytest.raises(KeyError):
+        UnitSizes(sizes)[1]
+    with pytest.raises(AssertionError):
+        UnitSizes([sizes[0], sizes[0]])
