@@ -117,10 +117,8 @@ def test_sedd_tokens_have_the_public_codes_scores_at_the_noise_of_their_time(gol
 
 def test_sdar_blocks_have_the_log_probabilities_of_the_public_codes_training(golden, given_masks):
     folder = golden / "sdar"
-    case, arrays = (
-        read_json(folder / "train_layout.json"),
-        read_arrays(folder / "train_layout.safetensors"),
-    )
+    case = read_json(folder / "train_layout.json")
+    arrays = read_arrays(folder / "train_layout.safetensors")
     backbone, info = loaded(folder, suppressed=())
     settings = decoder_settings("block_diffusion", block_size=case["block_size"])
     lengths = case["sample_lengths"]

@@ -56,10 +56,8 @@ def random_model(seed: int = 0) -> Qwen3ForCausalLM:
 def test_sequence_mask_and_loss_are_the_public_codes(golden):
     """Two samples side by side, the second with a short last block, prompts unmasked."""
     folder = golden / "sdar"
-    case, arrays = (
-        json.loads((folder / "train_layout.json").read_text()),
-        load_file(folder / "train_layout.safetensors"),
-    )
+    case = json.loads((folder / "train_layout.json").read_text())
+    arrays = load_file(folder / "train_layout.safetensors")
     fields = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3", "attn_implementation": "sdpa"}
     model = Qwen3ForCausalLM(Qwen3Config.from_dict(fields)).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
@@ -221,10 +219,8 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding_each_block(prepared, 
 
 def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likelier_than_tau():
     model, layout = random_model(), Layout(4, False)
-    ids, visible = (
-        torch.randint(20, 2000, (2, 8), generator=torch.Generator().manual_seed(0)),
-        visibility(8, layout)[None],
-    )
+    ids = torch.randint(20, 2000, (2, 8), generator=torch.Generator().manual_seed(0))
+    visible = visibility(8, layout)[None]
 
     def reveal(tau: float) -> tuple[torch.Tensor, int]:
         with torch.no_grad():

@@ -300,8 +300,5 @@ def test_the_recipe_distils_from_a_jobs_traces_and_goes_on_where_it_was(ray_sess
     text = (out / "README.md").read_text()
     assert "| 8 to 32 | 1.00 | 2.00 | 2.00 | 1.00 | 2.00 | 1.00 |" in text
     assert "the first 50% of the tokens are the same" in text
-    assert (
-        "| 512 |" in text
-        and "round 1: blocks of 4 tokens, 4 noise" in text
-        and "round 2: blocks of 4 tokens, live" in text
-    )
+    assert "| 512 |" in text and "round 1: blocks of 4 tokens, 4 noise" in text
+    assert "round 2: blocks of 4 tokens, live" in text

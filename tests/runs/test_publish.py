@@ -95,10 +95,8 @@ def test_a_dataset_has_each_row_with_its_input_and_a_card_for_the_hub(run, tmp_p
     _, head, body = (tmp_path / "out" / "README.md").read_text().split("---\n")
     assert yaml.safe_load(head)["configs"] == [{"config_name": "default", "data_files": "data/*.parquet"}]
     facts = json.loads((tmp_path / "out" / "draftmill.json").read_text())
-    assert (
-        facts["rows"] == {"ok": 4, "failed": 1, "skipped": 0, "errors": {"missing_column": 1}}
-        and facts["exact"] is True
-    )
+    assert facts["rows"] == {"ok": 4, "failed": 1, "skipped": 0, "errors": {"missing_column": 1}}
+    assert facts["exact"] is True
     assert facts["results"]["model"]["checkpoint"] in body and f"draftmill prove {tmp_path / 'out'}" in body
     assert "output" not in facts["spec"] and "s3" not in facts["spec"]
 

@@ -354,9 +354,8 @@ def test_a_sweep_of_which_no_case_can_run_writes_nothing(tmp_path, capsys):
             sections = {"input": job_over(tmp_path / "empty.jsonl")["input"]}
         assert sweep(write_sweep(tmp_path, cases, **sections)) == 2
         err = capsys.readouterr().err
-        assert "draftmill: no case of the sweep can run\n  a" in err and (
-            "\n  b: decoder.k" in err or "  a, b: input" in err
-        )
+        assert "draftmill: no case of the sweep can run\n  a" in err
+        assert "\n  b: decoder.k" in err or "  a, b: input" in err
         assert not (tmp_path / "out").exists()
 
 

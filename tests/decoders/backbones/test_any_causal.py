@@ -224,10 +224,8 @@ def test_other_dtypes_run_too_and_say_that_they_are_not_exact(name, load):
 def test_positions_whose_turns_follow_the_longest_text_end_where_the_training_did(kind, tmp_path):
     name, rope = "smollm3", {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
     if kind == "longrope":
-        name, rope = (
-            "phi3",
-            rope | {"short_factor": [1.5] * 4, "long_factor": [5.0] * 4, "original_max_position_embeddings": 32},
-        )
+        name = "phi3"
+        rope = rope | {"short_factor": [1.5] * 4, "long_factor": [5.0] * 4, "original_max_position_embeddings": 32}
     config = AutoConfig.for_model(
         name,
         **SIZES | {"rope_parameters": rope, "max_position_embeddings": 128, "original_max_position_embeddings": 32},

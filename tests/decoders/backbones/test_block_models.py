@@ -66,10 +66,8 @@ def test_in_float64_logits_are_the_public_code_s_to_the_last_digits(golden, monk
 
 
 def test_a_block_after_cached_blocks_is_read_both_ways_by_one_fast_dllm(golden):
-    backbone, arrays = (
-        load(golden / "fast_dllm_v2", "float64"),
-        load_file(golden / "fast_dllm_v2" / "logits.safetensors"),
-    )
+    backbone = load(golden / "fast_dllm_v2", "float64")
+    arrays = load_file(golden / "fast_dllm_v2" / "logits.safetensors")
     (case,) = cases_of(golden / "fast_dllm_v2", "logits", "cached_logits")
     before, block, size = case["prefill_ids"], case["block_ids"], case["block_size"]
     backbone.allocate(1, 64)

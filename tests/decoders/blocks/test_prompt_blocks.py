@@ -48,11 +48,9 @@ def settings_of(case: dict):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
 def test_tokens_and_counts_are_those_of_the_plain_reference(case):
-    info, settings, sampling = (
-        info_of(case["model"], case["max_length"]),
-        settings_of(case),
-        SAMPLINGS[case["sampling"]],
-    )
+    info = info_of(case["model"], case["max_length"])
+    settings = settings_of(case)
+    sampling = SAMPLINGS[case["sampling"]]
     requests = prompts(LENGTHS)
     trails = refer(requests, info, settings, sampling, length=9)
     check(ours(requests, info, settings, sampling, rows=case["rows"], length=9), trails, requests)

@@ -113,9 +113,8 @@ def test_queries_are_rows_of_their_own_to_which_runs_refer():
     ask = Ask([7, 8], Span(2, 3, 3, 3), Run(1, 2, 6, TARGET), [NO_DRAFT] * 2, queries=Span(3, 5, 5, lag=1))
     empty = Ask([], (), Run(0, 1, 0, TARGET), [NO_DRAFT], queries=Span(1, 0, 0, lag=1))
     b = packed([ask, empty], layout)
-    assert (
-        b.rows.rank_Q.tolist() == [5, 6, 7, 0] and b.rows.limit_Q.tolist() == [5, 6, 7, 0] and b.rows.shape.some_blind
-    )
+    assert b.rows.rank_Q.tolist() == [5, 6, 7, 0] and b.rows.limit_Q.tolist() == [5, 6, 7, 0]
+    assert b.rows.shape.some_blind
     assert b.rows.owner_Q.tolist() == [0, 0, 0, 1] and b.rows.line_Q.tolist() == [0, 1, 2, 0]
     assert b.draws.row_R.tolist() == [1, 2, 3] and b.num_rows == 6
     assert columns_seen(np.zeros((1, 2), np.int64), b.rows.limit_N[None]) == [{0, 1, 2, 3}, {0, 1, 2, 3, 4}]
@@ -127,11 +126,8 @@ def test_canvases_of_a_sample_are_groups_and_slots_of_their_own_where_nothing_is
         return Ask([HOLE, 1] * len(nodes), spans, (), ())
 
     b = packed([canvases(0, 1), canvases(0), canvases(0)], Layout("masked", keeps=False, by_node=True, mask_id=9))
-    assert (
-        b.rows.slots_G.tolist() == [0, 1, 2, 3]
-        and b.sample_G.tolist() == [0, 0, 1, 2]
-        and b.rows.shape.slots == slice(0, 4)
-    )
+    assert b.rows.slots_G.tolist() == [0, 1, 2, 3] and b.sample_G.tolist() == [0, 0, 1, 2]
+    assert b.rows.shape.slots == slice(0, 4)
     assert b.rows.token_N.tolist() == [9, 1] * 4 and b.rows.owner_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     kept = packed([canvases(0, 1), canvases(0)], Layout("masked", by_node=True, mask_id=9))
     assert kept.rows.slots_G.tolist() == [10, 10, 11] and kept.rows.shape.slots is None
@@ -149,11 +145,8 @@ def test_the_rows_that_judge_are_a_chain_wherever_they_stand():
     b = packed(asks, Layout("blocks"), rule)
     judging = b.draws.by_rejection
     assert b.draws.row_R.tolist() == [4, 2, 0, 10, 11, 15] and judging.owner_R.tolist() == [0, 0, 0, 2, 2, 3]
-    assert (
-        judging.first_B.tolist() == [0, 3, 3, 5]
-        and judging.size_B.tolist() == [2, 0, 0, 1]
-        and judging.row_D.tolist() == [2, 3, 4]
-    )
+    assert judging.first_B.tolist() == [0, 3, 3, 5] and judging.size_B.tolist() == [2, 0, 0, 1]
+    assert judging.row_D.tolist() == [2, 3, 4]
     assert judging.judged_R.tolist() == [1, 1, 0, 0, 0, 0] and not judging.is_sure and judging.any_chain
     assert judging.cell_R.tolist() == [80 + 0, 80 + 4 + 2, 80 + 1, 96 + 0, 96 + 1, 104 + 0]
     assert b.num_verified == 5, "a draft beside a verification waits for the next one"

@@ -85,10 +85,8 @@ def test_an_8b_model_on_an_80_gib_card_gets_the_slots_that_fit_instead_of_69_gb(
 
 
 def runner_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 << 20)):  # noqa: B008
-    info, backbone = (
-        ModelInfo("table", vocab, None, None, "any_subset", 0),
-        TableBackbone(vocab_size=2, num_positions=2),
-    )
+    info = ModelInfo("table", vocab, None, None, "any_subset", 0)
+    backbone = TableBackbone(vocab_size=2, num_positions=2)
     sampling = Sampling(acceptance="rejection")
     setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=4, max_tokens=100)
     algorithm = Algorithm(decode=iter, window=5, keeps_laws=True)

@@ -16,11 +16,7 @@ from draftmill.jobs.cli import parser
 from draftmill.jobs.config.spec import load_spec
 from draftmill.jobs.remote.manifest import KINDS, comment, crontab, shell, slug, yaml_document, yaml_text
 from tests.jobs.remote.made import KUBERAY, RICH, SPEC, data_of, templates, text_of, write_spec
-from tests.jobs.remote.validators import (
-    kuberay_problems,
-    kubernetes_problems,
-    shell_problems,
-)
+from tests.jobs.remote.validators import kuberay_problems, kubernetes_problems, shell_problems
 
 
 def problems(kind: str, text: str) -> list[str]:

@@ -5,13 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftmill.actors.messages import Failure, WorkerLost, WorkUnit
-from draftmill.jobs.schedule.events import (
-    Assign,
-    Command,
-    Event,
-    Revoke,
-    Tick,
-)
+from draftmill.jobs.schedule.events import Assign, Command, Event, Revoke, Tick
 from draftmill.jobs.schedule.scheduler import Scheduler, WorkLeft, fitting_unit
 from draftmill.jobs.schedule.unit_leases import KNOWN_S
 from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
