@@ -1,4 +1,4 @@
-"""The layout holds: imports go one way, files say what they hold, and links lead to files that exist."""
+"""The layout holds: imports go one way, files say what they hold, links lead somewhere, and a checkout is small."""
 
 import re
 import shutil
@@ -131,3 +131,16 @@ def test_every_file_says_what_it_holds():
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text())
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+LARGEST = 58 * 2**20
+
+
+def test_tracked_files_have_at_most_58_mib():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    sizes = {name: (ROOT / name).lstat().st_size for name in listed.split("\0") if name and (ROOT / name).is_file()}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:10]
+    assert sizes.keys() >= {"README.md", "pyproject.toml"}
+    assert sum(sizes.values()) <= LARGEST, "compress golden data (tests/golden_data.py); the largest: " + ", ".join(
+        largest
+    )

@@ -97,3 +97,16 @@ def unequal(found: pa.Table, expected: pa.Table) -> list[str]:
     pairs = zip(expected.to_pylist(), found.to_pylist(), strict=False)
     cells = [f"{a['id']}.{key}: {a[key]!r}, now {b[key]!r}" for a, b in pairs for key in a if a[key] != b[key]]
     return [f"{expected.num_rows} rows, now {found.num_rows}", *cells[:20]]
+
+
+def contents(folder: Path, *, leases: bool = True) -> dict[str, tuple[bytes, int]]:
+    """Every file of a folder, but its leases where they don't count, with its content and its time of change."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and (leases or path.name != "_lease.json"))
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def logged(run: Path, kind: str, epoch: str = "*") -> list[dict]:
+    """The events of a kind in the log of a run, by all of its drivers or by that of an epoch."""
+    files = sorted(run.glob(f"attempts/epoch-{epoch}-part-*.jsonl"))
+    events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [event for event in events if event["event"] == kind]

@@ -13,7 +13,7 @@ import pytest
 from draftmill.actors.planning import surveying
 from draftmill.jobs.cli import program
 from draftmill.storage.runs.lease import LEASE
-from tests.runs.jobs_of_tests import forked, write_rows, write_spec
+from tests.runs.jobs_of_tests import forked, logged, write_rows, write_spec
 
 FULL = "/dev/full"
 
@@ -41,12 +41,8 @@ def test_a_display_that_can_not_be_written_ends_no_run_and_is_noted_in_its_log(t
     process.join(120)
     assert process.exitcode == 0
     assert (tmp_path / "run" / "_SUCCESS").exists()
-    events = [
-        json.loads(line)
-        for file in (tmp_path / "run" / "attempts").glob("*-part-*.jsonl")
-        for line in file.read_text().splitlines()
-    ]
-    said = [event["message"] for event in events if event["event"] == "note" and "can't be written" in event["message"]]
+    notes = [event["message"] for event in logged(tmp_path / "run", "note")]
+    said = [note for note in notes if "can't be written" in note]
     reason = "No space left on device" if out == FULL else "Broken pipe"
     lost = ["stdout"] if err == "shown" else ["stderr", "stdout"]
     assert sorted(said) == [f"{name} can't be written any more, the run goes on: {reason}" for name in lost]

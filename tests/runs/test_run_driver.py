@@ -29,7 +29,7 @@ from draftmill.storage.runs.commit import commit_unit, done_units
 from draftmill.storage.runs.records import read_results, table_from_rows
 from draftmill.storage.stores.store import Store, open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder
-from tests.jobs.drive.test_cost import log_in
+from tests.jobs.drive.test_metrics import log_in
 
 ROWS = 4
 

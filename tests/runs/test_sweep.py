@@ -1,6 +1,5 @@
 """Whole sweeps with one worker in this process: equal to single runs, planned once, resumable, and wrong cases fail alone."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
-from tests.runs.jobs_of_tests import GOLDEN, forked, job_over, rows_of, unequal, write_rows
+from tests.runs.jobs_of_tests import GOLDEN, contents, forked, job_over, logged, rows_of, unequal, write_rows
 
 CASES: dict[str, dict] = {
     "sequential": {"decoder": {"kind": "any_subset"}},
@@ -46,14 +45,6 @@ def write_sweep(folder: Path, cases: dict, *, out: Path | str | None = None, **s
 
 def sweep(path: Path, *more: str) -> int:
     return main(["sweep", str(path), "--local", "--quiet", *more])
-
-
-def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    return {
-        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def plan_of(run: Path) -> Plan:
@@ -253,7 +244,7 @@ def sweep_here(path: str, points: str, log: str) -> None:
 def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished, tmp_path):
     shutil.copy(finished / "rows.jsonl", tmp_path)
     path = write_sweep(tmp_path, CASES)
-    kept: dict[str, tuple[str, int]] = {}
+    kept: dict[str, tuple[bytes, int]] = {}
     killed = 0
     for point in (*KILLS, ""):
         name, _, hit = point.partition(":")
@@ -271,12 +262,7 @@ def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished, t
     assert killed >= len(KILLS) - 2, "most of the points were reached"
     for name in CASES:
         assert unequal(rows_of(tmp_path / "out" / "cases" / name), rows_of(finished / "out" / "cases" / name)) == []
-        done = [
-            json.loads(line)["unit"]
-            for file in (tmp_path / "out" / "cases" / name / "attempts").glob("*-part-*.jsonl")
-            for line in file.read_text().splitlines()
-            if json.loads(line)["event"] == "done"
-        ]
+        done = [event["unit"] for event in logged(tmp_path / "out" / "cases" / name, "done")]
         assert len(done) == len(set(done)), "no unit was decoded again after its receipt"
 
 
@@ -451,13 +437,8 @@ def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path, monkeypatch)
     assert sweep(write_sweep(tmp_path, cases)) == 0
     loaded = {}
     for name in cases:
-        (line,) = [
-            line
-            for file in (tmp_path / "out" / "cases" / name / "attempts").glob("*-part-*.jsonl")
-            for line in map(json.loads, file.read_text().splitlines())
-            if line["event"] == "worker_up"
-        ]
-        loaded[name] = line["loaded"]
+        (event,) = logged(tmp_path / "out" / "cases" / name, "worker_up")
+        loaded[name] = event["loaded"]
     assert loaded == {"c0": ["model"], "c1": ["model"]} | {f"c{n}": [] for n in range(2, 6)}
     rows = [rows_of(tmp_path / "out" / "cases" / name).drop_columns(["model"]) for name in ("c0", "c1")]
     assert unequal(*rows) == []

@@ -1,6 +1,7 @@
 """The baseline of causal decoding: its law by enumeration, its batches, its ends, and the scores of given tokens."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -64,36 +65,23 @@ def test_every_batch_gives_the_tokens_of_the_definition(temperature, rows):
         assert (outcome.finish, outcome.nfe, outcome.iterations) == ("length", len(tokens), len(tokens))
 
 
-def test_a_stop_id_ends_the_sample_and_is_its_last_token():
-    table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=2)
-    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH)
-    free = texts(decode(table, token_info(VOCAB), AR, Sampling(), requests))
-    stopped = decode(table, token_info(VOCAB), AR, Sampling(), requests, stops=Stops(ids=(2,)))
-    ends = 0
-    for index, tokens in free.items():
-        expected = tokens[: tokens.index(2) + 1] if 2 in tokens else tokens
-        ends += 2 in tokens
-        assert stopped[index].tokens.tolist() == expected
-        assert stopped[index].finish == ("eos" if 2 in tokens else "length")
-        assert stopped[index].nfe == len(expected)
-    assert 10 < ends < 50
-
-
-def test_the_first_of_stop_id_and_stop_text_wins():
+@pytest.mark.parametrize(("text", "finishes"), [(None, {"length", "eos"}), (Pair(), {"length", "eos", "stop"})])
+def test_the_first_of_stop_id_and_stop_text_ends_the_sample_and_is_its_last_token(text, finishes):
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH)
     free = texts(decode(table, token_info(VOCAB), AR, Sampling(), requests))
-    stopped = decode(table, token_info(VOCAB), AR, Sampling(), requests, stops=Stops(ids=(2,), text=Pair()))
-    seen = set()
+    stopped = decode(table, token_info(VOCAB), AR, Sampling(), requests, stops=Stops(ids=(2,), text=text))
+    seen = Counter[str]()
     for index, tokens in free.items():
         eos = tokens.index(2) if 2 in tokens else len(tokens)
-        pair = next((place for place, (a, b) in enumerate(itertools.pairwise(tokens), 1) if a == b), len(tokens))
-        end = min(eos, pair)
-        finish = "length" if end == len(tokens) else "eos" if eos <= pair else "stop"
-        assert stopped[index].tokens.tolist() == tokens[: end + 1]
+        pairs = (place for place, (a, b) in enumerate(itertools.pairwise(tokens), 1) if text and a == b)
+        pair = next(pairs, len(tokens))
+        expected = tokens[: min(eos, pair) + 1]
+        finish = "length" if min(eos, pair) == len(tokens) else "eos" if eos <= pair else "stop"
+        assert stopped[index].tokens.tolist() == expected and stopped[index].nfe == len(expected)
         assert stopped[index].finish == finish
-        seen.add(finish)
-    assert seen == {"length", "eos", "stop"}
+        seen[finish] += 1
+    assert seen.keys() == finishes and 10 < seen["eos"] < 50
 
 
 @pytest.mark.parametrize("canvas", [[-1, -1], [0, -1, 1], [-1, 2]])

@@ -178,14 +178,6 @@ def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling)
     assert len(seen) >= 2
 
 
-def test_ssd_has_no_rule_of_rejection():
-    settings = decoder_settings("ssd")
-    with pytest.raises(
-        ValueError, match=r"sampling\.acceptance: 'rejection' needs the probabilities of a draft, and decoder 'ssd' has"
-    ):
-        settings.check_sampling(Sampling(acceptance="rejection"))
-
-
 CACHES = [
     *(("none", None), ("dual_strict", None), ("dual_strict", 1), ("dual_strict", 2), ("dual_strict", 5)),
     *(("dual_strict", 8), ("prefix", None), ("prefix", 3)),

@@ -32,7 +32,7 @@ from draftmill.storage.stores.store import Place, open_store
 from tests.conftest import ROOT
 from tests.jobs.compare.made_runs import START, failed, row, write_metrics, write_run, write_sweep
 from tests.jobs.compare.pages import Page
-from tests.jobs.drive.test_cost import Hand, log_in
+from tests.jobs.drive.test_metrics import Hand, log_in
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 

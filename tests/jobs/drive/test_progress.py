@@ -22,7 +22,7 @@ from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.runs.lease import acquire
 from draftmill.storage.stores.store import MemoryStore, Stat, Store, open_store
 from tests.jobs.compare.made_runs import row, write_run
-from tests.jobs.drive.test_cost import Hand, log_in
+from tests.jobs.drive.test_metrics import Hand, log_in
 
 
 def totals_after(seconds: float) -> Totals:

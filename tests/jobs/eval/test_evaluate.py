@@ -26,6 +26,7 @@ from tests.jobs.eval.tasks_of_tests import (
     write_eval_spec,
     write_tasks,
 )
+from tests.runs.jobs_of_tests import contents, logged
 
 pytestmark = pytest.mark.slow
 
@@ -175,12 +176,7 @@ def test_a_finished_evaluation_decodes_nothing_again(world, capsys):
 
 def written(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Every file of the runs, with its content and time."""
-    runs = folder / "eval" / "runs"
-    return {
-        str(path.relative_to(runs)): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in runs.rglob("*")
-        if path.is_file()
-    }
+    return contents(folder / "eval" / "runs")
 
 
 def units(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -201,20 +197,10 @@ def test_a_killed_evaluation_goes_on_and_decodes_nothing_twice(world, tmp_path, 
     assert evaluated(tmp_path, world.tasks, list(TASKS)) == 0
     after = units(tmp_path)
     assert {name: after[name] for name in before} == before and len(after) > len(before)
-    for name, of_run in receipts(tmp_path).items():
-        assert len(set(of_run)) == len(of_run), f"{name} committed a unit twice"
+    for run in (tmp_path / "eval" / "runs").iterdir():
+        done = [event["unit"] for event in logged(run, "done")]
+        assert len(set(done)) == len(done) > 0, f"{run.name} committed a unit twice"
     assert values(results_of(tmp_path)) == pytest.approx(values(world.expected), abs=1e-4)
-
-
-def receipts(folder: Path) -> dict[str, list[int]]:
-    """The units that each run's log says were committed."""
-    found: dict[str, list[int]] = {}
-    for path in sorted((folder / "eval" / "runs").glob("*/attempts/*-part-*.jsonl")):
-        for line in path.read_text().splitlines():
-            event = json.loads(line)
-            if event["event"] == "done":
-                found.setdefault(path.parts[-3], []).append(event["unit"])
-    return found
 
 
 def test_other_settings_decode_into_directories_of_their_own(world, capsys):

@@ -16,6 +16,7 @@ from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
 from draftmill.storage.stores.store import Place, Store, open_store
 from tests.jobs.results.written_runs import failed, second_pass, spec_for, write_run, write_units
+from tests.runs import jobs_of_tests
 
 ROWS = [
     {"id": name, "prompt": f"p{name}", "answer": f"text of {name}", "label": number}
@@ -50,12 +51,7 @@ def by_id(store: Store, column: str) -> dict[str, float | None]:
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file but the lease, with its time of change."""
-    return {
-        str(path): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "_lease.json"
-    }
+    return jobs_of_tests.contents(folder, leases=False)
 
 
 # ---- values

@@ -1,6 +1,5 @@
 """Recurring jobs for tests: `draftmill run --local` on a spec with a date in its output path, and drivers as processes."""
 
-import json
 import os
 import sys
 from collections import Counter
@@ -12,7 +11,7 @@ import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.storage.failpoints import VARIABLE, FailpointError, reset_failpoints
-from tests.runs.jobs_of_tests import forked, write_rows, write_spec
+from tests.runs.jobs_of_tests import forked, logged, write_rows, write_spec
 
 KILLS = ("ledger.before_cache", "prune.before_mark", "prune.before_delete")
 """Failpoints of recurring jobs alone, at each of which a test here kills."""
@@ -58,6 +57,4 @@ def driver(
 
 def units_decoded(run_dir: Path) -> Counter[int]:
     """How often each unit was committed, by the logs of all drivers."""
-    lines = [line for file in run_dir.glob("attempts/*-part-*.jsonl") for line in file.read_text().splitlines()]
-    events = [json.loads(line) for line in lines]
-    return Counter(event["unit"] for event in events if event["event"] == "done")
+    return Counter(event["unit"] for event in logged(run_dir, "done"))
