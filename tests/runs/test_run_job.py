@@ -57,20 +57,6 @@ def test_traces_tell_every_iteration(finished):
         assert len(steps) == row["iterations"]
 
 
-@pytest.mark.slow
-def test_one_worker_with_another_batch_size_gives_the_same_rows(finished):
-    spec = write_spec(
-        finished,
-        rows=finished / "rows.jsonl",
-        out="other",
-        workers={"count": 1},
-        batching={"max_rows": 3},
-        output={"path": str(finished / "other"), "unit_rows": 4, "trace": "steps"},
-    )
-    assert main(["run", str(spec), "--quiet"]) == 0
-    assert rows_of(finished / "other").equals(rows_of(finished / "run"))
-
-
 def test_missing_units_are_done_again_and_nothing_else(finished):
     run = finished / "run"
     expected = rows_of(run)

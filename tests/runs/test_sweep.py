@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.exit_codes import INTERRUPTED, Ended
 from draftmill.jobs.plan.plan import Plan, load_plan
 from draftmill.jobs.plan.resolve import make_job, resolved_of
-from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
+from tests.jobs.run.recurring_jobs import drive
 from tests.runs.jobs_of_tests import GOLDEN, contents, forked, job_over, logged, rows_of, unequal, write_rows
 
 CASES: dict[str, dict] = {
@@ -231,24 +230,16 @@ KILLS = (
 )
 
 
-def sweep_here(path: str, points: str, log: str) -> None:
-    """What a process does: a sweep with its worker in it, which a failpoint kills."""
-    with open(log, "a") as file:
-        os.dup2(file.fileno(), 2)
-        os.dup2(file.fileno(), 1)
-    os.environ[VARIABLE] = points
-    sys.exit(main(["sweep", path, "--local", "--quiet", "--debug"]))
-
-
 @pytest.mark.slow
 def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished, tmp_path):
     shutil.copy(finished / "rows.jsonl", tmp_path)
     path = write_sweep(tmp_path, CASES)
+    command = ("sweep", str(path), "--local", "--quiet", "--debug")
     kept: dict[str, tuple[bytes, int]] = {}
     killed = 0
     for point in (*KILLS, ""):
         name, _, hit = point.partition(":")
-        process = forked(sweep_here, str(path), f"{name}=kill:{hit or 1}" if point else "", str(tmp_path / "log"))
+        process = forked(drive, f"{name}=kill:{hit or 1}" if point else "", str(tmp_path / "log"), *command)
         process.join(120)
         killed += process.exitcode == -signal.SIGKILL
         assert process.exitcode in ({0, -signal.SIGKILL} if point else {0}), (tmp_path / "log").read_text()
@@ -269,7 +260,7 @@ def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished, t
 @pytest.mark.slow
 def test_a_signal_ends_a_sweep_with_code_4_and_the_next_goes_on(tmp_path, capsys):
     path = write_sweep(tmp_path, CASES, batching={"max_rows": 1})
-    process = forked(sweep_here, str(path), "worker.step=sleep:30:4", str(tmp_path / "log"))
+    process = forked(drive, "worker.step=sleep:30:4", str(tmp_path / "log"), "sweep", str(path), "--local", "--quiet")
     deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s and process.is_alive() and not list((tmp_path / "out").rglob("unit-*")):
         time.sleep(0.01)  # the condition is polled, not assumed
