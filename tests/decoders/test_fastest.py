@@ -91,9 +91,6 @@ def test_earlier_runs_are_tried_first_and_a_number_is_one_choice(like, k):
     assert auto.name == "run" and auto() == (3 if k == 3 else 2)
 
 
-# ---- settings ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -117,8 +114,6 @@ def test_the_baseline_of_a_model_is_filled_in(kind):
     settings = FastestSettings(kind="fastest").for_model(results._info(kind, 0))
     assert settings.baseline.runs_on == kind and not settings.is_open
 
-
-# ---- the choice, in worlds with several ways, whose costs are known ------------------------------------------------------
 
 WAYS = (Way(16, name="cheap"), Way(16, shares_cost=True, name="dear"), Way(8, name="bad"))
 

@@ -14,9 +14,6 @@ def ours(backbone, folder, settings, case, mask_id):
     return decoded(built(backbone, folder, settings), case, mask_id)
 
 
-# ---- LLaDA ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CACHES)
 def test_the_older_fast_dllm_spends_a_forward_on_a_block_that_is_done(golden, kind):
@@ -51,9 +48,6 @@ def test_masks_in_a_prompt_are_holes_and_not_rivals(golden):
     assert len(outcome.tokens) == options["gen_length"] + 2
     assert LLADA_MASK not in outcome.tokens
     assert outcome.trace[0].positions[0] < len(case["prompt"])
-
-
-# ---- Dream ---------------------------------------------------------------------------------------------------------------
 
 
 def test_dreams_origin_leaves_to_chance_how_many_are_revealed_and_random_does_not(golden):

@@ -46,9 +46,6 @@ SECRETS = {
 }
 
 
-# ---- secrets
-
-
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch):
     """An environment full of secrets, and S3 clients made of it."""
@@ -159,9 +156,6 @@ def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(pl
     assert not leaks(said) and all(line.isprintable() for line in said.splitlines())
 
 
-# ---- what is written, and where
-
-
 WRITER = """
 import os, sys
 sys.path.insert(0, {root!r})
@@ -249,9 +243,6 @@ def test_a_job_writes_inside_its_output_alone_whatever_its_ids_are(tmp_path):
     assert names and all(shape.fullmatch(name) for name in names), names
 
 
-# ---- compressed inputs and archives
-
-
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_a_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, ending):
     monkeypatch.setattr(sources, "UNPACKED_BYTES", 2**20)
@@ -276,9 +267,6 @@ def test_an_archive_or_a_pickle_is_no_input(tmp_path, name):
     (tmp_path / name).write_bytes(b"PK\3\4")
     with pytest.raises(UserError, match="format is not known"):
         list_inputs(str(tmp_path / name))
-
-
-# ---- code that comes with data
 
 
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -79,9 +79,6 @@ def change(file: Path, **columns) -> None:
     pq.write_table(table, file)
 
 
-# ---- publishing
-
-
 def test_a_dataset_has_each_row_with_its_input_and_a_card_for_the_hub(run, tmp_path, capsys):
     assert publish(run, tmp_path / "out") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: 5 samples in 1 file\n"
@@ -220,9 +217,6 @@ def test_inputs_that_changed_or_that_json_would_change_are_refused(tmp_path, cap
         file.write("{}\n")
     assert publish(run, tmp_path / "out") == 2 and not (tmp_path / "out").exists()
     assert "input.path: the inputs changed since" in capsys.readouterr().err
-
-
-# ---- proving
 
 
 def test_rows_are_equal_to_the_bit_and_a_failed_one_can_not_be_told(run, tmp_path, capsys):

@@ -128,9 +128,6 @@ def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(finished, c
     assert "k2" in capsys.readouterr().out
 
 
-# ---- one plan
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch):
     """How many rows were read and tokenized for planning, in batches."""
@@ -221,8 +218,6 @@ def test_rows_with_settings_of_their_own_share_a_plan_only_where_the_same_ones_a
         measured.clear()
 
 
-# ---- killed and resumed
-
 KILLS = (
     *("plan.before_part", "plan.before_plan", "plan.before_plan:2", "sweep.before_record", "sweep.before_case"),
     *("worker.step:2", "commit.after_data", "commit.before_success", "sweep.before_case:2", "commit.before_data:2"),
@@ -297,9 +292,6 @@ def test_a_case_that_another_driver_holds_is_left_to_it_and_the_others_run(tmp_p
     assert sweep(path) == 0
 
 
-# ---- wrong cases
-
-
 @pytest.mark.slow
 def test_wrong_cases_are_named_together_before_work_starts_and_the_others_run(tmp_path, capsys):
     cases = {
@@ -369,9 +361,6 @@ def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(t
     assert [case["name"] for case in json.loads((tmp_path / "out" / "sweep.json").read_text())["cases"]] == ["a", "c"]
 
 
-# ---- metrics
-
-
 def interrupted(*_: object, **__: object) -> None:
     raise Ended("interrupted", INTERRUPTED)
 
@@ -412,9 +401,6 @@ def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(tmp_
     assert sweep(path) == 2
     assert "draftmill: metrics.0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-# ---- loads, the dry run, S3
 
 
 @pytest.mark.slow

@@ -43,9 +43,6 @@ def spec(k, **drafter):
     return decoder_settings("speculative", k=k, drafter={"kind": "masks"} | drafter)
 
 
-# ---- a checkpoint in the published layout --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def idlm(tmp_path_factory):
     """Random weights in the layout of I-DLM's checkpoints; transformers' own Qwen3 with them."""
@@ -84,9 +81,6 @@ def test_the_text_is_the_autoregressive_one_in_any_batch(idlm, temperature, monk
     assert texts(decode(idlm.load(), idlm.info, spec("auto"), sampling, requests, rows=5)) == texts(expected)
 
 
-# ---- the public schedule at temperature 0 --------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def public(model, prompt, length, masks):
     """IDLMBlockN at temperature 0, without a cache: the text, and its forwards after the one that runs the prompt. `prompt` ends
@@ -119,8 +113,6 @@ def test_at_temperature_0_it_is_the_public_code(idlm, masks):
         spent += guessing[index].nfe, forwards
     assert spent[0] < spent[1] < sum(len(one.tokens) for one in exact.values())
 
-
-# ---- exact laws on a table -----------------------------------------------------------------------------------------------
 
 VOCAB, LENGTH = 3, 5
 INFO = ModelInfo("table", VOCAB + 1, VOCAB, None, "causal", 0, (VOCAB,))
@@ -208,9 +200,6 @@ def test_the_public_sampler_has_another_law_above_temperature_0(cuts, draws, dis
     assert total_variation(ours, expected) < 1e-12
 
 
-# ---- drafts that hold ----------------------------------------------------------------------------------------------------
-
-
 class Counting(TokenTable):
     """A toy that counts: a row that is d places behind the last token it sees, masks apart, expects that token + d + 1."""
 
@@ -254,9 +243,6 @@ def test_prompts_that_are_shared_or_cut_change_no_result(idlm, acceptance):
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert (found.logprob, found.nfe, found.trace) == (expected.logprob, expected.nfe, expected.trace)
     assert together.stats.prompt_rows_shared > 0
-
-
-# ---- an adapter that mask rows alone take --------------------------------------------------------------------------------
 
 
 def save_adapter(folder, model, *, seed=0, **changes):

@@ -54,9 +54,6 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     return jobs_of_tests.contents(folder, leases=False)
 
 
-# ---- values
-
-
 def test_metrics_are_measured_against_the_references_that_travelled_with_the_rows(tmp_path, capsys):
     store = write(tmp_path)
     (tmp_path / "rows.jsonl").unlink()  # measuring needs no input
@@ -134,9 +131,6 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path):
     assert rows["b", 0]["pass@1"] == 1.0
 
 
-# ---- passes
-
-
 def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path):
     store = write(tmp_path, lambda name: [failed()] if name in "bd" else right_but_f(name))
     assert measure(store, "exact_match") == 0
@@ -149,9 +143,6 @@ def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path):
     after = contents(tmp_path / "run")
     assert {name: after[name] for name in before} == before
     assert set(measured_units(store)) == {(1, 0), (1, 1), (1, 2), (2, 0)}
-
-
-# ---- once
 
 
 def test_measuring_again_does_nothing_and_more_metrics_get_files_of_their_own(tmp_path, capsys):
@@ -238,9 +229,6 @@ def test_the_grace_period_ends_a_long_unit(tmp_path):
     assert measured_units(store) == {}
 
 
-# ---- verify
-
-
 def test_verify_finds_damaged_files_of_metrics(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "exact_match") == 0
@@ -254,9 +242,6 @@ def test_verify_finds_damaged_files_of_metrics(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{first}: can't be read" in out and f"{second}: its unit is '2', not '1'" in out
     assert f"{second}: its rows differ from those of the unit's results" in out and "there is no such unit" in out
-
-
-# ---- errors of rows
 
 
 def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path, capsys):
@@ -281,9 +266,6 @@ def test_a_metric_that_never_ends_on_a_row_is_stopped_and_all_other_values_are_t
     [(count, [error])] = read_metric_errors(store)
     assert count == 1 and error.id == "c" and "endless" in error.metric
     assert error.message == "TimeoutError: the metric took longer than 1 s"
-
-
-# ---- refusals
 
 
 def refused(capsys: pytest.CaptureFixture[str], store: Store, *words: str) -> str:
@@ -364,9 +346,6 @@ def test_another_driver_is_waited_for_by_nobody(tmp_path, capsys):
     lease.release()
 
 
-# ---- specs
-
-
 def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path):
     plain = input_of(tmp_path, BARE)
     for metrics, message in (
@@ -394,9 +373,6 @@ def test_metrics_do_not_change_a_jobs_fingerprint(tmp_path):
 def test_a_reference_column_that_no_row_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"input.columns.reference: no row has a column 'golden'"):
         write(tmp_path, input=input_of(tmp_path, BARE | {"reference": "golden"}))
-
-
-# ---- S3
 
 
 @pytest.mark.s3

@@ -73,9 +73,6 @@ def files_of(run_dir) -> list[str]:
     return sorted((path.name for path in run_dir.iterdir()), key=str.lower)
 
 
-# ---- status of a folder
-
-
 def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path, capsys):
     errors = {"max_rate": 0.0}
     spec = spec_of(tmp_path, errors=errors)
@@ -110,9 +107,6 @@ def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path, capsys):
     assert main(["status", str(tmp_path / "nightly" / "2026-11-02")]) == 0
     assert main(["status", str(tmp_path / "nowhere")]) == 2
     assert "nothing is at" in capsys.readouterr().err
-
-
-# ---- prune
 
 
 def test_prune_says_what_it_would_delete_and_deletes_nothing(folder, capsys):
@@ -281,9 +275,6 @@ def test_runs_in_a_bucket_are_listed_and_pruned(tmp_path, capsys, s3_url, s3_opt
     capsys.readouterr()
     assert on(spec, 3) == 0
     assert "0 new, 0 changed, 2 done before" in capsys.readouterr().out
-
-
-# ---- run --catch-up
 
 
 NOON = datetime(2026, 11, 7, 12, tzinfo=UTC)
