@@ -136,9 +136,7 @@ def test_sdar_blocks_have_the_log_probabilities_of_the_public_codes_training(gol
 @pytest.mark.parametrize(
     ("family", "name"), [("s2d2", "equals_block_size_1_greedy"), ("fast_dllm_v2", "equals_ar_greedy")]
 )
-def test_texts_that_the_public_code_decoded_greedily_at_block_size_1_are_greedy_and_others_are_not(
-    golden, family, name
-):
+def test_texts_of_the_public_code_are_greedy_where_it_was(golden, family, name):
     folder = golden / family
     public = read_json(folder / "cases.json")
     told = [

@@ -88,9 +88,7 @@ def struck(server: S3Server, method: str, part: str) -> int:
 @pytest.mark.parametrize("kind", ["403", "500"])
 @pytest.mark.parametrize("phase", [*(phase for phase in PHASES if phase not in PATIENT), *soak(PATIENT)])
 @pytest.mark.slow
-def test_an_outage_ends_with_a_code_that_is_retried_and_the_next_start_completes_the_job(
-    tmp_path, s3_server, s3_options, impatient, phase, kind
-):
+def test_after_an_outage_the_next_start_ends_the_job(tmp_path, s3_server, s3_options, impatient, phase, kind):
     bucket = Bucket(tmp_path, s3_server, s3_options)
     method, part = PHASES[phase]
     s3_server.fail(kind, method, part, times=10**6)

@@ -119,9 +119,7 @@ class DeadlyWorker(Turns):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", [ABORT, *soak([ENDLESS])])
-def test_a_row_that_kills_its_worker_or_never_ends_is_found_and_its_unit_is_ok(
-    ray_session, tmp_path, monkeypatch, fate
-):
+def test_a_row_that_kills_or_never_ends_is_found_alone(ray_session, tmp_path, monkeypatch, fate):
     rows = write_poison(tmp_path / "rows.jsonl", fate, rows=8)
     output = {"path": str(tmp_path / "run"), "unit_rows": 2}
     spec = write_spec(tmp_path, rows=rows, output=output, errors={"max_rate": 0.5})

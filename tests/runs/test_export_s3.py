@@ -131,9 +131,7 @@ def test_failed_samples_go_beside_the_others():
 
 
 @pytest.mark.parametrize("field", ["--out", "--errors"])
-def test_an_object_that_is_there_is_refused_before_anything_is_read(
-    run_dir, bucket, s3_server, field, monkeypatch, capsys
-):
+def test_an_object_that_is_there_is_refused_at_once(run_dir, bucket, s3_server, field, monkeypatch, capsys):
     bucket.put("there", b"precious")
     places = {"--out": f"{bucket.url}/new", "--errors": f"{bucket.url}/new.errors"} | {field: f"{bucket.url}/there"}
     monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))

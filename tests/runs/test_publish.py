@@ -139,9 +139,7 @@ def test_an_upload_to_the_hub_that_breaks_off_goes_on_where_it_was(tmp_path, mon
 
 
 @pytest.mark.s3
-def test_an_export_to_a_bucket_that_breaks_off_has_no_mark_and_sends_only_what_is_missing(
-    run, tmp_path, s3_server, s3_url, monkeypatch, capsys
-):
+def test_a_broken_off_export_sends_only_what_is_missing(run, tmp_path, s3_server, s3_url, monkeypatch, capsys):
     to, endpoint = f"{s3_url}/out", ("--s3-endpoint", s3_server.endpoint)
     with monkeypatch.context() as patch:
         patch.setattr("draftmill.jobs.results.publish.card", lambda *_: 1 / 0)

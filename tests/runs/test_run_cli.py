@@ -68,9 +68,7 @@ def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan_is_there(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_ray_that_does_not_start_is_tried_again_and_said(tmp_path, capsys, monkeypatch):
     tries = []
 
     def too_busy(**options: object) -> None:
@@ -110,9 +108,7 @@ def test_something_unexpected_is_one_line_and_exit_code_1(tmp_path, capsys, monk
 @pytest.mark.parametrize(
     ("command", "said"), [("run", "interrupted; run it again to resume\n"), ("validate", "interrupted\n")]
 )
-def test_an_interrupt_says_go_on_only_where_there_is_something_to_go_on_with(
-    tmp_path, capsys, monkeypatch, command, said
-):
+def test_an_interrupt_says_go_on_where_something_is_left(tmp_path, capsys, monkeypatch, command, said):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -148,9 +144,7 @@ def test_models_names_families_decoders_and_builtin_models(capsys):
         (["status", "runs/local"], None, False),
     ],
 )
-def test_who_looks_for_a_run_on_the_wrong_service_is_told_how_to_name_another(
-    monkeypatch, capsys, arguments, endpoint, is_said
-):
+def test_a_run_on_another_service_is_told_how_to_name_it(monkeypatch, capsys, arguments, endpoint, is_said):
     def refused() -> int:  # it gets the parameters that it names
         raise StoreRefused("s3://bucket/run: Forbidden (403)")
 

@@ -159,9 +159,7 @@ def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path, ray_sess
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_rows_that_end_their_worker_or_never_end_have_the_reason_and_all_others_are_measured(
-    tmp_path, ray_session, monkeypatch
-):
+def test_rows_that_end_their_worker_or_never_end_have_the_reason(tmp_path, ray_session, monkeypatch):
     """The metric holds its process so that no signal interrupts it on the row e."""
     monkeypatch.setattr(finished_measure, "MARGIN_S", 1.0)
     store = write(tmp_path, right_but_f, workers={"stall_s": 1})

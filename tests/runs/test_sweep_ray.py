@@ -16,9 +16,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_has_fails_alone(
-    ray_session, tmp_path, monkeypatch, capsys
-):
+def test_a_dead_worker_is_replaced_a_too_large_case_fails_alone(ray_session, tmp_path, monkeypatch, capsys):
     cases: dict = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
     original = SweepSession.decode
     killed: list[int] = []

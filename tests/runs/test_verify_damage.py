@@ -247,9 +247,7 @@ def test_export_names_a_damaged_file_in_one_line_and_a_remedy(sound, tmp_path, c
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["_manifest.json", "_lease.json"])
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"units": [{"unit": 0}]}', "\\udc80"])
-def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is_fine_without_it(
-    sound, tmp_path, capsys, name, content
-):
+def test_damaged_bookkeeping_is_exit_code_2_and_may_go(sound, tmp_path, capsys, name, content):
     run = copied(sound, tmp_path / "run")
     (run / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
@@ -297,9 +295,7 @@ def test_samples_are_not_decoded_again_from_inputs_that_have_changed(sound, caps
 
 
 @pytest.mark.parametrize(("exact", "code"), [(True, 1), (False, 0)])
-def test_a_sample_that_differs_when_it_is_decoded_alone_breaks_the_promise_of_an_exact_run(
-    sound, tmp_path, capsys, monkeypatch, exact, code
-):
+def test_a_sample_that_differs_alone_breaks_the_promise(sound, tmp_path, capsys, monkeypatch, exact, code):
     run = copied(sound, tmp_path / "run")
     edited("_manifest.json", lambda found: [one.update(exact=exact) for one in found["units"]])(run)
     real, asked = verify.result_of, list[int]()

@@ -315,9 +315,7 @@ def write_tokenizer(folder, form):
 
 @pytest.mark.parametrize("form", ["fast", "slow"])
 @pytest.mark.parametrize(("family", "mask", "turn_end"), [("llada", 90, 89), ("dream", 91, 92)])
-def test_mask_and_ids_without_a_token_are_suppressed_and_a_turn_ends_a_text(
-    golden, tmp_path, form, family, mask, turn_end
-):
+def test_ids_without_a_token_are_suppressed_a_turn_ends_a_text(golden, tmp_path, form, family, mask, turn_end):
     folder = copy_changed(golden / family, tmp_path)
     assert inspect_model(folder).suppressed == (mask,)
     assert stop_ids(folder) == (88,)

@@ -145,9 +145,7 @@ def by_chances(monkeypatch, key):
 @pytest.mark.parametrize(
     ("steps", "sampling"), [(1, Sampling()), (2, Sampling()), (2, Sampling(top_p=0.7)), (1, Sampling(top_k=2))], ids=str
 )
-def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
-    predictor, steps, sampling, rows, monkeypatch
-):
+def test_beside_others_the_generator_has_the_law_of_its_steps(predictor, steps, sampling, rows, monkeypatch):
     canvas, others = [HOLE, 1, HOLE], [[HOLE, 2], [HOLE] * 3][: 2 * (rows - 1)]
     requests = [
         Request(index, 900 + index, np.array(one, dtype=np.int32)) for index, one in enumerate([*others, canvas])

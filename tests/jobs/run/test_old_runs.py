@@ -199,9 +199,7 @@ def test_wrong_options_of_prune_are_refused(folder, capsys):
     assert "is not the base path of a recurring job" in capsys.readouterr().err
 
 
-def test_a_prune_that_was_suspended_over_its_lease_deletes_nothing_of_the_driver_that_took_over(
-    folder, capsys, monkeypatch
-):
+def test_a_prune_that_lost_its_lease_deletes_nothing_more(folder, capsys, monkeypatch):
     base = folder / "nightly"
     run_dir = base / "2026-11-03"
     for other in ("2026-11-01", "2026-11-02", "2026-11-04"):
