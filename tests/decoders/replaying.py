@@ -7,7 +7,6 @@ another result here too, and memory that has moved is found. References stand in
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +33,10 @@ class Externals(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.read = dict[int, Tensor]()
-        self.numbers = list[tuple[Any, ...]]()
+        self.numbers = list[tuple]()
         self._made = dict[int, Tensor]()  # kept, so that no address is used twice
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Note the operation's inputs, then what it makes."""
         self._note((args, kwargs or {}), self.read)
         if not Externals.inside_kernel:
@@ -47,7 +46,7 @@ class Externals(TorchDispatchMode):
         self._note(found, self._made)
         return found
 
-    def _note(self, tree: Any, among: dict[int, Tensor]) -> None:
+    def _note(self, tree, among: dict[int, Tensor]) -> None:
         for tensor in tree_leaves(tree):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
                 place = tensor.untyped_storage().data_ptr()
@@ -90,11 +89,11 @@ class Replaying(Recorder):
             return work(), externals
 
 
-def as_a_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
+def as_a_kernel(plain: Callable) -> Callable:
     """A function that stands for a kernel: the numbers of its operations are none of the host's."""
 
     @wraps(plain)
-    def launched(*args: Any, **more: Any) -> Any:
+    def launched(*args, **more):
         Externals.inside_kernel = True
         try:
             return plain(*args, **more)
@@ -135,12 +134,12 @@ def attend_by_slots(query_NHd: Tensor, layer_2SKWd: Tensor, seen: Seen, *, scali
     return of_own_slot(weight_KRW @ value_SKWd).to(query_NHd.dtype)
 
 
-def find_reference(device: torch.device, dtype: torch.dtype, **heads: Any) -> Attend:
+def find_reference(device: torch.device, dtype: torch.dtype, **heads) -> Attend:
     """The attention for a model of this dtype: in float32 a row has the same bits in any batch only by the reference."""
     return as_a_kernel(attend_by_slots if dtype == torch.float64 else reference.attend)
 
 
-def use_references(monkeypatch: Any) -> None:
+def use_references(monkeypatch) -> None:
     """Let models and draws use the references of the kernels, as they use the kernels on a GPU."""
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", find_reference)
@@ -148,7 +147,7 @@ def use_references(monkeypatch: Any) -> None:
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
 
 
-def use_graphs(monkeypatch: Any, *, watches: bool = False) -> Replaying:
+def use_graphs(monkeypatch, *, watches: bool = False) -> Replaying:
     """Capture and replay on this CPU, or on a pretended GPU."""
     use_references(monkeypatch)
     if watches:  # as on a device, where nothing looks at data to decide what to do

@@ -1,7 +1,5 @@
 """Asks become the rows that they stand for: against a plain loop over spans, runs and rows. And wrong asks are found."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -40,9 +38,9 @@ class Slot:
         self.slot, self.tokens, self.decided = slot, [0] * 60, 5
 
 
-def packed(asks: list[Ask], layout: Layout = CAUSAL, rule: Rule = Rule()) -> Any:  # noqa: B008
+def packed(asks: list[Ask], layout: Layout = CAUSAL, rule: Rule = Rule()):  # noqa: B008
     """The batch of these asks, whose samples are in the slots from 10 on."""
-    samples: list[Any] = [Slot(10 + index) for index in range(len(asks))]
+    samples: list = [Slot(10 + index) for index in range(len(asks))]
     return pack(samples, asks, SlotTable(Sampling(), 20), layout, rule)
 
 
@@ -229,7 +227,7 @@ def test_drawn_and_certain_drafts_in_one_forward_are_a_mistake():
 
 
 def test_a_forward_without_sampled_rows_runs_no_output_layer(monkeypatch):
-    heard = list[Any]()
+    heard = []
 
     def decode(s: Sample) -> Decoding:
         heard.append((yield Ask(s.tokens[:2], Span(2, 0, 0), (), ())))

@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -56,7 +55,7 @@ class World:
 
     folder: Path
     tasks: Path
-    expected: dict[str, Any]
+    expected: dict
 
 
 def evaluated(folder: Path, tasks: Path, names: list[str], *options: str) -> int:
@@ -83,7 +82,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(folder, tasks, expected)
 
 
-def values(results: dict[str, Any]) -> dict[str, float]:
+def values(results: dict) -> dict[str, float]:
     return {
         f"{task}.{name}": value
         for task, found in results["results"].items()
@@ -121,7 +120,7 @@ def test_an_evaluation_with_the_fastest_decoder_has_the_baselines_answers(world,
         ]
 
 
-def check_answers(task: str, found: list[Any], expected: list[Any]) -> None:
+def check_answers(task: str, found: list, expected: list) -> None:
     """The answers to one request, a list of repeats; lm_eval writes scores as texts."""
     if TASKS[task]["output_type"] == "generate_until":
         assert found == expected
@@ -287,7 +286,7 @@ def test_requests_runs_and_results_may_be_on_s3(world, s3_server, tmp_path):
     assert kinds == {"requests", "runs", "builtin__ar-tiny"} and any("/samples_gen_" in name for name in names)
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict] = {
     "mdm-tiny": {"kind": "ssd", "draft_length": 2},
     "block-tiny": {"kind": "s2d2"},
     "asarm-tiny": {"kind": "assd"},
@@ -380,7 +379,7 @@ def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(world
     assert tokenizer is not None and mask is not None
     task = GENERATES | {"doc_to_text": f"{{{{q}}}}{{{{ '{tokenizer.decode([mask])}' if a == '0' else '' }}}}"}
     tasks = write_tasks(tmp_path / "tasks", {"masked": task})
-    sections: dict[str, Any] = {"model": {"path": "builtin:mdm-tiny", "device": "cpu"}, "decoder": MASKED}
+    sections: dict = {"model": {"path": "builtin:mdm-tiny", "device": "cpu"}, "decoder": MASKED}
     write_eval_spec(tmp_path, **sections)
     assert evaluated(tmp_path, tasks, ["masked"]) == 3
     assert "1 of 6 samples failed" in capsys.readouterr().err and not list((tmp_path / "eval").glob("*/results_*"))

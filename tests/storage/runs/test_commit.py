@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -39,11 +38,11 @@ from tests.storage.inputs.tables import unit_table
 class StandsStill:
     """A lease whose holder stands still as soon as it has looked at it; `check` is what happens meanwhile."""
 
-    check: Callable[[], Any]
+    check: Callable
 
 
-def commit(store: Store, unit: int = 17, **changes: Any) -> CommittedUnit:
-    arguments: dict[str, Any] = {
+def commit(store: Store, unit: int = 17, **changes) -> CommittedUnit:
+    arguments: dict = {
         "unit": unit,
         "table": unit_table(unit=unit),
         "fingerprint": "f00",
@@ -110,7 +109,7 @@ def test_the_trace_is_there_before_the_data(store, monkeypatch, failpoints):
 
 
 def test_a_units_trace_is_that_of_the_attempt_that_committed(store, monkeypatch, failpoints):
-    def trace(token: int) -> Any:
+    def trace(token: int):
         row = {"id": "a", "unit": 17, "pass": 1, "iteration": 0, "nfe": 1, "committed": [token]}
         return table_from_rows([row], schema=TRACE_SCHEMA)
 
@@ -209,7 +208,7 @@ def test_a_driver_that_lost_its_lease_writes_no_manifest(store):
 
 @pytest.mark.parametrize("present", [False, True])
 def test_a_driver_that_stands_still_behind_its_last_look_writes_over_no_later_manifest(store, present):
-    facts: dict[str, Any] = {"fingerprint": "f00", "units": 1, "rows": 4}
+    facts: dict = {"fingerprint": "f00", "units": 1, "rows": 4}
     if present:  # of an earlier try
         store.put(MANIFEST, b"{}")
     late, found = commit(store, 0), commit(store, 0)
