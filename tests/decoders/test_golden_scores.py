@@ -89,29 +89,21 @@ def test_masked_tokens_have_the_public_codes_log_probabilities(golden, given_mas
     check(score(backbone, info, decoder_settings("stepwise"), requests, rows=4), requests, given_masks, laws)
 
 
-def test_mdlm_tokens_have_the_public_codes_log_probabilities(golden, given_masks):
-    folder = golden / "mdlm"
-    cases, arrays = read_json(folder / "cases.json"), read_arrays(folder / "laws.safetensors")
-    backbone, info = loaded(folder)
-    canvases, laws = [], []
-    for case in cases["log_probs"]:
-        canvases += arrays[case["x"]["array"]].tolist()
-        laws += list(arrays[case["no_time_cond"]["subs_log_probs"]["array"]])
-    requests = texts_of(canvases, info.mask_id, given_masks)
-    check(score(backbone, info, decoder_settings("ancestral"), requests, rows=4), requests, given_masks, laws)
-
-
-def test_sedd_tokens_have_the_public_codes_scores_at_the_noise_of_their_time(golden, given_masks):
-    folder = golden / "sedd"
+@pytest.mark.parametrize(("family", "called"), [("mdlm", "log_probs"), ("sedd", "score")])
+def test_tokens_have_the_public_codes_log_probabilities_at_their_time(golden, given_masks, family, called):
+    folder = golden / family
     cases, arrays = read_json(folder / "cases.json"), read_arrays(folder / "laws.safetensors")
     backbone, info = loaded(folder)
     canvases, laws, shares = [], [], []
-    for case in cases["score"]:
+    for case in cases[called]:
         canvases += arrays[case["x"]["array"]].tolist()
+        if family == "mdlm":
+            laws += list(arrays[case["no_time_cond"]["subs_log_probs"]["array"]])
+            continue
         shares += [time * (1 - NOISE_EPS) for time in case["t"]]
         # Given that a mask is revealed, its token's probability is proportional to the score of the token.
         laws += list(arrays[case["log_score"]["array"]][..., : info.mask_id].double().log_softmax(-1))
-    requests = texts_of(canvases, info.mask_id, given_masks, share=shares)
+    requests = texts_of(canvases, info.mask_id, given_masks, share=shares or None)
     check(score(backbone, info, decoder_settings("ancestral"), requests, rows=4), requests, given_masks, laws)
 
 

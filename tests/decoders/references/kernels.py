@@ -32,17 +32,7 @@ def rows_of_pool(layer_2SKWd: Tensor, seen: Seen) -> tuple[Tensor, Seen]:
     return cells_2NKWd, replace(seen, slot_N=row_N, positions_SW=positions_NW)
 
 
-def attend(
-    query_NHd: Tensor,
-    layer_2SKWd: Tensor,
-    seen: Seen,
-    *,
-    scaling: float,
-    window: int | None = None,
-    relative_NHP: Tensor | None = None,
-    cap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def attend(query_NHd: Tensor, layer_2SKWd: Tensor, seen: Seen, *, scaling: float, **more) -> Tensor:
     """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32 or better.
     A score is scaling x (query . key); with `cap`, cap x tanh(that / cap). With `relative_NHP` the row's number for the distance
     of the two positions is added, as it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A head's
@@ -52,7 +42,7 @@ def attend(
     wide = torch.promote_types(query_NHd.dtype, torch.float32)
     key_NHWd, value_NHWd = layer_2SKWd[:, seen.slot_N].to(wide).repeat_interleave(group, 2)
     score_NHW = (key_NHWd @ query_NHd.to(wide).unsqueeze(3)).squeeze(3) * scaling
-    weight_NHW = weights_of(score_NHW, seen, window=window, relative_NHP=relative_NHP, cap=cap, sink_H=sink_H)
+    weight_NHW = weights_of(score_NHW, seen, **more)
     return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
 
 
