@@ -327,13 +327,10 @@ def _families(sound: Path) -> Iterator[Case]:
             "model__path": name,
             "model__tokenizer": "none",
             "decoder": decoder,
-            "input": "{path: ids.jsonl, columns: {tokens: tokens}}",
+            "input": "{path: chat.jsonl, columns: {tokens: tokens}}",
         }
         if name == "xlnet_asarm":
             sets["task"] = "{kind: infill, mask: {kind: given}}"
-            sets["input"] = "{path: chat.jsonl, columns: {tokens: tokens}}"
-        else:
-            sets["input"] = "{path: chat.jsonl, columns: {tokens: tokens}}"
         yield from _of("families", f"{name}/config.json", of_json(data, number, most=60), _on_spec(**sets)[1])
 
 
