@@ -47,19 +47,7 @@ def make_world(world: Path) -> None:
     )
     (sound / "model" / "added_tokens.json").write_text(json.dumps({}))
     _save_shards(sound / "model", sound / "shards")
-    for name in (
-        "dream",
-        "jacobi",
-        "llada",
-        "llada2",
-        "llada_moe",
-        "mdlm",
-        "nemotron",
-        "sdar",
-        "sedd",
-        "xlnet_asarm",
-        "fast_dllm_v2",
-    ):
+    for name in FAMILIES:
         (sound / name).mkdir()
         for file in ("config.json", "generation_config.json", "model.safetensors"):
             if (DATA / name / file).exists():
