@@ -35,7 +35,6 @@ def choose_at_random(monkeypatch) -> None:
 
 
 def fastest(like: dict) -> dict:
-    """The settings of `fastest` with this baseline."""
     return (like if like["kind"] == "stepwise" else {}) | {"kind": "fastest", "like": like["kind"]}
 
 

@@ -7,7 +7,6 @@ from tests.jobs.remote.fake_cluster import answering
 
 
 def process(proc, pid: int, state: str, *command: str, name: str = "python") -> None:
-    """A process as /proc shows it."""
     folder = proc / str(pid)
     folder.mkdir(parents=True)
     (folder / "cmdline").write_bytes("\0".join(command).encode() + (b"\0" if command else b""))

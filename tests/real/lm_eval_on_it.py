@@ -72,7 +72,6 @@ def ours(place: Place, tasks: Path, names: Sequence[str], *options: str, **secti
 
 
 def newest(folder: Path, task: str) -> list[dict]:
-    """The samples of the newest results of a task."""
     file = max(folder.glob(f"*/samples_{task}_*.jsonl"))
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 

@@ -288,7 +288,6 @@ PARQUET = ("--format", "parquet", "--file-mb", "1")
 
 @pytest.fixture(scope="module")
 def two_passes(tmp_path_factory: pytest.TempPathFactory):
-    """A run of two passes."""
     folder = tmp_path_factory.mktemp("parts")
     rows = write_rows(folder / "rows.jsonl", COUNT)
     assert run_with(SICK, "run", str(write_spec(folder, rows=rows))) == 3

@@ -54,7 +54,6 @@ def plan_of(run: Path) -> Plan:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished sweep, `out`."""
     folder = tmp_path_factory.mktemp("sweep")
     assert sweep(write_sweep(folder, CASES)) == 0
     return folder

@@ -40,7 +40,6 @@ def simulated() -> Iterator[dict]:
 
 
 def drawn_job(seed: int) -> Job:
-    """A small job drawn from a seed."""
     rng = random.Random(seed)
     rows = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
     cells = [(unit, row) for unit, count in enumerate(rows) for row in range(count)]

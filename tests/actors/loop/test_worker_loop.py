@@ -23,7 +23,6 @@ def begun(decoder, unit_io):
 
 
 def receipt_of(runner):
-    """The receipt of a runner with one unit."""
     (receipt,) = run_all(runner)
     assert isinstance(receipt, Receipt)
     return receipt

@@ -25,7 +25,6 @@ class TokenTable(Table):
             held_SW[target, :num_columns] = held_SW[source, :num_columns]
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy columns."""
         for held_SW in (self.tokens_SW, self.positions_SW):
             held_SW[slots_R, to_R] = held_SW[slots_R, from_R]
 

@@ -69,7 +69,6 @@ def check(code: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory):
-    """The run directory of a finished job."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)

@@ -179,7 +179,6 @@ def written(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def units(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """The committed units."""
     return {name: facts for name, facts in written(folder).items() if "/data/" in name}
 
 
