@@ -18,7 +18,7 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.support import decode, engine, run_all, texts, token_info
+from tests.decoders.support import decode, engine, prompts, run_all, texts, token_info
 
 STOP_IDS = (9, 25, 34, 41)
 
@@ -27,11 +27,9 @@ STOP_IDS = (9, 25, 34, 41)
 def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_path):
     for name, seed in (("target", 1), ("assistant", 2)):
         save_random(tmp_path / name, "qwen2", seed=seed, eos_token_id=None, bos_token_id=None)
-    rng, requests = np.random.default_rng(0), []
-    for index in range(12):
-        canvas = rng.integers(1, 61, 4 + index).astype(np.int32)
-        canvas[int(rng.integers(1, len(canvas))) :] = -1
-        requests.append(Request(index, index, np.append(canvas, np.full(9, -1, dtype=np.int32))))
+    rng = np.random.default_rng(0)
+    lengths = [(int(rng.integers(1, 4 + index)), 13 + index) for index in range(12)]
+    requests = prompts(lengths, vocab_size=61, least=1)
     info, stops = token_info(61), Stops(ids=STOP_IDS)
     settings, greedy = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
     expected = decode(causal_models.load(tmp_path / "target"), info, settings, greedy, requests, stops=stops)
@@ -56,11 +54,7 @@ def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_pa
 
 def block_requests(count: int, *, new: int) -> list[Request]:
     """Completions of random prompts of 1 to 2 * count tokens."""
-    rng, requests = np.random.default_rng(1), []
-    for index in range(count):
-        prompt = rng.integers(1, 90, 1 + 2 * index).astype(np.int32)
-        requests.append(Request(index, index, np.append(prompt, np.full(new, -1, dtype=np.int32))))
-    return requests
+    return prompts([(length, length + new) for length in range(1, 2 * count, 2)], vocab_size=90, seed=1, least=1)
 
 
 @pytest.mark.slow
@@ -79,10 +73,7 @@ def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden):
     model, requests = load(golden / "sdar", "cpu", decoder="s2d2"), block_requests(3, new=7)
     law = measure(model, one_by_one(fused=False), requests, rows=2, temperature=0.0)
     assert quality(model, requests, law.texts).agreement == 1.0
-    drawn = run_all(
-        engine(model.backbone, model.info, one_by_one(fused=False), rows=2),
-        requests,
-    )
+    drawn = run_all(engine(model.backbone, model.info, one_by_one(fused=False), rows=2), requests)
     found = quality(model, requests, texts(drawn))
     logprobs = [outcome.logprob for outcome in drawn.values()]
     assert found.nats == pytest.approx(-sum(value for value in logprobs if value is not None) / 21, abs=1e-4)

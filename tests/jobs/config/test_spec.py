@@ -178,6 +178,7 @@ def test_a_file_is_read_with_overrides(tmp_path):
         (b"seed: " + b"9" * 5000, "Exceeds the limit"),
         (b'name: "\\ud800"', "line 1, column 7: text has half of a UTF-16 surrogate pair"),
         (b"name: !!python/object:os.system x", "could not determine a constructor"),
+        (b"name: !!python/name:os.system", "could not determine a constructor"),
         (b"name: 'open", "line 1, column 12: while scanning a quoted scalar found unexpected end of stream"),
     ],
 )
