@@ -24,15 +24,7 @@ from recipes import (
     training,
 )
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
-from tests.recipes.recipes_of_tests import (
-    MODEL_FILES,
-    SHAPE,
-    check_training,
-    check_written,
-    has_tokenizer,
-    short_schedule,
-    written_twice,
-)
+from tests.recipes import recipes_of_tests as shared
 
 MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
 
@@ -219,7 +211,7 @@ def test_training_is_deterministic_and_lowers_the_loss(stream):
     def trainer() -> training.Trainer:
         return training.Trainer(TwoStream(MICRO, torch.Generator().manual_seed(3)), plan, stream, torch.device("cpu"))
 
-    check_training(trainer)
+    shared.check_training(trainer)
 
 
 def test_acceptance_and_both_losses_of_a_draft_law():
@@ -292,7 +284,7 @@ def test_the_folder_loads_in_transformers_and_back(tokenizer, tmp_path):
 def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(tmp_path):
     flags = ["--size", "micro", "--steps", "2", "--head-steps", "2", "--threads", "1", "--batch-tokens", "1024"]
     files = ("model.safetensors", "draft_head.safetensors", "tokenizer.json", "config.json")
-    check_written(written_twice(asarm, flags, tmp_path), files, "| 128 | 50% |", "| 5% | markov |")
+    shared.check_written(shared.written_twice(asarm, flags, tmp_path), files, "| 128 | 50% |", "| 5% | markov |")
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +317,7 @@ def test_windows_depend_on_seed_and_step_only_and_reach_both_ends():
 
 @pytest.mark.slow
 def test_the_loss_is_that_of_each_token_given_those_before(prepared):
-    model = causal.new_model(SHAPE, 0)
+    model = causal.new_model(shared.SHAPE, 0)
     ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))
     with torch.no_grad():
         law = model(ids).logits.double().log_softmax(-1)
@@ -335,16 +327,16 @@ def test_the_loss_is_that_of_each_token_given_those_before(prepared):
 
 @pytest.mark.slow
 def test_training_of_causal_models_is_deterministic_and_lowers_the_loss(prepared):
-    plan, device = dataclasses.replace(short_schedule(30, 0), batch_tokens=256), torch.device("cpu")
-    check_training(lambda: causal.Trainer(causal.new_model(SHAPE, 0), plan, prepared.train, device))
+    plan, device = dataclasses.replace(shared.short_schedule(30, 0), batch_tokens=256), torch.device("cpu")
+    shared.check_training(lambda: causal.Trainer(causal.new_model(shared.SHAPE, 0), plan, prepared.train, device))
 
 
 def test_perplexity_of_a_uniform_model_is_known(prepared):
-    model = causal.new_model(SHAPE, 0)
+    model = causal.new_model(shared.SHAPE, 0)
     for parameter in model.parameters():
         parameter.data.zero_()
     score = causal_folder.quality(model, prepared, length=64, limit=20)
-    assert score.nats_per_token == pytest.approx(np.log(SHAPE.vocab_size), rel=1e-5)
+    assert score.nats_per_token == pytest.approx(np.log(shared.SHAPE.vocab_size), rel=1e-5)
     assert score.tokens == 20 * 63
     with pytest.raises(ValueError, match="no held-out file"):
         causal_folder.quality(model, prepared, length=10**6)
@@ -353,9 +345,9 @@ def test_perplexity_of_a_uniform_model_is_known(prepared):
 @pytest.mark.slow
 def test_the_causal_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(tmp_path):
     flags = ["--size", "micro-test", "--steps", "3", "--threads", "1", "--batch-tokens", "1024"]
-    whole, resumed = written_twice(ar, flags, tmp_path)
-    check_written((whole, resumed), MODEL_FILES, "| 512 |")
-    assert has_tokenizer(whole)
+    whole, resumed = shared.written_twice(ar, flags, tmp_path)
+    shared.check_written((whole, resumed), shared.MODEL_FILES, "| 512 |")
+    assert shared.has_tokenizer(whole)
     loaded = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
     assert type(loaded).__name__ == "Qwen2ForCausalLM"
     assert loaded.generation_config.eos_token_id == corpus.EOS_ID

@@ -180,20 +180,24 @@ def test_a_run_directory_is_no_base_path(tmp_path, capsys):
     assert "output.path: " in capsys.readouterr().err
 
 
+def start_at_once(spec, date: str, logs: list) -> None:
+    """A driver for each log: all end well, one of them by its work."""
+    options = ("--logical-date", date, "--if-running", "skip")
+    drivers = [driver(spec, log, *options, failpoints=OVERLAP) for log in logs]
+    for process in drivers:
+        process.join(120)
+    said = [log.read_text() for log in logs]
+    assert [process.exitcode for process in drivers] == [OK] * len(logs), said
+    assert sum("draftmill: skipped" in text for text in said) == len(logs) - 1, said
+
+
 @pytest.mark.slow
 def test_of_drivers_started_at_once_one_works_and_nothing_is_decoded_twice(tmp_path):
     spec = nightly(tmp_path)
     for day in range(1, 5):
         date, count = f"2026-11-{day:02d}", 2 + day % 2
-        logs = [tmp_path / f"{day}-{number}.log" for number in range(count)]
-        options = ("--logical-date", date, "--if-running", "skip")
-        drivers = [driver(spec, log, *options, failpoints=OVERLAP) for log in logs]
-        for process in drivers:
-            process.join(120)
-        said = [log.read_text() for log in logs]
-        assert [process.exitcode for process in drivers] == [OK] * count, said
+        start_at_once(spec, date, [tmp_path / f"{day}-{number}.log" for number in range(count)])
         done = tmp_path / "nightly" / date
-        assert sum("draftmill: skipped" in text for text in said) == count - 1, said
         assert units_decoded(done) == {0: 1, 1: 1}
         assert rows_of(done).num_rows == 8
 
@@ -206,14 +210,7 @@ def test_of_drivers_started_at_once_on_s3_one_works(tmp_path, s3_url, s3_options
         output={"path": f"{s3_url}/nightly/{DATED}", "unit_rows": 4},
         s3={"endpoint": s3_options.endpoint, "region": s3_options.region},
     )
-    logs = [tmp_path / f"{number}.log" for number in range(3)]
-    options = ("--logical-date", "2026-11-01", "--if-running", "skip")
-    drivers = [driver(spec, log, *options, failpoints=OVERLAP) for log in logs]
-    for process in drivers:
-        process.join(120)
-    said = [log.read_text() for log in logs]
-    assert [process.exitcode for process in drivers] == [OK] * 3, said
-    assert sum("draftmill: skipped" in text for text in said) == 2, said
+    start_at_once(spec, "2026-11-01", [tmp_path / f"{number}.log" for number in range(3)])
     store = S3Store(f"{s3_url}/nightly/2026-11-01", s3_options)
     assert {stat.name.partition("-part")[0] for stat in store.list("attempts/")} == {
         "attempts/epoch-0001",
