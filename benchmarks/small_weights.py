@@ -32,7 +32,17 @@ from tests.real.model import find_model
 
 FORMS = [("float32", "auto"), ("bfloat16", "auto")]
 FORMS += [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("int8", "int4", "fp8")]
-PAGES = ["add-a-decoder", "analysis", "cluster", "decoders", "differences", "engine", "first-job", "formats", "guarantees"]
+PAGES = [
+    "add-a-decoder",
+    "analysis",
+    "cluster",
+    "decoders",
+    "differences",
+    "engine",
+    "first-job",
+    "formats",
+    "guarantees",
+]
 PAGES += ["library", "metrics", "schedules", "specs", "watching"]
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -75,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[ModuleType]:
+def ray_session():
     """A local Ray with two CPUs, started once; yields the `ray` module."""
     import ray
 
@@ -113,7 +111,7 @@ def golden() -> Path:
 
 
 @pytest.fixture(scope="session")
-def s3_session() -> Iterator[S3Server]:
+def s3_session():
     """An S3 server in this process, for the session; moto takes a second to import."""
     from tests.storage.stores.s3_server import S3Server
 
@@ -124,7 +122,7 @@ def s3_session() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3_server(s3_session: S3Server) -> Iterator[S3Server]:
+def s3_server(s3_session: S3Server):
     """The server without faults of other tests."""
     s3_session.calm()
     yield s3_session

@@ -3,13 +3,12 @@
 import json
 import lzma
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load
 from torch import Tensor
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path):
     """The object in `path`, or in `path`.xz."""
     return json.loads(_read(path))
 

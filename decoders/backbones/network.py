@@ -204,7 +204,8 @@ class RotaryNetwork(nn.Module):
         sizes = self.shape.hidden_size, self.shape.head_dim
         if self.shape.mixture is not None or min(map(block_size, sizes)) < _LEAST_BLOCK:
             return
-        for index, layer in enumerate(self.layers):
+        layers: Any = self.layers
+        for index, layer in enumerate(layers):
             norms = {"qkv_proj": layer.input_layernorm, "gate_up_proj": layer.post_attention_layernorm}
             self._taken.append({name: norm.weight.float().clone() for name, norm in norms.items()})
             for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
@@ -236,7 +237,7 @@ class RotaryNetwork(nn.Module):
         shape, self.kernels = self.shape, kernels
         self._parts = [_parts(layer) for layer in self.layers]
         table = self.word_embeddings
-        self._embed = table.forward
+        self._embed: Rowwise = table.forward
         if self.is_turned:
             self._embed = getattr(table, "turned", lambda tokens_P: turn_rows(table(tokens_P)))
         self._rotation, self._scores = rotation, Scores(shape.head_dim**-0.5)

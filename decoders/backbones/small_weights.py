@@ -37,8 +37,8 @@ _ROUTERS: Final = ("gate", "router", "shared_expert_gate")
 
 
 def turn_rows(rows: Tensor, width: int | None = None) -> Tensor:
-    """Multiply rows [..., K] by Hadamard's matrix over its root, in blocks of the largest power of two that divides `width` (K): an
-    outlier spreads over its block. It is its own inverse. Sums and differences of pairs have the same bits on every device.
+    """Multiply rows [..., K] by Hadamard's matrix over its root, in blocks of the largest power of two that divides `width` (K):
+    an outlier spreads over its block. It is its own inverse. Sums and differences of pairs have the same bits everywhere.
 
     Source: Ashkboos et al., "QuaRot" (2024), section 3.
     """
@@ -268,8 +268,9 @@ def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
                 rounded.buffer = torch.empty(weight_MK.numel(), dtype=weight.dtype)
                 weight_MK.copy_(rounded.weight_MK())
     small = partial(_small, kind=kind, dtype=next(base.parameters()).dtype, device=device)
-    if kind == "int8" and hasattr(base, "turn"):
-        base.turn(small)
+    turn = getattr(base, "turn", None)
+    if kind == "int8" and turn is not None:
+        turn(small)
     replace_products(base, small, but=_ROUTERS)
     layers = [part for part in base.modules() if isinstance(part, SmallLinear)]
     size = 0 if kind == "int8" else max(part.out_features * part.in_features for part in layers)

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -139,7 +138,7 @@ class FakeWorker(Turns):
     def __init__(self, name: str, job: object, threads: int) -> None:
         self.begin(name, job, threads)
 
-    def _build(self, job: object, *, name: str, **facts: Any) -> UnitRunner:
+    def _build(self, job: object, *, name: str, **facts) -> UnitRunner:
         if name == "w9":
             raise ValueError("the model is not there")
         unit_io = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6], LOSES_DEVICE: [LOSES_DEVICE]})
@@ -152,7 +151,7 @@ def lose_device(requests: list[Request]) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def answers_of(measuring: Measuring) -> list[Any]:
+def answers_of(measuring: Measuring) -> list:
     """What a meter gives for the rows, after all of its steps."""
     while True:
         try:

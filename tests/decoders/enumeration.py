@@ -243,11 +243,9 @@ class ChosenSampler(Sampler):
         assert not self._untempered, "S2D2's rule at temperature 0 is not written down here"
         law_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
         for line, row, sample, chooser in self._ours(draws, range(draws.num_sampled)[part]):
-            p_V, owner, when = (
-                self._cut(law_RV[line], sample.slot),
-                int(draws.by_rejection.owner_R[row]),
-                when_of(sample),
-            )
+            p_V = self._cut(law_RV[line], sample.slot)
+            owner = int(draws.by_rejection.owner_R[row])
+            when = when_of(sample)
             index, position, draft = sample.request.index, int(draws.place_R[row]), int(draws.by_rejection.draft_R[row])
             bank = int(draws.by_rejection.cell_R[row]) // self.algorithm.window % self.algorithm.banks
             drafted = index, int(draws.rank_R[row]), bank
@@ -331,10 +329,8 @@ class ChosenSampler(Sampler):
                     found_BT[number] = gumbel_V[token_BT[number]]
                 return found_BT
 
-            own_uniforms, own_noise = (
-                mock.patch.object(keys, "uniform_rows", uniforms),
-                mock.patch.object(noise, "gumbel_at", noise_at),
-            )
+            own_uniforms = mock.patch.object(keys, "uniform_rows", uniforms)
+            own_noise = mock.patch.object(noise, "gumbel_at", noise_at)
             with own_uniforms, own_noise:
                 answers = list(whole(samples, asks))
             chosen.check([answer.tokens[0] for answer in answers])

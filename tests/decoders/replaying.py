@@ -7,7 +7,6 @@ another result here too, and memory that has moved is found. References stand in
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +33,10 @@ class Externals(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.read = dict[int, Tensor]()
-        self.numbers = list[tuple[Any, ...]]()
+        self.numbers = list[tuple]()
         self._made = dict[int, Tensor]()  # kept, so that no address is used twice
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Note the operation's inputs, then what it makes."""
         self._note((args, kwargs or {}), self.read)
         if not Externals.inside_kernel:
@@ -47,7 +46,7 @@ class Externals(TorchDispatchMode):
         self._note(found, self._made)
         return found
 
-    def _note(self, tree: Any, among: dict[int, Tensor]) -> None:
+    def _note(self, tree, among: dict[int, Tensor]) -> None:
         for tensor in tree_leaves(tree):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
                 place = tensor.untyped_storage().data_ptr()
@@ -90,11 +89,11 @@ class Replaying(Recorder):
             return work(), externals
 
 
-def as_a_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
+def as_a_kernel(plain: Callable) -> Callable:
     """A function that stands for a kernel: the numbers of its operations are none of the host's."""
 
     @wraps(plain)
-    def launched(*args: Any, **more: Any) -> Any:
+    def launched(*args, **more):
         Externals.inside_kernel = True
         try:
             return plain(*args, **more)
@@ -115,23 +114,11 @@ def by_slots(layer_2SKWd: Tensor, seen: Seen) -> tuple[Tensor, Seen]:
     return layer_2SKWd, replace(seen, slot_N=slot_N, positions_SW=slots.positions_SW)
 
 
-def attend_by_slots(
-    query_NHd: Tensor,
-    layer_2SKWd: Tensor,
-    seen: Seen,
-    *,
-    scaling: float,
-    window: int | None = None,
-    relative_NHP: Tensor | None = None,
-    cap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def attend_by_slots(query_NHd: Tensor, layer_2SKWd: Tensor, seen: Seen, *, scaling: float, **more) -> Tensor:
     """What reference_attend gives, but for rounding: it computes each row for all slots, where the reference copies a slot's
     keys and values for each row. The tests of captured forwards take a third of the time with it."""
-    assert cap is None and sink_H is None, "no model of these tests caps scores"
     layer_2SKWd, seen = by_slots(layer_2SKWd, seen)
-    num_groups, num_columns = layer_2SKWd.shape[2:4]
-    num_rows, num_heads = query_NHd.shape[:2]
+    num_groups, num_rows = layer_2SKWd.shape[2], len(query_NHd)
     wide = torch.promote_types(query_NHd.dtype, torch.float32)
     key_SKWd, value_SKWd = layer_2SKWd.to(wide)
     row_N = torch.arange(num_rows, device=query_NHd.device)
@@ -142,24 +129,17 @@ def attend_by_slots(
 
     query_KRd = query_NHd.to(wide).unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
     score_NHW = of_own_slot(query_KRd @ key_SKWd.transpose(2, 3)) * scaling
-    if relative_NHP is not None:
-        assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
-        distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
-        num_distances = relative_NHP.shape[2]
-        place_N1W = (distance_NW + num_distances // 2).clamp(0, num_distances - 1).unsqueeze(1)
-        score_NHW += relative_NHP.to(wide).gather(2, place_N1W.expand(-1, num_heads, -1))
-    hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
-    weight_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf).softmax(2).masked_fill(hidden_N1W, 0.0)
+    weight_NHW = reference.weights_of(score_NHW, seen, **more)
     weight_KRW = weight_NHW.unflatten(1, (num_groups, -1)).transpose(0, 1).flatten(1, 2)
     return of_own_slot(weight_KRW @ value_SKWd).to(query_NHd.dtype)
 
 
-def find_reference(device: torch.device, dtype: torch.dtype, **heads: Any) -> Attend:
+def find_reference(device: torch.device, dtype: torch.dtype, **heads) -> Attend:
     """The attention for a model of this dtype: in float32 a row has the same bits in any batch only by the reference."""
     return as_a_kernel(attend_by_slots if dtype == torch.float64 else reference.attend)
 
 
-def use_references(monkeypatch: Any) -> None:
+def use_references(monkeypatch) -> None:
     """Let models and draws use the references of the kernels, as they use the kernels on a GPU."""
     for module in ("transformer", "xlnet"):
         monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", find_reference)
@@ -167,7 +147,7 @@ def use_references(monkeypatch: Any) -> None:
     monkeypatch.setattr("draftmill.decoders.engine.sampler.find_sampling", lambda *_: sample)
 
 
-def use_graphs(monkeypatch: Any, *, watches: bool = False) -> Replaying:
+def use_graphs(monkeypatch, *, watches: bool = False) -> Replaying:
     """Capture and replay on this CPU, or on a pretended GPU."""
     use_references(monkeypatch)
     if watches:  # as on a device, where nothing looks at data to decide what to do

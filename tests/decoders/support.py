@@ -53,6 +53,27 @@ def toy_prompts(count, *, vocab_size, longest, seed=0, max_new=None):
     return requests
 
 
+def prompts(lengths, *, vocab_size=3, seed=0, least=0):
+    """A request for each (prompt length, canvas length), of tokens from `least` on."""
+    rng, requests = np.random.default_rng(seed), []
+    for index, (num_prompt, length) in enumerate(lengths):
+        canvas = np.full(length, -1, dtype=np.int32)
+        canvas[:num_prompt] = rng.integers(least, vocab_size, num_prompt)
+        requests.append(Request(index, sample_key(seed, str(index)), canvas))
+    return requests
+
+
+def ragged_prompts(count, *, vocab_size, longest=40, shared=0, seed=0):
+    """Prompts and holes of many lengths; all prompts begin with `shared` equal tokens."""
+    rng = np.random.default_rng(seed)
+    beginning, requests = rng.integers(0, vocab_size, shared), []
+    for index in range(count):
+        prompt = [*beginning, *rng.integers(0, vocab_size, rng.integers(1, longest // 2))]
+        canvas = np.array([*prompt, *[-1] * int(rng.integers(1, longest // 2))], dtype=np.int32)
+        requests.append(Request(index, sample_key(seed, str(index)), canvas))
+    return requests
+
+
 def toy_heads(width, seed=0):
     """Random draft heads that really change what is drafted."""
     torch.manual_seed(seed)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,24 +14,24 @@ from draftmill.decoders.settings import DECODERS
 from tests.decoders import results
 from tests.decoders.support import decoder_settings, random_lengths, run_all, texts
 
-BASELINES: dict[str, dict[str, Any]] = {
+BASELINES: dict[str, dict] = {
     "speculative": {"kind": "autoregressive"},
     "assd": {"kind": "any_subset"},
     "s2d2": {"kind": "block_diffusion", "block_size": 1, "causal_cache": True},
 }
-MORE: dict[str, dict[str, Any]] = {"s2d2": {"block_size": 3, "causal_cache": True}}
+MORE: dict[str, dict] = {"s2d2": {"block_size": 3, "causal_cache": True}}
 KINDS = pytest.mark.parametrize("kind", BASELINES)
 
 
-def case_of(kind: str, **drafter: Any) -> results.Case:
+def case_of(kind: str, **drafter) -> results.Case:
     return results.Case({"kind": kind, "drafter": results.RUN | drafter} | MORE.get(kind, {}))
 
 
-def decoded(case: results.Case, requests: list[Request], sampling: Sampling, rows: int = 4, ends: Any = None) -> Any:
+def decoded(case: results.Case, requests: list[Request], sampling: Sampling, rows: int = 4, ends=None):
     return run_all(results.engine_of(case, sampling, rows, ends), requests)
 
 
-def baseline(kind: str, requests: list[Request], sampling: Sampling, ends: Any = None, rows: int = 4) -> Any:
+def baseline(kind: str, requests: list[Request], sampling: Sampling, ends=None, rows: int = 4):
     return decoded(results.Case(BASELINES[kind]), requests, sampling, rows, ends)
 
 

@@ -1,7 +1,6 @@
 """`fastest`: whatever the clock chooses, and whenever, a row's text is that of the baseline; and the best choice is found."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from draftmill.decoders.fastest import ROOMS, FastestSettings
 from tests.decoders import results
 from tests.decoders.support import random_lengths, random_way, run_all, texts
 
-LIKES: dict[str, dict[str, Any]] = {
+LIKES: dict[str, dict] = {
     "causal": {"kind": "autoregressive"},
     "any_subset": {"kind": "any_subset"},
     "masked": {"kind": "stepwise"},
@@ -29,18 +28,17 @@ EVERY = pytest.mark.parametrize("like", LIKES.values(), ids=list(LIKES))
 MODEL = {"kind": "model", "path": "drafter"}
 
 
-def choose_at_random(monkeypatch: Any) -> None:
+def choose_at_random(monkeypatch) -> None:
     monkeypatch.setattr(AutoLength, "__call__", random_lengths)
     monkeypatch.setattr(AutoLength, "way", property(random_way))
     torch.manual_seed(0)
 
 
-def fastest(like: dict[str, Any]) -> dict[str, Any]:
-    """The settings of `fastest` with this baseline."""
+def fastest(like: dict) -> dict:
     return (like if like["kind"] == "stepwise" else {}) | {"kind": "fastest", "like": like["kind"]}
 
 
-def decoded(settings: dict[str, Any], requests: Any, sampling: Sampling, rows: int = 4, ends: Any = None) -> Any:
+def decoded(settings: dict, requests, sampling: Sampling, rows: int = 4, ends=None):
     head = "any_subset" in settings.values()
     return run_all(results.engine_of(results.Case(settings, head=head), sampling, rows, ends), requests)
 
@@ -74,9 +72,7 @@ def test_a_draft_that_is_taken_unverified_would_be_found(monkeypatch):
     same = texts(decoded(like, requests, Sampling()))
     commit = Sample.commit
 
-    def trusting(
-        self: Any, tokens: Any, log_ps: Any, count: int, drafts: Any = (), accepted: int = 0, **more: Any
-    ) -> int:
+    def trusting(self, tokens, log_ps, count: int, drafts=(), accepted: int = 0, **more) -> int:
         return commit(self, [*drafts, *tokens[len(drafts) :]], log_ps, len(drafts) + 1, drafts, accepted, **more)
 
     monkeypatch.setattr(Sample, "commit", trusting)
@@ -92,9 +88,6 @@ def test_earlier_runs_are_tried_first_and_a_number_is_one_choice(like, k):
     while not auto():
         auto.note_step(4, 1.0, 4)
     assert auto.name == "run" and auto() == (3 if k == 3 else 2)
-
-
-# ---- settings ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,19 +114,17 @@ def test_the_baseline_of_a_model_is_filled_in(kind):
     assert settings.baseline.runs_on == kind and not settings.is_open
 
 
-# ---- the choice, in worlds with several ways, whose costs are known ------------------------------------------------------
-
 WAYS = (Way(16, name="cheap"), Way(16, shares_cost=True, name="dear"), Way(8, name="bad"))
 
 
-def rate_of(way: int, drafts: int, world: dict[str, Any]) -> tuple[float, float]:
+def rate_of(way: int, drafts: int, world: dict) -> tuple[float, float]:
     """The tokens per slot and the seconds of a step."""
     rates, per_row, base = world["rates"], world["per_row"], world.get("base", 1.0)
     tokens = 1.0 + sum(rates[way] ** n for n in range(1, drafts + 1))
     return tokens, base + per_row * (1 + drafts) + world.get("cost", (0.0, 0.0, 0.0))[way] * bool(drafts)
 
 
-WORLDS: dict[str, dict[str, Any]] = {
+WORLDS: dict[str, dict] = {
     "nothing pays": {"rates": (0.2, 0.3, 0.1), "per_row": 2.0},
     "the first way pays": {"rates": (0.8, 0.5, 0.1), "per_row": 0.1},
     "the second way pays": {"rates": (0.3, 0.9, 0.1), "per_row": 0.1, "cost": (0.0, 0.5, 0.0)},

@@ -89,38 +89,28 @@ def test_masked_tokens_have_the_public_codes_log_probabilities(golden, given_mas
     check(score(backbone, info, decoder_settings("stepwise"), requests, rows=4), requests, given_masks, laws)
 
 
-def test_mdlm_tokens_have_the_public_codes_log_probabilities(golden, given_masks):
-    folder = golden / "mdlm"
-    cases, arrays = read_json(folder / "cases.json"), read_arrays(folder / "laws.safetensors")
-    backbone, info = loaded(folder)
-    canvases, laws = [], []
-    for case in cases["log_probs"]:
-        canvases += arrays[case["x"]["array"]].tolist()
-        laws += list(arrays[case["no_time_cond"]["subs_log_probs"]["array"]])
-    requests = texts_of(canvases, info.mask_id, given_masks)
-    check(score(backbone, info, decoder_settings("ancestral"), requests, rows=4), requests, given_masks, laws)
-
-
-def test_sedd_tokens_have_the_public_codes_scores_at_the_noise_of_their_time(golden, given_masks):
-    folder = golden / "sedd"
+@pytest.mark.parametrize(("family", "called"), [("mdlm", "log_probs"), ("sedd", "score")])
+def test_tokens_have_the_public_codes_log_probabilities_at_their_time(golden, given_masks, family, called):
+    folder = golden / family
     cases, arrays = read_json(folder / "cases.json"), read_arrays(folder / "laws.safetensors")
     backbone, info = loaded(folder)
     canvases, laws, shares = [], [], []
-    for case in cases["score"]:
+    for case in cases[called]:
         canvases += arrays[case["x"]["array"]].tolist()
+        if family == "mdlm":
+            laws += list(arrays[case["no_time_cond"]["subs_log_probs"]["array"]])
+            continue
         shares += [time * (1 - NOISE_EPS) for time in case["t"]]
         # Given that a mask is revealed, its token's probability is proportional to the score of the token.
         laws += list(arrays[case["log_score"]["array"]][..., : info.mask_id].double().log_softmax(-1))
-    requests = texts_of(canvases, info.mask_id, given_masks, share=shares)
+    requests = texts_of(canvases, info.mask_id, given_masks, share=shares or None)
     check(score(backbone, info, decoder_settings("ancestral"), requests, rows=4), requests, given_masks, laws)
 
 
 def test_sdar_blocks_have_the_log_probabilities_of_the_public_codes_training(golden, given_masks):
     folder = golden / "sdar"
-    case, arrays = (
-        read_json(folder / "train_layout.json"),
-        read_arrays(folder / "train_layout.safetensors"),
-    )
+    case = read_json(folder / "train_layout.json")
+    arrays = read_arrays(folder / "train_layout.safetensors")
     backbone, info = loaded(folder, suppressed=())
     settings = decoder_settings("block_diffusion", block_size=case["block_size"])
     lengths = case["sample_lengths"]
@@ -138,9 +128,7 @@ def test_sdar_blocks_have_the_log_probabilities_of_the_public_codes_training(gol
 @pytest.mark.parametrize(
     ("family", "name"), [("s2d2", "equals_block_size_1_greedy"), ("fast_dllm_v2", "equals_ar_greedy")]
 )
-def test_texts_that_the_public_code_decoded_greedily_at_block_size_1_are_greedy_and_others_are_not(
-    golden, family, name
-):
+def test_texts_of_the_public_code_are_greedy_where_it_was(golden, family, name):
     folder = golden / family
     public = read_json(folder / "cases.json")
     told = [

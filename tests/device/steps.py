@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -23,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "data"
 OWN = [JOB_SETTINGS, RowSettings(temperature=0.0), RowSettings(temperature=1.4, top_p=0.5)]
 SLOTS, LENGTH, NEW = 4, 30, 14
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES: dict[str, tuple[str, dict]] = {
     "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
     "speculative": ("ar-tiny", {"kind": "speculative", "k": 4}),
     "speculative, model": (
@@ -99,7 +98,7 @@ def run(
     own: bool = False,
     prompt_rows: int | None = None,
     exact: bool = False,
-    **sampling: Any,
+    **sampling,
 ) -> Found:
     """Decode a few samples on the pretended device, four at a time; `own`: some have sampling settings of their own.
 
@@ -113,7 +112,7 @@ def run(
     return found
 
 
-def run_on_cpu(name: str, *, requests: int = 5, own: bool = False, **sampling: Any) -> Found:
+def run_on_cpu(name: str, *, requests: int = 5, own: bool = False, **sampling) -> Found:
     found = Found()
     _decode(made(name, sampling, "cpu"), toy_canvases(requests, name, own=own), Counts(), found)
     return found
@@ -126,15 +125,15 @@ def folder_of(name: str) -> Path:
 
 def made(
     name: str,
-    sampling: dict[str, Any],
+    sampling: dict,
     device: str,
     prompt_rows: int | None = None,
     *,
     dtype: str = "float32",
     exact: bool = False,
-) -> Any:
+):
     model, given = CASES[name]
-    settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
+    settings = TypeAdapter(DecoderSettings).validate_python(given)
     folder = folder_of(name)
     backbone = load_backbone(folder, dtype=dtype, device=device, exact=exact)
     drafter = getattr(getattr(settings, "drafter", None), "path", None)
@@ -158,7 +157,7 @@ def made(
     )
 
 
-def _decode(decoder: Any, waiting: list[Request], counts: Counts, found: Found) -> None:
+def _decode(decoder, waiting: list[Request], counts: Counts, found: Found) -> None:
     while waiting or decoder.active:
         admitted = bool(waiting) and decoder.room(LENGTH) > 0
         while waiting and decoder.room(LENGTH):

@@ -5,7 +5,6 @@ torch.compile refuses to make one graph (`fullgraph`) of code that does either. 
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,9 +77,9 @@ def grouped(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
     return torch.einsum("pd,pmd->pm", rows_PD, weight_EMD[expert_P])
 
 
-def loaded(folder: Path) -> tuple[Any, Any]:
+def loaded(folder: Path) -> tuple:
     """A model with room for three slots, and what makes rows for it; in float64 no weights are packed, as on a device."""
-    backbone: Any = load_backbone(folder, dtype="float64", device="cpu")
+    backbone = load_backbone(folder, dtype="float64", device="cpu")
     backbone.allocate(3, WIDE)
     for part in getattr(backbone, "base", torch.nn.Module()).modules():
         if isinstance(part, Mixture):
@@ -92,7 +91,7 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     return backbone, token_step
 
 
-def drawn(backbone: Any, rows: Any, asked_R: Tensor, key_R2: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
+def drawn(backbone, rows, asked_R: Tensor, key_R2: Tensor, warp: Warp) -> tuple[Tensor, Tensor]:
     """What a step does on the device: the network, the output layer of the asked rows, their draws and what is told of them."""
     logits_RV = backbone.logits(backbone.forward(rows).index_select(0, asked_R))
     return logits_RV, sample(logits_RV, warp, key_R2, asked_R, wanted=NOTES, warped=True, mask_id=1, ahead=1)
@@ -117,7 +116,7 @@ def test_a_step_of_every_family_is_one_graph(family):
 @pytest.mark.slow
 def test_reading_a_number_back_is_found():
     """The test above can fail: the experts' products on a CPU are cut by numbers that are read back."""
-    backbone: Any = load_backbone(FAMILIES["blocks of experts (LLaDA2)"], device="cpu")
+    backbone = load_backbone(FAMILIES["blocks of experts (LLaDA2)"], device="cpu")
     backbone.allocate(3, WIDE)
     rows = token_step([1, 2, 1], [0, 0, 0])
     rows = replace(rows, shape=replace(rows.shape, num_columns=WIDE))

@@ -1,12 +1,10 @@
 """A captured step on a pretended GPU: one buffer down, one graph, one record up; nothing crosses inside of the graph."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from draftmill.decoders.base import JOB_SETTINGS, RowSettings
-from draftmill.decoders.engine.cuda_graphs import Work
 from draftmill.decoders.engine.penalties import Penalties
 from tests.decoders.replaying import Replaying, use_graphs
 from tests.device import pretend
@@ -43,7 +41,7 @@ MANY = {
 class OneLaunch(Replaying):
     """Counts a replay as one launch, and makes sure that what is replayed asks nothing of the host."""
 
-    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+    def capture(self, work) -> tuple:
         """See Replaying."""
         replay, found = super().capture(work)
         counts = pretend._active[-1].counts
@@ -87,7 +85,7 @@ class Counted(Replaying):
 
     num_replayed = 0
 
-    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+    def capture(self, work) -> tuple:
         """See Replaying."""
         replay, found = super().capture(work)
 

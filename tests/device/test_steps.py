@@ -7,7 +7,6 @@ however many forwards drafted.
 """
 
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -108,7 +107,7 @@ def test_drafts_are_judged_by_their_ratio_without_further_waits(name):
     assert max(step.shapes for step in found.steady) == 0
 
 
-CUTS: dict[str, Any] = {"temperature": 0.8, "top_k": 30, "top_p": 0.6}
+CUTS: dict = {"temperature": 0.8, "top_k": 30, "top_p": 0.6}
 
 
 # Of each kind of ask one: rows, a window by a head, canvases, chances of being revealed, blocks.
@@ -127,7 +126,7 @@ def test_cuts_of_a_requests_own_bring_none_either(acceptance):
     check_cuts("speculative, model", own=True, top_k=30, acceptance=acceptance)
 
 
-def check_cuts(name: str, **more: Any) -> None:
+def check_cuts(name: str, **more) -> None:
     found, expected = run(name, **more), run_on_cpu(name, **more)
     assert {index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()} == {
         index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()

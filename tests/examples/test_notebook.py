@@ -1,7 +1,6 @@
 """examples/notebook.ipynb: its cells run one after another, and the file holds no outputs."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ NOTEBOOK = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
 @pytest.mark.slow
 def test_the_cells_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
+    names: dict = {}
     for cell in NOTEBOOK["cells"]:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)

@@ -47,7 +47,6 @@ VALUES: Final[dict[str, Any]] = {
 
 
 def of_any_file(data: bytes, seed: int, *, cuts: int = 6, flips: int = 8) -> Iterator[Damage]:
-    """What may happen to a file of any kind."""
     rng = random.Random(seed)
     yield "empty", b""
     yield "gone", lambda path: None
@@ -66,7 +65,6 @@ def of_any_file(data: bytes, seed: int, *, cuts: int = 6, flips: int = 8) -> Ite
 
 
 def of_text(data: bytes) -> Iterator[Damage]:
-    """What may happen to a file of text."""
     half = len(data) // 2
     yield "a byte order mark", b"\xef\xbb\xbf" + data
     yield "UTF-16", data.decode().encode("utf-16")

@@ -47,19 +47,7 @@ def make_world(world: Path) -> None:
     )
     (sound / "model" / "added_tokens.json").write_text(json.dumps({}))
     _save_shards(sound / "model", sound / "shards")
-    for name in (
-        "dream",
-        "jacobi",
-        "llada",
-        "llada2",
-        "llada_moe",
-        "mdlm",
-        "nemotron",
-        "sdar",
-        "sedd",
-        "xlnet_asarm",
-        "fast_dllm_v2",
-    ):
+    for name in FAMILIES:
         (sound / name).mkdir()
         for file in ("config.json", "generation_config.json", "model.safetensors"):
             if (DATA / name / file).exists():
@@ -327,13 +315,10 @@ def _families(sound: Path) -> Iterator[Case]:
             "model__path": name,
             "model__tokenizer": "none",
             "decoder": decoder,
-            "input": "{path: ids.jsonl, columns: {tokens: tokens}}",
+            "input": "{path: chat.jsonl, columns: {tokens: tokens}}",
         }
         if name == "xlnet_asarm":
             sets["task"] = "{kind: infill, mask: {kind: given}}"
-            sets["input"] = "{path: chat.jsonl, columns: {tokens: tokens}}"
-        else:
-            sets["input"] = "{path: chat.jsonl, columns: {tokens: tokens}}"
         yield from _of("families", f"{name}/config.json", of_json(data, number, most=60), _on_spec(**sets)[1])
 
 

@@ -10,10 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +24,7 @@ from tests.runs.jobs_of_tests import forked, write_rows, write_spec
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
-EMPTY: dict[str, Any] = {
+EMPTY: dict = {
     **{key: {} for key in ("auth", "docker", "file_mounts")},
     **{key: [] for key in ("initialization_commands", "setup_commands", "cluster_synced_files")},
     **{key: [] for key in ("head_setup_commands", "worker_setup_commands", "rsync_exclude", "rsync_filter")},
@@ -39,7 +37,7 @@ HEAD_ID = "f" * 51 + "00000"
 
 NODES = 2
 
-CONFIG: dict[str, Any] = {
+CONFIG: dict = {
     "cluster_name": "test",
     "max_workers": NODES,
     "idle_timeout_minutes": 0.4,
@@ -76,7 +74,7 @@ def end(folder: Path) -> None:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address():
     """A head without CPUs, and an autoscaler that may add nodes of one CPU."""
     folder = Path(tempfile.mkdtemp(prefix="as", dir="/tmp"))  # Ray's sockets need a short path
     address = f"127.0.0.1:{free_port()}"
@@ -111,7 +109,7 @@ def address() -> Iterator[str]:
 
 def nodes(address: str) -> int:
     """How many nodes are alive, the head included."""
-    raylet: Any = import_module("ray._raylet")
+    raylet = import_module("ray._raylet")
     found = raylet.GcsClient(address=address).get_all_node_info(timeout=30).values()
     return sum(node.state == 0 for node in found)
 

@@ -4,8 +4,6 @@ In the short suite some dozens of files, with `--soak` a third of all, which is 
 """
 
 import multiprocessing
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +16,7 @@ FEW, MANY = 150, 3
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("world")
     maker = multiprocessing.get_context("spawn").Process(target=make_world, args=(folder,))
     maker.start()
@@ -27,7 +25,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def problems(world: Path, kind: str, part: str) -> Iterator[str]:
+def problems(world, kind: str, part: str):
     """What is wrong with the endings of a share of the files of a kind."""
     result = world / f"{kind}.jsonl"
     server = forked(serve, str(world), kind, str(result), part)

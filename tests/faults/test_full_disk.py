@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     left = [10**9]
     write = local._write_synced
 
-    def write_or_not(path: Path, data: bytes) -> None:
+    def write_or_not(path, data: bytes) -> None:
         left[0] -= path.parent.name == "data"
         if left[0] >= 0 or path.parent.name != "data":
             return write(path, data)

@@ -5,10 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,7 +45,7 @@ cli.program()
 
 
 @contextmanager
-def running(spec: Path, store: Store, points: str, *program: str) -> Iterator[subprocess.Popen[str]]:
+def running(spec, store: Store, points: str, *program: str):
     """`draftmill run` in a process of its own that has committed a unit."""
     command = [sys.executable, *program, "run", str(spec), "--local", "--quiet", "--grace-seconds", "6"]
     process = subprocess.Popen(
@@ -67,7 +64,7 @@ def running(spec: Path, store: Store, points: str, *program: str) -> Iterator[su
 @pytest.mark.parametrize("kind", ["local disk", "without locks", pytest.param("s3", marks=pytest.mark.s3)])
 def test_sigterm_ends_within_its_grace_while_the_store_hangs(kind, tmp_path, request, s3_server):
     rows, hangs = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "hangs"
-    sections: dict[str, Any] = {}
+    sections: dict = {}
     url, options = str(tmp_path / "run"), None
     if kind == "s3":
         url, options = request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options")

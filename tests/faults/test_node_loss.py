@@ -1,17 +1,18 @@
-"""Nodes are lost, told to go, and join while a job runs on them: nothing is lost, nothing is there twice."""
+"""Nodes are lost, told to go, and join while a job runs, the head included: nothing is lost, nothing is there twice."""
 
 import json
+import os
+import signal
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.storage.failpoints import VARIABLE
 from tests.faults.test_crash import drive
-from tests.runs.jobs_of_tests import forked, rows_of, write_rows, write_spec
+from tests.runs.jobs_of_tests import forked, logged, rows_of, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROWS = 192
 """For one worker with one slot some 800 steps, for two 400 each; the first two units take about 40."""
 
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+NODE: dict = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
 @pytest.fixture(params=[6.0])
@@ -29,7 +30,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+def cluster(monkeypatch: pytest.MonkeyPatch):
     """A head of one CPU, which learns of another node's end within seconds."""
     from ray.cluster_utils import Cluster
 
@@ -45,7 +46,7 @@ def rows(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "rows.jsonl", ROWS, longest=40)
 
 
-def begun(cluster: Any, rows: Path) -> tuple[Any, Path]:
+def begun(cluster, rows: Path) -> tuple:
     """A driver's process on the cluster, of whose units two are committed, and its folder."""
     spec = write_spec(rows.parent, rows=rows, batching={"max_rows": 1})
     process = forked(drive, cluster.address, str(spec), f"{spec}.log")
@@ -56,10 +57,10 @@ def begun(cluster: Any, rows: Path) -> tuple[Any, Path]:
     return process, Path(f"{spec}.log")
 
 
-def told_to_go(cluster: Any, node: Any, *, in_s: float) -> None:
+def told_to_go(cluster, node, *, in_s: float) -> None:
     """As a watcher of spot machines tells Ray."""
-    raylet: Any = import_module("ray._raylet")
-    reasons: Any = import_module("ray.core.generated.autoscaler_pb2")
+    raylet = import_module("ray._raylet")
+    reasons = import_module("ray.core.generated.autoscaler_pb2")
     gcs = raylet.GcsClient(address=cluster.address)
     end_ms = int((time.time() + in_s) * 1000)
     assert gcs.drain_node(node.node_id, reasons.DRAIN_NODE_REASON_PREEMPTION, "spot", end_ms) == (True, "")
@@ -122,4 +123,50 @@ def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_end
     assert process.exitcode == 4, log.read_text()
     with without_ray():
         assert main(["run", str(rows.parent / "run.yaml"), "--quiet"]) == 0
+    assert is_undisturbed(rows)
+
+
+RECONNECT_S = 3
+"""Ray's own default is 60."""
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch):
+    """A head without CPUs for workers, and a node with one, whose worker stands still for a while after some units."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv(VARIABLE, "worker.step=sleep:200:15")
+    patience = {"gcs_rpc_server_reconnect_timeout_s": RECONNECT_S}
+    two_nodes = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0, "_system_config": patience})
+    two_nodes.add_node(**NODE)
+    yield two_nodes
+    two_nodes.shutdown()
+
+
+def units(run) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (run / "data").glob("unit-*")}
+
+
+@pytest.mark.slow
+def test_a_lost_head_ends_the_driver_with_1_and_the_same_command_repeats_no_committed_unit(two_nodes, tmp_path, capfd):
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS, longest=40)
+    process, log = begun(two_nodes, rows)
+    (head,) = two_nodes.head_node.all_processes["gcs_server"]
+    os.kill(head.process.pid, signal.SIGKILL)
+    process.join(120)
+    assert process.exitcode == 1, log.read_text()
+    run = tmp_path / "run"
+    before = units(run)
+    assert len(before) >= 2 and not (run / "_SUCCESS").exists()
+    command = ["run", str(tmp_path / "run.yaml"), "--quiet"]
+    capfd.readouterr()
+    assert main([*command, "--ray-address", two_nodes.address]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"draftmill: --ray-address: nothing listens at {two_nodes.address}")
+    with without_ray():
+        assert main(command) == 0
+    assert before.items() <= units(run).items(), "a committed unit was written again"
+    committed = {int(name.split("-")[1].split(".")[0]) for name in before}
+    done = {event["unit"] for event in logged(run, "done", "0002")}
+    assert done and not committed & done, "a committed unit was decoded again"
     assert is_undisturbed(rows)

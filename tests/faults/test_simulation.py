@@ -5,9 +5,7 @@ The driver, the scheduler, the lease and the committer are the real ones. `make 
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -30,7 +28,7 @@ FATES = ("crash before", "crash after", "refused", "denied", "lost", "pause befo
 
 
 @pytest.fixture(scope="module")
-def at_work() -> Iterator[dict[str, Any]]:
+def at_work():
     with simulated() as at_work:
         yield at_work
 
@@ -65,7 +63,7 @@ def test_one_fault_at_any_access_of_the_store_loses_nothing(at_work):
             assert len(world.struck) == 1
 
 
-def undisturbed(at_work: dict[str, Any], seed: int, slow: Kind | None = None) -> World:
+def undisturbed(at_work: dict, seed: int, slow: Kind | None = None) -> World:
     """A world without faults, of which one session does all the work."""
     world = at_work["world"] = World(Job([2] * 30, {(7, 1): "raise"}, workers=2, attempts=2), seed, slow=slow)
     assert world.session() == "done" and world.session() == "finished"
@@ -92,7 +90,7 @@ def test_a_log_on_the_drivers_own_thread_is_found(at_work):
         assert undisturbed(at_work, 1, (True, "put", "attempts")).now_s > 2000
 
 
-def broken_within(at_work: dict[str, Any], schedules: int) -> str:
+def broken_within(at_work: dict, schedules: int) -> str:
     """The first broken promise among so many schedules."""
     for seed in range(schedules):
         try:
@@ -105,7 +103,7 @@ def broken_within(at_work: dict[str, Any], schedules: int) -> str:
 def test_a_committer_that_writes_over_what_is_there_is_found(at_work):
     create = Handle._create
 
-    def careless(self: Handle, name: str, data: bytes, metadata: dict[str, str] | None) -> Any:
+    def careless(self: Handle, name: str, data: bytes, metadata: dict[str, str] | None):
         return (self._write if name.startswith("data/") else partial(create, self))(name, data, metadata)
 
     with patch.object(Handle, "_create", careless):
@@ -120,7 +118,7 @@ def test_a_committer_that_writes_over_what_is_there_is_found(at_work):
 def test_a_scheduler_that_forgets_units_is_found(at_work, kept, schedules):
     dismiss = SchedulerState.dismiss
 
-    def forgetful(self: SchedulerState, name: str) -> Any:
+    def forgetful(self: SchedulerState, name: str):
         known = dismiss(self, name)
         return known and (known[0], kept(*known))
 

@@ -1,17 +1,12 @@
 """The health check of the images: on processes that run, stand still or are dead, and on answers of a Ray node's agent."""
 
-import http.server
-import threading
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from draftmill.infra.health import problem
+from tests.jobs.remote.fake_cluster import answering
 
 
-def process(proc: Path, pid: int, state: str, *command: str, name: str = "python") -> None:
-    """A process as /proc shows it."""
+def process(proc, pid: int, state: str, *command: str, name: str = "python") -> None:
     folder = proc / str(pid)
     folder.mkdir(parents=True)
     (folder / "cmdline").write_bytes("\0".join(command).encode() + (b"\0" if command else b""))
@@ -39,35 +34,15 @@ def test_a_process_that_stands_still_or_is_dead_is_named(state, command, name, t
     assert "process 42" in str(problem(tmp_path))
 
 
-@pytest.fixture
-def agent() -> Iterator[tuple[str, dict[str, object]]]:
-    """An agent whose answer a test chooses."""
-    says: dict[str, object] = {"code": 200, "text": "success"}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(int(str(says["code"])))
-            self.end_headers()
-            self.wfile.write(str(says["text"]).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://{{host}}:{server.server_port}/healthz", says
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_ray_node_is_as_healthy_as_its_agent_says(tmp_path, agent):
-    url, says = agent
+@pytest.mark.parametrize(
+    ("code", "text", "said"), [(200, "success", None), (200, "failed", "answers 'failed'"), (503, "", "answers 503")]
+)
+def test_a_ray_node_is_as_healthy_as_its_agent_says(tmp_path, code, text, said):
     process(tmp_path, 9, "S", "/x/ray/core/src/ray/raylet/raylet", "--node_ip_address=127.0.0.1", name="raylet")
-    assert problem(tmp_path, agent=url) is None
-    says["text"] = "failed"
-    assert "answers 'failed'" in str(problem(tmp_path, agent=url))
-    says["code"] = 503
-    assert "answers 503" in str(problem(tmp_path, agent=url))
+    with answering(code, text) as address:
+        agent = f"http://{{host}}:{address.rpartition(':')[2]}/healthz"
+        found = problem(tmp_path, agent=agent)
+    assert found is None if said is None else said in str(found)
 
 
 def test_a_ray_without_an_agent_is_judged_by_its_processes(tmp_path):

@@ -1,10 +1,9 @@
 """Whole specs to start from: a test gives the sections that it is about."""
 
 from pathlib import Path
-from typing import Any
 
 
-def completion(folder: Path = Path(), **sections: Any) -> dict[str, Any]:
+def completion(folder: Path = Path(), **sections) -> dict:
     """The rows and the run directory are in `folder`."""
     return {
         "task": {"kind": "complete"},
@@ -15,7 +14,7 @@ def completion(folder: Path = Path(), **sections: Any) -> dict[str, Any]:
     } | sections
 
 
-def infilling(folder: Path = Path(), **sections: Any) -> dict[str, Any]:
+def infilling(folder: Path = Path(), **sections) -> dict:
     """The same for holes anywhere in a text."""
     task = {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}}
     changed = {"task": task, "model": {"path": "builtin:asarm-tiny"}, "decoder": {"kind": "assd"}}

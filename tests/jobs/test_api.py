@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -31,7 +29,7 @@ MODEL = {"path": "builtin:ar-tiny", "device": "cpu"}
 TASK = {"kind": "complete", "max_new_tokens": 6}
 
 
-def job_of(folder: Path, rows: list[dict[str, Any]] | None = None, **changes: Any) -> dict[str, Any]:
+def job_of(folder, rows: list[dict] | None = None, **changes) -> dict:
     """A spec over rows in `folder`, by default a prompt each; every third unit has two rows."""
     given = rows or [{"id": str(number), "prompt": prompt, "level": number} for number, prompt in enumerate(PROMPTS)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
@@ -46,7 +44,7 @@ def job_of(folder: Path, rows: list[dict[str, Any]] | None = None, **changes: An
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[draftmill.RunResults, Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """A finished run of four prompts, of which the last is too long, and its folder."""
     folder = tmp_path_factory.mktemp("finished")
     rows = [{"id": str(number), "prompt": prompt, "level": number} for number, prompt in enumerate(PROMPTS)]
@@ -55,7 +53,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[draftmill.RunRes
     return draftmill.run(spec, local=True), folder
 
 
-def exported(run: Path, *options: str) -> list[dict[str, Any]]:
+def exported(run, *options: str) -> list[dict]:
     out = run.parent / "out.jsonl"
     assert main(["export", str(run), "--format", "jsonl", "--out", str(out), "--overwrite", *options]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]

@@ -1,21 +1,21 @@
-"""Every command calls its function with the parameters that it has, made of the command's options."""
+"""Commands call their functions with the parameters made of their options, and end with a code of the one table."""
 
 import argparse
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
-from draftmill.jobs import arguments
+from draftmill.jobs import arguments, exit_codes
 from draftmill.jobs.cli import main, parser
 from draftmill.jobs.config.spec import check_spec
 from draftmill.jobs.eval.options import EvalOptions
+from draftmill.jobs.exit_codes import FINAL, INTERRUPTED, OK, SEVEREST, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, severest
 from draftmill.jobs.remote.manifest import Options
-from draftmill.jobs.remote.submit import SubmitOptions
+from draftmill.jobs.remote.submit import SubmitOptions, end_of
 from draftmill.jobs.run.pruning import KeepRule
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.store import Place, S3Options
@@ -28,7 +28,7 @@ DATED = check_spec(SPEC | {"output": SPEC["output"] | {"logical_date": "2026-11-
 DRIVER = "--local --grace-seconds 7"
 LOCAL = RunOptions(None, True, 7.0)
 
-CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+CALLS: dict[str, tuple[str, dict]] = {
     "run job.yaml --local --if-running skip --logical-date 2026-11-22": (
         "run_job",
         {"spec": DATED, "options": RunOptions(None, True, 30.0, if_running="skip")},
@@ -100,12 +100,12 @@ def test_all_commands_are_in_the_table():
 def test_a_command_gives_its_function_what_it_takes(line, tmp_path, monkeypatch):
     calls = []
 
-    def watched(module: str) -> Any:
+    def watched(module: str):
         function_name = CALLS[line][0]
         function = getattr(import_module(module), function_name)
 
         @wraps(function)
-        def call(**given: Any) -> int:
+        def call(**given) -> int:
             calls.append((function_name, given))
             return 0
 
@@ -129,3 +129,31 @@ def test_an_empty_place_is_not_the_folder_of_the_shell(command, capsys):
 def test_names_of_columns_may_have_spaces_around_them():
     given = parser().parse_args(["export", "run", "--format", "csv", "--out", "-", "--columns", "id, nfe,"])
     assert given.columns == ["id", "nfe"]
+
+
+CODES = {name: value for name, value in vars(exit_codes).items() if type(value) is int and name[0] != "_"}
+
+
+def test_every_code_has_its_place_in_the_order_of_severity():
+    assert sorted(CODES.values()) == sorted(SEVEREST) and len(set(SEVEREST)) == len(SEVEREST)
+    assert set(FINAL) < set(SEVEREST)
+
+
+@pytest.mark.parametrize(
+    ("several", "one"),
+    [
+        ([], OK),
+        ([OK, OK], OK),
+        ([OK, TOO_MANY_FAILED, OK], TOO_MANY_FAILED),
+        ([TOO_MANY_FAILED, UNUSABLE], UNUSABLE),
+        ([UNUSABLE, UNEXPECTED, TOO_MANY_FAILED], UNEXPECTED),
+        ([UNEXPECTED, INTERRUPTED, UNUSABLE], INTERRUPTED),
+    ],
+)
+def test_a_command_that_does_several_things_ends_with_the_severest_code(several, one):
+    assert severest(several) == severest(reversed(several)) == one
+
+
+@pytest.mark.parametrize("code", sorted(set(SEVEREST) - {OK}))
+def test_the_code_of_a_submitted_driver_is_handed_on_whatever_it_is(code):
+    assert end_of(SimpleNamespace(status="FAILED", driver_exit_code=code, message=""))[0] == code

@@ -3,7 +3,6 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.conftest import ROOT
 from tests.jobs.test_api import MODEL, PROMPTS, TASK, job_of
 
 
-def texts(rows: list[dict[str, Any]]) -> list[str]:
+def texts(rows: list[dict]) -> list[str]:
     return [row["text"] for row in rows]
 
 
@@ -22,7 +21,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders of the models that were loaded since."""
     real, loaded = load.load_backbone, list[Path]()
 
-    def counting(folder: Path, *arguments: Any, **options: Any) -> Any:
+    def counting(folder: Path, *arguments, **options):
         loaded.append(folder)
         return real(folder, *arguments, **options)
 
@@ -105,6 +104,6 @@ def test_nothing_is_printed_for_a_few_prompts(capfd):
 )
 def test_what_can_not_be_used_is_refused(arguments, message):
     with pytest.raises(draftmill.Error) as caught:
-        given: dict[str, Any] = {"model": MODEL, "prompts": PROMPTS[:2], "task": TASK}
+        given: dict = {"model": MODEL, "prompts": PROMPTS[:2], "task": TASK}
         draftmill.generate(**given | arguments)
     assert str(caught.value).startswith(message)

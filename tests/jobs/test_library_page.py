@@ -1,7 +1,6 @@
 """docs/library.md and the README's lines of Python run as they are, one block after another."""
 
 import re
-from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ PROMPTS = "id,question,level\na,def is_prime(n):,1\nb,import os,2\n"
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch, capsys):
-    spec: dict[str, Any] = {
+    spec: dict = {
         "task": {"kind": "complete", "max_new_tokens": 16},
         "input": {"path": "prompts.csv", "columns": {"id": "id", "prompt": "question"}, "keep": ["level"]},
         "model": {"path": "builtin:ar-tiny"},
@@ -25,7 +24,7 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch, capsys):
     (tmp_path / "prompts.csv").write_text(PROMPTS)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
+    names: dict = {}
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)):
         exec(compile(block, f"{page}, block {number}", "exec"), names)
     assert len(names["frame"]) == 2
@@ -45,7 +44,7 @@ def test_the_job_of_a_tutorial_runs(page, file, tmp_path, monkeypatch, capsys):
     run = draftmill.run(yaml.safe_load(job.partition("```")[0]), local=True)
     rows = list(run.rows())
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == before.count("\n    ") - (page == "extraction")
-    names: dict[str, Any] = {}
+    names: dict = {}
     exec(compile(text.partition("```python\n")[2].partition("```")[0], page, "exec"), names)
     printed, shown = (part.split() for part in (capsys.readouterr().out, text.rpartition("```text\n")[2]))
     assert printed[:2] == shown[:2]

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,14 @@ TEXTS = next(iter(device_right.COLUMNS))
 NOT_THERE = ("ray", "pyarrow", "datasets", "boto3", "tenacity", "botocore", "scipy")
 
 
-def printing(name: str, *lines: Any, then: str = "", **more: Any) -> Case:
+def printing(name: str, *lines, then: str = "", **more) -> Case:
     """A case whose process is a shell that prints lines, rows of the case in JSON among them, and does something else then."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     script = "\n".join([*(f"printf '%s\\n' '{text}'" for text in texts), then])
     return Case(name, TEXTS, lambda bench: iter(()), command=("sh", "-c", script), **more)
 
 
-def rows(name: str, *found: str, done: bool = True) -> dict[str, Any]:
+def rows(name: str, *found: str, done: bool = True) -> dict:
     return {"case": name, "rows": [(TEXTS, [name, text]) for text in found], **({"done": True} if done else {})}
 
 

@@ -19,11 +19,15 @@ from tests.jobs.remote.validators import docker_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PINS = dict(
-    line.split("==")
-    for line in (ROOT / "constraints.txt").read_text().splitlines()
-    if line and not line.startswith("#")
-)
+
+
+def pinned(text: str) -> dict[str, str]:
+    """The versions in lines `name==version`."""
+    pairs = [line.split("==") for line in text.splitlines() if "==" in line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+PINS = pinned((ROOT / "constraints.txt").read_text())
 
 
 DOCKERFILES = [ROOT / "infra" / "Dockerfile", ROOT / "infra" / "Dockerfile.cuda"]
@@ -48,7 +52,6 @@ def test_the_pins_are_those_that_torchs_cuda_build_requires():
     """The metadata of the wheel that pip takes from PyPI; this environment may have the CPU build, which requires no Triton."""
     wheel = json.loads((ROOT / "tests/data/torch/requires.json").read_text())
     assert wheel["version"] == PINS["torch"], "record the metadata of the new version, as the file says"
-    pins = {canonicalize_name(name): version for name, version in PINS.items()}
     on_linux = {"platform_system": "Linux", "sys_platform": "linux", "python_version": "3.11", "extra": ""}
     needed = [
         one
@@ -59,7 +62,7 @@ def test_the_pins_are_those_that_torchs_cuda_build_requires():
     wrong = [
         f"{one}, pinned {pin}"
         for one in needed
-        if (pin := pins.get(canonicalize_name(one.name))) and pin not in one.specifier
+        if (pin := PINS.get(canonicalize_name(one.name))) and pin not in one.specifier
     ]
     assert wrong == []
 
@@ -118,11 +121,8 @@ def test_the_install_steps_of_the_image_run_in_a_clean_environment(tmp_path):
     assert call(
         f"cd {tmp_path} && python -c 'import draftmill.infra.health as health; print(health.__file__)'"
     ).startswith(str(environment))
-    installed = dict(
-        line.lower().replace("_", "-").split("==") for line in call("pip freeze").splitlines() if "==" in line
-    )
-    pins = {name.lower().replace("_", "-"): pin for name, pin in PINS.items()}
-    assert {name: version.partition("+")[0] for name, version in installed.items()}.items() <= pins.items()
+    installed = pinned(call("pip freeze"))
+    assert {name: version.partition("+")[0] for name, version in installed.items()}.items() <= PINS.items()
 
 
 def copy(words: list[str], app: Path) -> None:
@@ -137,9 +137,6 @@ def copy(words: list[str], app: Path) -> None:
 
 def test_every_dependency_is_pinned():
     project = PYPROJECT["project"]
-    names = [
-        re.match(r"[A-Za-z0-9._-]+", requirement).group().lower().replace("_", "-")  # type: ignore[union-attr]
-        for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    ]
-    assert set(names) <= {name.lower().replace("_", "-") for name in PINS}
+    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    assert {canonicalize_name(Requirement(one).name) for one in needed} <= PINS.keys()
     assert not [version for version in PINS.values() if "+" in version]

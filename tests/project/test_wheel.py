@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,7 +15,7 @@ HERE = "import pathlib, sys, draftmill.jobs.cli as cli; print(pathlib.Path(cli._
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(tmp_path_factory: pytest.TempPathFactory):
     """A virtual environment with the wheel of this checkout, and what it depends on from this test's own environment."""
     from hatchling.builders.wheel import WheelBuilder
 
@@ -31,12 +30,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv"
 
 
-def packages_of(venv: Path) -> Path:
+def packages_of(venv):
     return next((venv / "lib").glob("python*")) / "site-packages"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory):
     """A user's folder: a spec, and files and a package with the names of our folders, which can't be imported."""
     place = tmp_path_factory.mktemp("user")
     write_namesakes(place)
@@ -52,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def call(environment: Path, folder: Path, program: str, *arguments: str) -> str:
+def call(environment, folder, program: str, *arguments: str) -> str:
     """What a program of the environment prints, run in the user's folder, as a user's shell would run it."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(environment / "bin" / program), *arguments]

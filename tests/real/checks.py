@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from jsonschema import Draft202012Validator
@@ -28,7 +27,7 @@ RESULT = ("text", "tokens", "finish", "logprob", "prompt_tokens", "new_tokens", 
 CLOSE = 1e-3
 """How far the log-probabilities of a text may be apart where sums are taken in another order, in nats."""
 
-DECODERS: dict[str, dict[str, Any]] = {
+DECODERS: dict[str, dict] = {
     "speculative, n-gram, k = 5": {"kind": "speculative", "k": 5},
     "speculative, n-gram, k = auto": {"kind": "speculative", "k": "auto"},
     "speculative, a model drafts": {"kind": "speculative", "k": 4, "drafter": {"kind": "model", "path": "DRAFTER"}},
@@ -81,7 +80,7 @@ class Bench:
         return [every[i * len(every) // self.count] for i in range(self.count)]
 
     @cached_property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict]:
         return [{"id": f"p{number:02}", "prompt": prompt} for number, prompt in enumerate(self.asked)]
 
     @cached_property
@@ -99,7 +98,7 @@ class Bench:
         return int(self.theirs.model.generation_config.eos_token_id)
 
     @property
-    def chat(self) -> dict[str, Any]:
+    def chat(self) -> dict:
         """The task of most jobs."""
         return {"kind": "complete", "chat": True, "max_new_tokens": self.new_tokens}
 
@@ -110,7 +109,7 @@ class Bench:
         """Rows of sequential decoding at temperature 0.8."""
         return self.once("sampled", {"sampling": WARM})
 
-    def once(self, name: str, changes: dict[str, Any]) -> dict[str, Row]:
+    def once(self, name: str, changes: dict) -> dict[str, Row]:
         """Rows of a job over all prompts, run when they are first asked for."""
         if name not in self.held:
             self.held[name] = self.place.run(name, self.chat, self.rows, **changes)
@@ -337,7 +336,7 @@ def check_int8(bench: Bench) -> list[Finding]:
     return [first, like_float32(bench, "int8", rows)]
 
 
-def few_rows(bench: Bench, name: str, **changes: Any) -> dict[str, Row]:
+def few_rows(bench: Bench, name: str, **changes) -> dict[str, Row]:
     """Rows of a job over every fourth prompt, with few new tokens."""
     task = bench.chat | {"max_new_tokens": min(24, bench.new_tokens)}
     return bench.place.run(name, task, bench.rows[::4], **changes)
@@ -404,7 +403,7 @@ def check_lm_eval(bench: Bench) -> list[Finding]:
     ]
 
 
-PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
+PENALTIES: dict = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
 SCHEMA = {
     "type": "object",
     "properties": {"answer": {"type": "string", "maxLength": 24}, "is_sure": {"type": "boolean"}},

@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import yaml
 
 from draftmill.jobs.cli import main
 
-Row = dict[str, Any]
+Row = dict
 PLACES = {"unit", "attempt", "worker", "node", "started_at", "batch_rows", "pad_fraction", "device_s"}
 TIMES = {"wait_s", "prefill_s", "decode_s", "total_s"}
 
@@ -31,13 +30,13 @@ class Place:
     model: str
     threads: int
 
-    def spec(self, name: str, task: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], **changes: Any) -> Path:
+    def spec(self, name: str, task: Mapping, rows: Sequence[Mapping], **changes) -> Path:
         """Write the input and the spec of a job; `changes` are further sections, merged key by key."""
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / "input.jsonl").write_text("".join(lines), encoding="utf-8")
-        spec: dict[str, Any] = {
+        spec: dict = {
             "name": name,
             "seed": 11,
             "task": dict(task),
@@ -54,9 +53,7 @@ class Place:
         (folder / "spec.yaml").write_text(yaml.safe_dump(spec, allow_unicode=True), encoding="utf-8")
         return folder
 
-    def run(
-        self, name: str, task: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], **changes: Any
-    ) -> dict[str, Row]:
+    def run(self, name: str, task: Mapping, rows: Sequence[Mapping], **changes) -> dict[str, Row]:
         """The result rows of a job by id. AssertionError unless it ends with 0 and `verify` finds its promises kept."""
         return finish(self.spec(name, task, rows, **changes))
 

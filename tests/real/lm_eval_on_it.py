@@ -4,13 +4,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from tests.real.jobs_on_it import Place, call
 
-TASKS: dict[str, dict[str, Any]] = {
+TASKS: dict[str, dict] = {
     "answers": {
         "output_type": "generate_until",
         "doc_to_text": "{{question}}",
@@ -55,9 +54,7 @@ def offline() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
 
 
-def ours(
-    place: Place, tasks: Path, names: Sequence[str], *options: str, **sections: Any
-) -> dict[str, list[dict[str, Any]]]:
+def ours(place: Place, tasks: Path, names: Sequence[str], *options: str, **sections) -> dict[str, list[dict]]:
     """The logged samples of `draftmill eval` by task."""
     folder = place.root / "lm_eval"
     spec = {
@@ -74,19 +71,18 @@ def ours(
     return {name: newest(folder / "eval", name) for name in names}
 
 
-def newest(folder: Path, task: str) -> list[dict[str, Any]]:
-    """The samples of the newest results of a task."""
+def newest(folder: Path, task: str) -> list[dict]:
     file = max(folder.glob(f"*/samples_{task}_*.jsonl"))
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def theirs(model: Any, tokenizer: Any, tasks: Path, names: Sequence[str], **options: Any) -> Mapping[str, Any]:
+def theirs(model, tokenizer, tasks: Path, names: Sequence[str], **options) -> Mapping:
     """The results of lm_eval's own `hf` model over the same weights and the same tokenizer."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    found: Any = lm_eval.simple_evaluate(
+    found = lm_eval.simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.pop("batch_size", 8)),
         tasks=list(names),
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
@@ -96,7 +92,7 @@ def theirs(model: Any, tokenizer: Any, tasks: Path, names: Sequence[str], **opti
     return found
 
 
-def same_choices(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], close: float) -> int:
+def same_choices(one: Sequence[Mapping], other: Sequence[Mapping], close: float) -> int:
     """How many documents have log-probabilities this close and the same `is_greedy`; lm_eval logs them as texts."""
     count = 0
     for mine, their in zip(one, other, strict=True):

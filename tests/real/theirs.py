@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ TIE = 1e-3
 
 class Theirs:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def chat_ids(self, prompt: str, system: str | None = None) -> list[int]:
         """The prompt in the form of the chat template, up to where the answer begins."""
@@ -26,7 +25,7 @@ class Theirs:
 
     @torch.no_grad()
     def greedy(
-        self, prompts: Mapping[str, list[int]], new_tokens: int, ends: Sequence[int], *, batch: int = BATCH, **more: Any
+        self, prompts: Mapping[str, list[int]], new_tokens: int, ends: Sequence[int], *, batch: int = BATCH, **more
     ) -> dict[str, list[int]]:
         """`generate` without sampling, prompts of like lengths together: each one's new tokens, its end token included. Where
         `more` arguments count the tokens of a prompt, a `batch` of 1 leaves no padding to be counted."""

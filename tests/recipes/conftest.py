@@ -1,7 +1,5 @@
 """What the tests of recipes begin with."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -21,5 +19,5 @@ def prepared() -> corpus.Prepared:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def start(tmp_path_factory: pytest.TempPathFactory):
     return small_causal_model(tmp_path_factory.mktemp("causal"))

@@ -3,7 +3,6 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def no_report(step: int, *values: float) -> None:
     """Training reports nothing."""
 
 
-def check_training(make: Any, steps: int = 30) -> None:
+def check_training(make, steps: int = 30) -> None:
     """Training with the trainers that `make` gives is repeatable and lowers the loss."""
     losses = []
     for _ in range(2):
@@ -54,7 +53,7 @@ def check_training(make: Any, steps: int = 30) -> None:
     assert np.mean(losses[0][-8:]) < np.mean(losses[0][:8]) - 0.2
 
 
-def written_twice(recipe: Any, flags: list[str], folder: Path) -> tuple[Path, Path]:
+def written_twice(recipe, flags: list[str], folder: Path) -> tuple[Path, Path]:
     """What a recipe writes in one go, and in two; both see a few files in the place of the standard library."""
     few, whole, resumed = few_files(), folder / "whole", folder / "resumed"
     with pytest.MonkeyPatch.context() as patch:

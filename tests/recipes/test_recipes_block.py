@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,28 +26,19 @@ from recipes.block_layout import (
     visibility,
 )
 from tests.decoders.backbones.masked_models import look_alone
-from tests.recipes.recipes_of_tests import (
-    MODEL_FILES,
-    SHAPE,
-    check_config,
-    check_training,
-    check_written,
-    has_tokenizer,
-    short_schedule,
-    written_twice,
-)
+from tests.recipes import recipes_of_tests as shared
 
 CPU = torch.device("cpu")
 CASES = [Layout(1, True), Layout(4, False), Layout(4, True), Layout(16, False)]
 
 
-def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> block_training.Trainer:
-    return block_training.Trainer(start, short_schedule(steps, seed), prepared.train, CPU)
+def trainer_of(start, prepared: corpus.Prepared, steps: int, seed: int = 0) -> block_training.Trainer:
+    return block_training.Trainer(start, shared.short_schedule(steps, seed), prepared.train, CPU)
 
 
 def random_model(seed: int = 0) -> Qwen3ForCausalLM:
     """A model whose law depends on all that it sees."""
-    model, generator = block_training.empty_model(SHAPE).eval(), torch.Generator().manual_seed(seed)
+    model, generator = block_training.empty_model(shared.SHAPE).eval(), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
     return model
@@ -58,10 +47,8 @@ def random_model(seed: int = 0) -> Qwen3ForCausalLM:
 def test_sequence_mask_and_loss_are_the_public_codes(golden):
     """Two samples side by side, the second with a short last block, prompts unmasked."""
     folder = golden / "sdar"
-    case, arrays = (
-        json.loads((folder / "train_layout.json").read_text()),
-        load_file(folder / "train_layout.safetensors"),
-    )
+    case = json.loads((folder / "train_layout.json").read_text())
+    arrays = load_file(folder / "train_layout.safetensors")
     fields = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3", "attn_implementation": "sdpa"}
     model = Qwen3ForCausalLM(Qwen3Config.from_dict(fields)).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
@@ -154,11 +141,11 @@ def test_the_loss_is_the_weighted_sum_over_masked_tokens(start, prepared):
 
 def test_the_causal_model_teaches_blocks_of_one_token_all_but_the_first(start, prepared, monkeypatch):
     monkeypatch.setattr(loop, "autocast", lambda *_: nullcontext())
-    trainer, flat = trainer_of(start, prepared, 9), math.log(SHAPE.vocab_size)
+    trainer, flat = trainer_of(start, prepared, 9), math.log(shared.SHAPE.vocab_size)
     teacher, batch = trainer.teacher, trainer.batch(0)
     teacher.lm_head.weight.data *= 20  # far from flat, so that it says something
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(int(batch.masked.sum()), SHAPE.vocab_size, generator=generator)
+    logits = torch.randn(int(batch.masked.sum()), shared.SHAPE.vocab_size, generator=generator)
     nats = torch.nn.functional.cross_entropy(logits, batch.ids[batch.masked], reduction="none")
     found = block_training.token_nats(logits, batch, teacher)
     assert torch.equal(block_training.token_nats(logits, batch, None), nats)
@@ -181,17 +168,17 @@ def test_queries_and_keys_have_their_mean_size_in_the_causal_model(start, prepar
     assert all(torch.equal(own[name], tensor) for name, tensor in weights.items() if not name.endswith("proj.bias"))
     layer = source.model.layers[0]
     seen = layer.input_layernorm(source.model.embed_tokens(ids))
-    heads = layer.self_attn.k_proj(seen).reshape(-1, SHAPE.hidden_size // SHAPE.num_attention_heads)
+    heads = layer.self_attn.k_proj(seen).reshape(-1, shared.SHAPE.hidden_size // shared.SHAPE.num_attention_heads)
     size = torch.stack([head.square().mean().sqrt() for head in heads]).mean()
     assert torch.allclose(own["model.layers.0.self_attn.k_norm.weight"], size.expand(heads.shape[1]))
     assert own.keys() - weights.keys() == {f"model.layers.0.self_attn.{name}_norm.weight" for name in "qk"}
 
 
 def test_the_bound_of_a_law_without_context_is_its_entropy(prepared):
-    model = block_training.empty_model(SHAPE).eval()
+    model = block_training.empty_model(shared.SHAPE).eval()
     for parameter in model.parameters():
         parameter.data.zero_()
-    flat = math.log(SHAPE.vocab_size)
+    flat = math.log(shared.SHAPE.vocab_size)
     num_bytes = corpus.token_bytes(prepared.tokenizer)[absorbing_quality.windows(prepared, 256, 3)].sum()
     for layout in (Layout(1, True), Layout(16, False)):
         bound = block_quality.bound(model, prepared, layout, limit=3)
@@ -223,10 +210,8 @@ def test_the_bound_is_the_mean_over_the_orders_of_decoding_each_block(prepared, 
 
 def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likelier_than_tau():
     model, layout = random_model(), Layout(4, False)
-    ids, visible = (
-        torch.randint(20, 2000, (2, 8), generator=torch.Generator().manual_seed(0)),
-        visibility(8, layout)[None],
-    )
+    ids = torch.randint(20, 2000, (2, 8), generator=torch.Generator().manual_seed(0))
+    visible = visibility(8, layout)[None]
 
     def reveal(tau: float) -> tuple[torch.Tensor, int]:
         with torch.no_grad():
@@ -250,29 +235,29 @@ def test_greedy_decoding_reveals_one_token_a_forward_or_a_block_or_what_is_likel
 
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_is_repeatable(start, prepared):
-    check_training(lambda: trainer_of(start, prepared, 30))
+    shared.check_training(lambda: trainer_of(start, prepared, 30))
 
 
 @pytest.fixture(scope="module")
-def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(start, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"DRAWS": 1, "PACE_WINDOWS": 1, "LAYOUTS": CASES[:3]}.items():
             patch.setattr(block_quality, name, value)
         flags = ["--start", str(start), "--steps", "3", "--threads", "1"]
-        return written_twice(block, flags, tmp_path_factory.mktemp("blocks"))
+        return shared.written_twice(block, flags, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.mark.slow
 def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(written):
-    check_written(written, MODEL_FILES, "| 512 |", "| 4 | token by token |", "| 16 | 0.9 |")
-    assert has_tokenizer(written[0])
+    shared.check_written(written, shared.MODEL_FILES, "| 512 |", "| 4 | token by token |", "| 16 | 0.9 |")
+    assert shared.has_tokenizer(written[0])
 
 
 @pytest.mark.slow
 def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(written, golden):
     folder, own = written[0], {"max_position_embeddings", "max_window_layers", "head_dim", "rope_theta", "block_size"}
     own |= {"tie_word_embeddings", "mask_token_id", "bos_token_id", "eos_token_id", "torch_dtype"}
-    check_config(folder, golden / "sdar", own | SHAPE.__dataclass_fields__.keys(), least=10)
+    shared.check_config(folder, golden / "sdar", own | shared.SHAPE.__dataclass_fields__.keys(), least=10)
     info, backbone = inspect_model(folder), load_backbone(folder, device="cpu")
     assert (info.family, info.mask_id, info.shift, info.block_size) == ("sdar", corpus.MASK_ID, 0, BLOCK)
     assert info.max_length == causal.MAX_LENGTH
@@ -283,5 +268,5 @@ def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(writt
     with torch.no_grad():
         seen = visibility(16, Layout(16, False))[None]
         expected = block_training.masked_logits(model, ids.unsqueeze(0), masked.unsqueeze(0), seen)
-    hidden: Any = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
+    hidden = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
     torch.testing.assert_close(backbone.logits(hidden[masked]), expected, atol=1e-5, rtol=1e-5)

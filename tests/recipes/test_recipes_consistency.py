@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +16,12 @@ BUILTIN = Path(__file__).resolve().parents[2] / "decoders" / "builtin"
 SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
 
 
-def public_cases(golden: Path, kind: str) -> dict[str, Any]:
+def public_cases(golden: Path, kind: str) -> dict:
     cases = json.loads((golden / "jacobi" / "train_cases.json").read_text())["cases"]
     return {case["name"]: case for case in cases if case["kind"] == kind}
 
 
-def trajectory_of(case: dict[str, Any]) -> Trajectory:
+def trajectory_of(case: dict) -> Trajectory:
     return Trajectory(np.array(case["prompt_ids"]), [np.array(states) for states in case["trajectories"]])
 
 
@@ -301,8 +300,5 @@ def test_the_recipe_distils_from_a_jobs_traces_and_goes_on_where_it_was(ray_sess
     text = (out / "README.md").read_text()
     assert "| 8 to 32 | 1.00 | 2.00 | 2.00 | 1.00 | 2.00 | 1.00 |" in text
     assert "the first 50% of the tokens are the same" in text
-    assert (
-        "| 512 |" in text
-        and "round 1: blocks of 4 tokens, 4 noise" in text
-        and "round 2: blocks of 4 tokens, live" in text
-    )
+    assert "| 512 |" in text and "round 1: blocks of 4 tokens, 4 noise" in text
+    assert "round 2: blocks of 4 tokens, live" in text

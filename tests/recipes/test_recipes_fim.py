@@ -1,7 +1,5 @@
 """The recipe of the model that fills in the middle: rows with a hole, what they count, the start, training, the folder."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,13 +16,13 @@ TEXT = "import os\n\ndef size(path):\n    found = os.stat(path)\n    return foun
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def start(tmp_path_factory: pytest.TempPathFactory):
     torch.set_num_threads(1)
     return small_causal_model(tmp_path_factory.mktemp("start"))
 
 
 @pytest.fixture(scope="module")
-def prepared(start: Path) -> corpus.Prepared:
+def prepared(start) -> corpus.Prepared:
     files = few_files()
     return corpus.prepare(files[:-2], files[-2:], fim_folder.extend_tokenizer(start))
 
@@ -150,7 +148,7 @@ def test_a_line_counts_where_it_comes_back_to_the_character(start, prepared):
     assert fim_quality.exact_infill(model, tokenizer, [wrong]).hits == 0
 
 
-def shape_of(start: Path) -> dict[str, int]:
+def shape_of(start) -> dict[str, int]:
     return dict(vars(absorbing.shape_of(start)))
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,22 +12,13 @@ from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from recipes import absorbing, absorbing_folder, absorbing_quality, causal, corpus, mdm
 from tests.decoders.backbones.masked_models import look_alone
-from tests.recipes.recipes_of_tests import (
-    MODEL_FILES,
-    SHAPE,
-    check_config,
-    check_training,
-    check_written,
-    has_tokenizer,
-    short_schedule,
-    written_twice,
-)
+from tests.recipes import recipes_of_tests as shared
 
 CPU = torch.device("cpu")
 
 
-def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
-    return absorbing.Trainer(absorbing.model_from(start), short_schedule(steps, seed), prepared.train, CPU)
+def trainer_of(start, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
+    return absorbing.Trainer(absorbing.model_from(start), shared.short_schedule(steps, seed), prepared.train, CPU)
 
 
 def test_the_numbers_of_masks_are_spread_over_all_there_are():
@@ -77,7 +67,7 @@ def test_the_bound_of_a_law_without_context_is_its_entropy(start, prepared):
     model = absorbing.model_from(start).eval()
     for parameter in model.parameters():
         parameter.data.zero_()
-    flat = math.log(SHAPE.vocab_size)
+    flat = math.log(shared.SHAPE.vocab_size)
     bound = absorbing_quality.bound(model, prepared, length=64, limit=10)
     assert bound.nats_per_token == pytest.approx(flat, rel=1e-5) and bound.tokens == 640
     num_bytes = corpus.token_bytes(prepared.tokenizer)[absorbing_quality.windows(prepared, 64, 10)].sum()
@@ -114,20 +104,20 @@ def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start, prep
     source = causal.load_model(start, CPU).state_dict()
     begun = trainer_of(start, prepared, 30).model.state_dict()
     assert all(torch.equal(tensor, source[name]) for name, tensor in begun.items())
-    check_training(lambda: trainer_of(start, prepared, 30))
+    shared.check_training(lambda: trainer_of(start, prepared, 30))
 
 
 @pytest.fixture(scope="module")
-def written(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def written(start, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """What the recipe writes in one go, and in two."""
     flags = ["--start", str(start), "--steps", "3", "--threads", "1", "--batch-tokens", "1024"]
-    return written_twice(mdm, flags, tmp_path_factory.mktemp("masked"))
+    return shared.written_twice(mdm, flags, tmp_path_factory.mktemp("masked"))
 
 
 @pytest.mark.slow
 def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(written):
-    check_written(written, MODEL_FILES, "| 512 |", "| 95% at random |", "| suffix, mask 8 |")
-    assert has_tokenizer(written[0])
+    shared.check_written(written, shared.MODEL_FILES, "| 512 |", "| 95% at random |", "| suffix, mask 8 |")
+    assert shared.has_tokenizer(written[0])
 
 
 @pytest.mark.slow
@@ -135,7 +125,7 @@ def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(writt
     folder = written[0]
     own = {*absorbing_folder.SIZES, "max_sequence_length", "rope_theta", "weight_tying"}
     own |= {"mask_token_id", "eos_token_id", "pad_token_id"}
-    check_config(folder, golden / "llada", own, least=16)
+    shared.check_config(folder, golden / "llada", own, least=16)
     info, backbone = inspect_model(folder), load_backbone(folder, device="cpu")
     assert (info.family, info.mask_id, info.max_length, info.shift) == ("llada", corpus.MASK_ID, causal.MAX_LENGTH, 0)
     assert info.mask_id == PreTrainedTokenizerFast.from_pretrained(folder).mask_token_id

@@ -1,7 +1,6 @@
 """GGUF files as llama.cpp's converter writes them, of tiny models and vocabularies that tests make."""
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -21,11 +20,11 @@ WORDS = {
 
 def write_gguf(
     path: Path,
-    model: Any,
+    model,
     *,
     dtype: GGMLQuantizationType = GGMLQuantizationType.F32,
-    vocabulary: dict[str, Any] | None = None,
-    keys: dict[str, Any] | None = None,
+    vocabulary: dict | None = None,
+    keys: dict | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     architecture: str | None = None,
 ) -> Path:
@@ -57,7 +56,7 @@ def write_gguf(
     return path
 
 
-def _sizes(config: Any) -> dict[str, Any]:
+def _sizes(config) -> dict:
     heads = config.num_attention_heads
     sizes = {
         "general.name": "tiny",
@@ -81,7 +80,7 @@ def _sizes(config: Any) -> dict[str, Any]:
     }
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def _add(writer: gguf.GGUFWriter, key: str, value) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -92,7 +91,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
 
 
-def _weights(model: Any, kind: str) -> dict[str, np.ndarray]:
+def _weights(model, kind: str) -> dict[str, np.ndarray]:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     heads = {"q_proj": model.config.num_attention_heads}

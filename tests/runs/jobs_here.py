@@ -1,7 +1,6 @@
 """Whole jobs by the command line's own code, with one worker in this process in the place of Ray."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftmill.jobs.run.job.backend_of", lambda **_: BackendHere())
 
 
-def run(spec: dict[str, Any], file: Path, command: str = "run") -> int:
+def run(spec: dict, file: Path, command: str = "run") -> int:
     """The exit code of the command line on a spec, which is written to `file`."""
     file.write_text(yaml.safe_dump(spec))
     return main([command, str(file), *(["--quiet"] if command == "run" else [])])

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -41,7 +40,7 @@ def forked(target: Callable[..., None], *arguments: str) -> ForkServerProcess:
     return process
 
 
-def soak(values: Iterable[Any]) -> list[Any]:
+def soak(values: Iterable) -> list:
     """Parameters of a test for `make soak` alone."""
     return [pytest.param(value, marks=pytest.mark.soak) for value in sorted(values)]
 
@@ -64,7 +63,7 @@ def write_rows(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> P
     return path
 
 
-def job_over(rows: Path | str, **sections: Any) -> dict[str, Any]:
+def job_over(rows: Path | str, **sections) -> dict:
     """A spec for those rows, without the path of its output; `sections` replace whole ones."""
     return {
         "task": {"kind": "infill", "mask": {"kind": "given"}},
@@ -75,7 +74,7 @@ def job_over(rows: Path | str, **sections: Any) -> dict[str, Any]:
     } | sections
 
 
-def write_spec(folder: Path, *, rows: Path, out: str = "run", **changes: Any) -> Path:
+def write_spec(folder: Path, *, rows: Path, out: str = "run", **changes) -> Path:
     spec = job_over(rows, output={"path": str(folder / out), "unit_rows": 4}) | changes
     path = folder / f"{out}.yaml"
     path.write_text(yaml.safe_dump(spec))
@@ -98,3 +97,16 @@ def unequal(found: pa.Table, expected: pa.Table) -> list[str]:
     pairs = zip(expected.to_pylist(), found.to_pylist(), strict=False)
     cells = [f"{a['id']}.{key}: {a[key]!r}, now {b[key]!r}" for a, b in pairs for key in a if a[key] != b[key]]
     return [f"{expected.num_rows} rows, now {found.num_rows}", *cells[:20]]
+
+
+def contents(folder: Path, *, leases: bool = True) -> dict[str, tuple[bytes, int]]:
+    """Every file of a folder, but its leases where they don't count, with its content and its time of change."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and (leases or path.name != "_lease.json"))
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def logged(run: Path, kind: str, epoch: str = "*") -> list[dict]:
+    """The events of a kind in the log of a run, by all of its drivers or by that of an epoch."""
+    files = sorted(run.glob(f"attempts/epoch-{epoch}-part-*.jsonl"))
+    events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [event for event in events if event["event"] == kind]

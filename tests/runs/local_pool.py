@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 from draftmill.actors.job import Allocation
@@ -40,7 +39,7 @@ class BackendHere(LocalBackend):
         found = allocate(spec.shapes, [NodeRoom(self._workers, 0)], units=units, device=spec.model.device)
         return replace(found, kinds=tuple(replace(resources, threads=1) for resources in found.kinds))
 
-    def pool(self, job: Any, allocation: Allocation) -> WorkerPool:
+    def pool(self, job, allocation: Allocation) -> WorkerPool:
         return LocalPool(job, allocation.kinds[0], build=partial(self._build))
 
 

@@ -3,9 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -130,7 +128,7 @@ def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(folder, mo
     if when == "before":
         write(path, OTHERS)
 
-    def late(*given: Any) -> Iterator[pa.Table]:
+    def late(*given):
         write(path, OTHERS)  # the file has been hashed, and its rows are read next
         return survey(*given)
 

@@ -1,4 +1,4 @@
-"""`draftmill export`, and the OpenAI batch format in and out: every sample once, failed ones in a file of their own."""
+"""`draftmill export`, the OpenAI batch format in and out, Parquet files of a size: every sample once, as its last pass has it."""
 
 import csv
 import gc
@@ -6,25 +6,29 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Thread
-from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.jobs.results import export as export_module
-from draftmill.jobs.results.formats import openai_answer
+from draftmill.jobs.results.export import AT_ONCE, BYTES_AT_ONCE, columns_of, export_parts, parquet_format, tables_of
+from draftmill.jobs.results.formats import PartsSink, openai_answer, plain_rows
 from draftmill.jobs.results.passes import latest_rows, passes_of
-from draftmill.storage.runs.records import SCHEMA
-from draftmill.storage.stores.store import open_store
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.records import SCHEMA, table_from_rows
+from draftmill.storage.stores.local import LocalStore
+from draftmill.storage.stores.store import Place, open_store
 from tests.jobs.compare import made_runs
 from tests.runs.causal_jobs import ROOM, save_model
 from tests.runs.jobs_here import run, without_ray
-from tests.runs.test_rerun import run_with
+from tests.runs.jobs_of_tests import write_rows, write_spec
+from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
+from tests.storage.inputs.tables import result_row
 
 PROMPTS = {
     "plain": {"model": "m", "prompt": "def f(x):"},
@@ -36,11 +40,11 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory: pytest.TempPathFactory):
     return decode_prompts(tmp_path_factory.mktemp("prompts"))
 
 
-def decode_prompts(folder: Path) -> Path:
+def decode_prompts(folder):
     """Decode the requests in `folder / run`, of which some fail."""
     save_model(folder / "model", ends=[2])
     plain = {"method": "POST", "url": "/v1/completions"}
@@ -59,13 +63,13 @@ def decode_prompts(folder: Path) -> Path:
     return folder
 
 
-def lines_of(path: Path) -> dict[str, dict[str, Any]]:
+def lines_of(path) -> dict[str, dict]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
 
 
-def rows_of(run_dir: Path) -> dict[str, dict[str, Any]]:
+def rows_of(run_dir) -> dict[str, dict]:
     rows = [row for table in latest_rows(passes_of(open_store(str(run_dir)))) for row in table.to_pylist()]
     return {row["id"]: row for row in rows}
 
@@ -116,7 +120,7 @@ def test_an_answer_of_every_kind_has_the_reason_that_the_api_has():
     ],
 )
 def test_an_answer_to_a_request_without_a_model_names_no_local_path(path, shown):
-    row: dict[str, Any] = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "started_at"])
+    row: dict = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "started_at"])
     row |= {"id": "a", "status": "ok", "text": "t", "key": 1, "model": path, "finish": "eos"}
     assert openai_answer([row], chat=True)["response"]["body"]["model"] == shown
     named = openai_answer([row | {"request_model": "gpt-x"}], chat=True)
@@ -171,15 +175,15 @@ def test_numbers_that_json_has_not_are_null(tmp_path):
     assert (found["logprob"], found["metrics"], found["token_logprobs"]) == (None, {"bits_per_byte": None}, [0.5, None])
 
 
-def unfinished(run_dir: Path) -> None:
+def unfinished(run_dir) -> None:
     (run_dir / "_manifest.json").unlink()
 
 
-def nothing(run_dir: Path) -> None:
+def nothing(run_dir) -> None:
     pass
 
 
-REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+REFUSED: dict[str, tuple] = {
     "unfinished": (unfinished, ["jsonl", "--out", "{out}"], "is not finished"),
     "there already": (nothing, ["jsonl", "--out", "{run}/../there"], "already exists; --overwrite replaces it"),
     "no name": (nothing, ["jsonl", "--out", ""], "--out: '' is not a path"),
@@ -253,13 +257,13 @@ def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(prompts,
     out, written = tmp_path / "all.jsonl", export_module._local_file
 
     @contextmanager
-    def beside(place: str, *rest: Any) -> Iterator[Any]:
+    def beside(place: str, *rest):
         with written(place, *rest) as file:
             yield file
             out.write_text("of another program")
 
     command = ["export", str(prompts / "run"), "--format", "jsonl", "--out", str(out)]
-    synced: list[Path] = []
+    synced: list = []
     monkeypatch.setattr(export_module, "_local_file", beside)
     monkeypatch.setattr(export_module, "sync_folder", synced.append)
     assert main(command) == 2
@@ -277,3 +281,141 @@ def test_scores_and_tokens_alone_are_no_answers(tmp_path, capsys):
     command = ["export", str(tmp_path / "run"), "--format", "openai", "--out", str(tmp_path / "out")]
     assert main(command) == 2
     assert "--format: the results have no text" in capsys.readouterr().err
+
+
+PARQUET = ("--format", "parquet", "--file-mb", "1")
+
+
+@pytest.fixture(scope="module")
+def two_passes(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("parts")
+    rows = write_rows(folder / "rows.jsonl", COUNT)
+    assert run_with(SICK, "run", str(write_spec(folder, rows=rows))) == 3
+    assert run_with(set(STILL_SICK), "rerun", str(folder / "run"), "--failed") == 3
+    return folder / "run"
+
+
+def names_in(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_files_have_every_row_once_as_the_last_pass_has_it(two_passes, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["export", str(two_passes), *PARQUET, "--out", f"{out}/"]) == 0
+    assert f"{out}: {COUNT} samples in 1 file\n" in capsys.readouterr().out
+    assert names_in(out) == ["_SUCCESS", "part-00000.parquet"]
+    table = pq.read_table(out)
+    assert table.schema.remove_metadata().equals(SCHEMA)
+    rows = [row["id"] for part in latest_rows(passes_of(open_store(str(two_passes)))) for row in part.to_pylist()]
+    assert table["id"].to_pylist() == rows and len(set(rows)) == COUNT
+    assert table["status"].to_pylist().count("failed") == len(STILL_SICK)
+    assert (
+        main(
+            ["export", str(two_passes), *PARQUET, "--out", str(tmp_path / "ids"), "--columns", "id", "--order", "input"]
+        )
+        == 0
+    )
+    assert pq.read_table(tmp_path / "ids").column_names == ["id"]
+
+
+def test_files_are_as_large_as_asked_for_and_lose_nothing(tmp_path):
+    rng, wanted, tables = np.random.default_rng(0), 256 * 1024, []
+    for unit in range(40):
+        rows = [
+            result_row(unit * 50 + row, unit=unit, tokens=rng.integers(0, 2**30, 300).tolist(), worker=f"w{unit % 3}")
+            for row in range(50)
+        ]
+        tables.append(table_from_rows(rows))
+    tables = [pa.concat_tables(tables[:20]), *tables[20:]]  # the first is as large as several files
+    sink = PartsSink(LocalStore(str(tmp_path)).put, SCHEMA, {"fingerprint": "f"}, wanted)
+    for table in tables:
+        sink.add(table)
+    sink.close()
+    parts = [tmp_path / name for name in names_in(tmp_path)]
+    sizes = [part.stat().st_size for part in parts]
+    assert len(parts) == sink.count > 5 and max(sizes) <= wanted and min(sizes[:-1]) > wanted / 3
+    found = [name for part in parts for name in pq.read_table(part)["id"].to_pylist()]
+    assert found == [row["id"] for table in tables for row in table.to_pylist()]
+
+
+def test_a_run_without_rows_has_one_file_with_the_columns(tmp_path):
+    sink = PartsSink(LocalStore(str(tmp_path)).put, SCHEMA, {}, 2**20)
+    sink.close()
+    assert names_in(tmp_path) == ["part-00000.parquet"] and pq.read_table(tmp_path).schema.equals(SCHEMA)
+
+
+def test_an_earlier_export_is_replaced_only_if_asked_and_none_of_it_stays(two_passes, tmp_path, capsys):
+    plan = passes_of(open_store(str(two_passes)))[0].plan
+    schema, metadata = parquet_format(plan, columns_of(plan, "parquet", []))
+    store = LocalStore(str(tmp_path / "out"))
+    for number in range(3):
+        sink = PartsSink(store.put, schema, metadata, 2**20)
+        sink.count = number
+        sink.close()
+    for name in ("notes.txt", "part-of-mine.parquet"):
+        (tmp_path / "out" / name).write_text("the user's")
+    arguments = ["export", str(two_passes), *PARQUET, "--out", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert "has part-00000.parquet already; --overwrite replaces it" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
+    assert names_in(tmp_path / "out") == ["_SUCCESS", "notes.txt", "part-00000.parquet", "part-of-mine.parquet"]
+
+
+def test_an_export_that_breaks_off_has_no_mark(two_passes, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    arguments = ["export", str(two_passes), *PARQUET, "--out", str(out), "--overwrite"]
+    assert main(arguments) == 0
+
+    def full(*_: object) -> None:
+        raise StoreError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartsSink, "close", full)
+        assert main(arguments) == 1
+    assert "_SUCCESS" not in names_in(out)
+    assert main(arguments) == 0 and names_in(out) == ["_SUCCESS", "part-00000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--format", "csv", "--file-mb", "1"], "--file-mb: does not apply to --format csv"),
+        ([*PARQUET, "--errors", "e.parquet"], "--errors: does not apply with --file-mb"),
+    ],
+)
+def test_what_several_files_can_not_be_is_refused(two_passes, tmp_path, words, message, capsys):
+    assert main(["export", str(two_passes), *words, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["0", "5000", "-1", "many"])
+def test_a_size_that_no_file_may_have_is_refused(two_passes, size, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["export", str(two_passes), "--format", "parquet", "--out", "x", "--file-mb", size])
+    assert caught.value.code == 2 and "allowed: 1 to 4096" in capsys.readouterr().err
+
+
+@pytest.mark.s3
+def test_on_s3_they_are_those_of_a_disk(two_passes, tmp_path, s3_url, s3_options):
+    passes = passes_of(open_store(str(two_passes)))
+    columns = columns_of(passes[0].plan, "parquet", [])
+    place = Place(f"{s3_url}/out", s3_options)
+    for out in (Place(str(tmp_path / "out")), place):
+        assert export_parts(passes, columns, out, file_bytes=2**20, overwrite=False, order="plan") == 0
+    store = open_store(place)
+    assert {stat.name: store.get(stat.name) for stat in store.list()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()
+    }
+
+
+def test_small_units_are_exported_together(tmp_path):
+    place = made_runs.write_run(tmp_path / "run", [made_runs.row(number) for number in range(AT_ONCE + 300)], units=50)
+    passes = passes_of(open_store(str(place)))
+    names = passes[0].plan.schema.names
+    tables = list(tables_of(passes, names))
+    assert 2 <= len(tables) < 25, "of 50 units"
+    assert all(table.nbytes < 2 * BYTES_AT_ONCE for table in tables)
+    assert plain_rows(pa.concat_tables(tables).select(["id", "nfe", "started_at"])) == [
+        {"id": one["id"], "nfe": one["nfe"], "started_at": one["started_at"].isoformat()}
+        for one in (made_runs.row(number) for number in range(AT_ONCE + 300))
+    ]

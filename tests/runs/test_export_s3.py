@@ -2,9 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,7 +23,7 @@ FORMATS = ["jsonl", "openai", "csv", "parquet"]
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory):
     return decode_prompts(tmp_path_factory.mktemp("prompts")) / "run"
 
 
@@ -42,12 +39,12 @@ def bucket(s3_server: S3Server, s3_options: S3Options, monkeypatch: pytest.Monke
     return store
 
 
-def export(run: Path | str, kind: str, out: Path | str, server: S3Server, *more: str) -> int:
+def export(run, kind: str, out, server: S3Server, *more: str) -> int:
     place = ["--s3-endpoint", server.endpoint]
     return main(["export", str(run), "--format", kind, "--out", str(out), *place, *more])
 
 
-def copied(run_dir: Path, bucket: S3Store) -> str:
+def copied(run_dir, bucket: S3Store) -> str:
     """The same run on S3."""
     for path in run_dir.rglob("*"):
         if path.is_file():
@@ -63,7 +60,7 @@ def pending(bucket: S3Store) -> int:
     return len(bucket.ask("list_multipart_uploads", "").get("Uploads", ()))
 
 
-def same(kind: str, bucket: S3Store, name: str, local: Path) -> bool:
+def same(kind: str, bucket: S3Store, name: str, local) -> bool:
     if kind != "parquet":
         return bucket.get(name) == local.read_bytes()
     (local.parent / "fetched.parquet").write_bytes(bucket.get(name))
@@ -134,9 +131,7 @@ def test_failed_samples_go_beside_the_others():
 
 
 @pytest.mark.parametrize("field", ["--out", "--errors"])
-def test_an_object_that_is_there_is_refused_before_anything_is_read(
-    run_dir, bucket, s3_server, field, monkeypatch, capsys
-):
+def test_an_object_that_is_there_is_refused_at_once(run_dir, bucket, s3_server, field, monkeypatch, capsys):
     bucket.put("there", b"precious")
     places = {"--out": f"{bucket.url}/new", "--errors": f"{bucket.url}/new.errors"} | {field: f"{bucket.url}/there"}
     monkeypatch.setattr("draftmill.jobs.results.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
@@ -151,10 +146,10 @@ def test_a_bucket_that_is_not_there_is_told_at_once(run_dir, s3_server, monkeypa
     assert "there is no bucket 'no-such-bucket-here'" in capsys.readouterr().err
 
 
-def while_reading(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Any]) -> None:
+def while_reading(monkeypatch: pytest.MonkeyPatch, happens) -> None:
     """Let something happen when the first unit has been read."""
 
-    def rows(*arguments: Any, **how: Any) -> Any:
+    def rows(*arguments, **how):
         tables = latest_rows(*arguments, **how)
         yield next(tables)
         happens()

@@ -2,8 +2,6 @@
 
 import csv
 import json
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +15,7 @@ COUNT = 8
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory: pytest.TempPathFactory):
     """A finished run over a jsonl and a parquet file, with a line that is torn, a sick row that a second pass mends, and columns
     whose types differ between the files.
     """
@@ -43,7 +41,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def expected(name: str) -> dict[str, Any] | None:
+def expected(name: str) -> dict | None:
     if name == "a.jsonl:8":
         return None
     number = int(name.rpartition("-")[2])
@@ -51,7 +49,7 @@ def expected(name: str) -> dict[str, Any] | None:
     return {"lang": None if from_parquet else "en", "n": "words" if from_parquet else number, "meta.src": f"s{number}"}
 
 
-def exported(folder: Path, kind: str, *more: str) -> Path:
+def exported(folder, kind: str, *more: str):
     out = folder / f"{len(list(folder.iterdir()))}.{kind}"
     assert main(["export", str(folder / "run"), "--format", kind, "--out", str(out), *more]) == 0
     return out

@@ -79,9 +79,6 @@ def change(file: Path, **columns) -> None:
     pq.write_table(table, file)
 
 
-# ---- publishing
-
-
 def test_a_dataset_has_each_row_with_its_input_and_a_card_for_the_hub(run, tmp_path, capsys):
     assert publish(run, tmp_path / "out") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: 5 samples in 1 file\n"
@@ -95,10 +92,8 @@ def test_a_dataset_has_each_row_with_its_input_and_a_card_for_the_hub(run, tmp_p
     _, head, body = (tmp_path / "out" / "README.md").read_text().split("---\n")
     assert yaml.safe_load(head)["configs"] == [{"config_name": "default", "data_files": "data/*.parquet"}]
     facts = json.loads((tmp_path / "out" / "draftmill.json").read_text())
-    assert (
-        facts["rows"] == {"ok": 4, "failed": 1, "skipped": 0, "errors": {"missing_column": 1}}
-        and facts["exact"] is True
-    )
+    assert facts["rows"] == {"ok": 4, "failed": 1, "skipped": 0, "errors": {"missing_column": 1}}
+    assert facts["exact"] is True
     assert facts["results"]["model"]["checkpoint"] in body and f"draftmill prove {tmp_path / 'out'}" in body
     assert "output" not in facts["spec"] and "s3" not in facts["spec"]
 
@@ -144,9 +139,7 @@ def test_an_upload_to_the_hub_that_breaks_off_goes_on_where_it_was(tmp_path, mon
 
 
 @pytest.mark.s3
-def test_an_export_to_a_bucket_that_breaks_off_has_no_mark_and_sends_only_what_is_missing(
-    run, tmp_path, s3_server, s3_url, monkeypatch, capsys
-):
+def test_a_broken_off_export_sends_only_what_is_missing(run, tmp_path, s3_server, s3_url, monkeypatch, capsys):
     to, endpoint = f"{s3_url}/out", ("--s3-endpoint", s3_server.endpoint)
     with monkeypatch.context() as patch:
         patch.setattr("draftmill.jobs.results.publish.card", lambda *_: 1 / 0)
@@ -222,9 +215,6 @@ def test_inputs_that_changed_or_that_json_would_change_are_refused(tmp_path, cap
         file.write("{}\n")
     assert publish(run, tmp_path / "out") == 2 and not (tmp_path / "out").exists()
     assert "input.path: the inputs changed since" in capsys.readouterr().err
-
-
-# ---- proving
 
 
 def test_rows_are_equal_to_the_bit_and_a_failed_one_can_not_be_told(run, tmp_path, capsys):

@@ -3,9 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +25,7 @@ def sicken(monkeypatch: pytest.MonkeyPatch, names: set[str]) -> None:
     """Rows of these names fail when a worker makes their canvas, though the plan found nothing wrong with them."""
     healthy = RowUnitIO._canvas
 
-    def canvas(self: RowUnitIO, sample: Any, values: Any) -> Any:
+    def canvas(self: RowUnitIO, sample, values):
         if sample.note.planned.id in names:
             raise RowError("out_of_memory", "decode", "too little of it today")
         return healthy(self, sample, values)
@@ -44,7 +41,7 @@ def run_with(names: set[str], *arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first(tmp_path_factory: pytest.TempPathFactory):
     """A finished run of 24 rows, six of them failed, and beside it (`well`) one in which none failed."""
     folder = tmp_path_factory.mktemp("rerun")
     rows = write_rows(folder / "rows.jsonl", COUNT)
@@ -54,23 +51,23 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(first: Path, tmp_path: Path) -> Path:
+def folder(first, tmp_path):
     """A copy of the first run that a test may go on with: other names for the same files, which are never written to."""
     shutil.copytree(first / "run", tmp_path / "run", copy_function=os.link)
     return tmp_path
 
 
-def rows_of(passes: list[Pass]) -> list[dict[str, Any]]:
+def rows_of(passes: list[Pass]) -> list[dict]:
     rows = [row for table in latest_rows(passes) for row in table.to_pylist()]
     return [{key: value for key, value in row.items() if key not in TIMING_COLUMNS | {"pass", "unit"}} for row in rows]
 
 
-def bytes_of(folder: Path) -> dict[str, bytes]:
+def bytes_of(folder) -> dict[str, bytes]:
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "_lease.json")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def rerun(folder: Path, *arguments: str, sick: set[str] = frozenset()) -> int:  # type: ignore[assignment]
+def rerun(folder, *arguments: str, sick: set[str] = frozenset()) -> int:  # type: ignore[assignment]
     return run_with(set(sick), "rerun", str(folder / "run"), "--failed", *arguments)
 
 
@@ -132,16 +129,16 @@ def test_a_rerun_may_be_told_what_changes_no_result(folder):
     assert rerun(folder, "--set", "batching.max_rows=1", "--set", "errors.max_rate=0.1", sick=STILL_SICK) == 0
 
 
-def unfinished(folder: Path) -> None:
+def unfinished(folder) -> None:
     (folder / "run" / "_manifest.json").unlink()
     (folder / "run" / SUCCESS).unlink()
 
 
-def other_input(folder: Path) -> None:
+def other_input(folder) -> None:
     write_rows(folder / "rows.jsonl", COUNT - 1)
 
 
-REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+REFUSED: dict[str, tuple] = {
     "another job": (lambda folder: None, ["--set", "decoder.k=2"], "decoder.k was 3, is 2"),
     "no such key": (lambda folder: None, ["--set", "decoder.kk=2"], "decoder.kk: unknown key"),
     "changed input": (other_input, ["--set", "input.path={folder}/rows.jsonl"], "the inputs changed"),

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +37,7 @@ PROMPTS = {
     "tight": "for value in values:\n    total = total + value\n" * 3 + "print(total)\n",
     "long": "the quick brown fox jumps over the lazy dog, " * 20,
 }
-ROWS: list[dict[str, Any]] = [{"id": name, "prompt": text} for name, text in PROMPTS.items()]
+ROWS: list[dict] = [{"id": name, "prompt": text} for name, text in PROMPTS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +51,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def completed(world: World, ray_session: ModuleType) -> dict[str, dict[str, Any]]:
+def completed(world: World, ray_session) -> dict[str, dict]:
     """Results of a run by the command line, with Ray."""
     spec = job_spec(world.folder, ROWS)
     (world.folder / "job.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
@@ -131,7 +128,7 @@ def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world, tmp_path
     assert stop not in world.tokenizer.decode(row["tokens"][:-1]) and row["nfe"] == row["new_tokens"]
 
 
-def other_vocabulary(folder: Path) -> None:
+def other_vocabulary(folder) -> None:
     save_model(folder, ends=[2])
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -140,7 +137,7 @@ def other_vocabulary(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-def no_weights(folder: Path) -> None:
+def no_weights(folder) -> None:
     save_model(folder, ends=[2])
     (folder / "model.safetensors").unlink()
 

@@ -1,7 +1,6 @@
 """The driver's loop against workers in this process: a pool without Ray, a memory store, real unit files."""
 
 import uuid
-from collections.abc import Callable
 
 import pytest
 
@@ -30,7 +29,7 @@ from draftmill.storage.runs.commit import commit_unit, done_units
 from draftmill.storage.runs.records import read_results, table_from_rows
 from draftmill.storage.stores.store import Store, open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder
-from tests.jobs.drive.test_cost import log_in
+from tests.jobs.drive.test_metrics import log_in
 
 ROWS = 4
 
@@ -38,7 +37,7 @@ ROWS = 4
 class StoreClerk(FakeClerk):
     """Commits real unit files with the fewest columns; `poison(unit, row)` kills the worker that opens such a row."""
 
-    def __init__(self, store: Store, units: int, poison: Callable[[int, int], bool]) -> None:
+    def __init__(self, store: Store, units: int, poison) -> None:
         super().__init__({unit: [1 + (unit + row) % 3 for row in range(ROWS)] for unit in range(units)})
         self.store = store
         self.poison = poison
@@ -77,7 +76,7 @@ class StoreClerk(FakeClerk):
 class FakePool:
     """Workers that decode in `poll`, one step each."""
 
-    def __init__(self, unit_io: Callable[[], StoreClerk]) -> None:
+    def __init__(self, unit_io) -> None:
         self.unit_io = unit_io
         self.runners: dict[str, UnitRunner] = {}
         self.events: list[PoolEvent] = []
@@ -117,7 +116,7 @@ def driver(
     *,
     units: int = 6,
     workers: int = 2,
-    poison: Callable[[int, int], bool] = lambda unit, row: False,
+    poison=lambda unit, row: False,
     log: RunLog | None = None,
 ) -> Driver:
     done = done_units(store)

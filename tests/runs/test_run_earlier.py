@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -23,7 +21,7 @@ def _here(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory: pytest.TempPathFactory):
     """A folder with rows, and two finished runs at temperatures 0.8 and 0."""
     folder = tmp_path_factory.mktemp("earlier")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
@@ -34,7 +32,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def spec_of(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
+def spec_of(folder, name: str, **sections) -> dict:
     return {
         "input": {"path": str(folder / "rows.jsonl")},
         "task": {"kind": "complete", "max_new_tokens": 24},
@@ -46,20 +44,20 @@ def spec_of(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     } | sections
 
 
-def by_run(*paths: Path | str, **more: Any) -> dict[str, Any]:
+def by_run(*paths, **more) -> dict:
     return {"kind": "speculative", "drafter": {"kind": "run", "path": list(map(str, paths)), "k": 16} | more}
 
 
-def decode(folder: Path, name: str, **sections: Any) -> int:
+def decode(folder, name: str, **sections) -> int:
     return run(spec_of(folder, name, **sections), folder / f"{name}.yaml")
 
 
-def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+def rows_of(folder, name: str) -> list[dict]:
     rows = jobs_of_tests.rows_of(folder / name).to_pylist()
     return sorted(rows, key=lambda row: (row["id"], row["sample"]))
 
 
-def texts_of(folder: Path, name: str) -> list[Any]:
+def texts_of(folder, name: str) -> list:
     return [(row["id"], row["sample"], row["tokens"], row["finish"]) for row in rows_of(folder, name)]
 
 
@@ -131,7 +129,7 @@ def test_a_recurring_job_takes_its_last_finished_date(world, tmp_path):
     assert found["2026-11-01"] == 0 < found["2026-11-02"] == found["2026-11-03"]
 
 
-def sweep(folder: Path, cases: dict[str, Any]) -> int:
+def sweep(folder, cases: dict) -> int:
     base = {key: value for key, value in spec_of(folder, "x").items() if key != "output"}
     data = {"base": base | {"output": {"unit_rows": 4}}, "cases": cases, "output": {"path": str(folder / "sweep")}}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(data, sort_keys=False))
@@ -140,7 +138,7 @@ def sweep(folder: Path, cases: dict[str, Any]) -> int:
 
 def test_a_case_of_a_sweep_takes_the_last_finished_one(world, tmp_path):
     shutil.copy(world / "rows.jsonl", tmp_path)
-    cases: dict[str, Any] = {"plain": {}, "again": {"decoder": by_run("last")}}
+    cases: dict = {"plain": {}, "again": {"decoder": by_run("last")}}
     assert sweep(tmp_path, cases) == 0
     assert sweep(tmp_path, cases | {"cold": {"decoder": by_run("last"), "sampling.temperature": 0}}) == 0
     found = {name: sum(row["reused"] for row in rows_of(tmp_path, f"sweep/cases/{name}")) for name in [*cases, "cold"]}

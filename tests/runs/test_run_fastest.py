@@ -3,7 +3,6 @@
 import json
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.runs.jobs_here import run, without_ray
 COMPLETE = {"kind": "complete", "max_new_tokens": 20, "stop": ["\n\n"]}
 INFILL = {"kind": "infill", "mask": {"kind": "random", "rate": 0.4}}
 CACHED = {"kind": "stepwise", "block_length": 16, "cache": "dual_strict"}
-JOBS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
+JOBS: dict[str, tuple] = {
     "causal": ("ar-tiny", COMPLETE, "fastest", {"kind": "autoregressive"}),
     "causal with a model": (
         "ar-tiny",
@@ -52,7 +51,7 @@ def _here(monkeypatch):
     without_ray(monkeypatch)
 
 
-def decode(folder: Path, name: str, model: str, **sections: Any) -> int:
+def decode(folder: Path, name: str, model: str, **sections) -> int:
     text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
     rows = [{"id": f"r{n}", "prompt": text[700 * n :][: 11 * n + 1], "text": text[700 * n :][:120]} for n in range(16)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -66,7 +65,7 @@ def decode(folder: Path, name: str, model: str, **sections: Any) -> int:
     return run(spec | sections, folder / f"{name}.yaml")
 
 
-def rows_of(folder: Path, name: str) -> list[tuple[Any, ...]]:
+def rows_of(folder: Path, name: str) -> list[tuple]:
     rows = jobs_of_tests.rows_of(folder / name).to_pylist()
     return sorted((row["id"], row["status"], row["tokens"], row["text"], row["finish"]) for row in rows)
 

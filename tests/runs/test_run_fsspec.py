@@ -8,9 +8,7 @@ from tests.storage.stores.fsspec_driver import register
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_a_job_has_the_rows_of_the_same_local_files_and_is_another_when_one_changes(
-    scheme, tmp_path, monkeypatch, capsys
-):
+def test_a_job_has_the_rows_of_the_same_local_files(scheme, tmp_path, monkeypatch, capsys):
     driver = register(monkeypatch, scheme)
     write_rows(tmp_path / "1.jsonl", 6)
     text = write_rows(tmp_path / "2.jsonl", 6, seed=1).read_text()

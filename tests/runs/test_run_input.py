@@ -5,7 +5,6 @@ import re
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,7 +23,7 @@ TASK = {"kind": "complete", "max_new_tokens": 4}
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and a finished run `made` of six rows; one failed, and the references of three are their texts."""
     folder = make_world(tmp_path_factory.mktemp("source")).folder
-    rows: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": f"x = {number}", "n": number} for number in range(5)]
+    rows: list[dict] = [{"id": f"r{number}", "prompt": f"x = {number}", "n": number} for number in range(5)]
     texts: dict[str, str] = {}
     for name in ("guess", "made"):
         for row in rows:
@@ -43,12 +42,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(spec: dict[str, Any], file: Path, command: str = "run") -> int:
+def run(spec: dict, file: Path, command: str = "run") -> int:
     file.write_text(yaml.safe_dump(spec))
     return main([command, str(file), *(["--local", "--quiet"] if command == "run" else [])])
 
 
-def spec_of(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
+def spec_of(folder: Path, name: str, **sections) -> dict:
     return {
         "task": TASK,
         "model": {"path": str(folder / "model"), "device": "cpu"},
@@ -58,11 +57,11 @@ def spec_of(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     } | sections
 
 
-def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+def rows_of(folder: Path, name: str) -> list[dict]:
     return jobs_of_tests.rows_of(folder / name).to_pylist()
 
 
-def judge(folder: Path, name: str, where: str | None, **more: Any) -> dict[str, Any]:
+def judge(folder: Path, name: str, where: str | None, **more) -> dict:
     source = {"run": str(folder / "made")} | ({} if where is None else {"where": where}) | more
     return spec_of(folder, name, input=source, prompt={"template": "{{ keep.n }}: {{ text }} {{ exact_match }} good?"})
 
@@ -124,7 +123,7 @@ def test_the_samples_of_a_row_are_rows_of_the_next_job(world):
 
 def test_a_run_that_changes_and_one_that_can_not_be_read_are_refused(world, tmp_path, capsys):
 
-    def refusal(spec: dict[str, Any]) -> str:
+    def refusal(spec: dict) -> str:
         assert run(spec, tmp_path / "spec.yaml") == 2
         return capsys.readouterr().err
 

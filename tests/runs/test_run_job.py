@@ -1,8 +1,6 @@
 """Whole jobs on a real Ray in this process: results, resume, exit codes, status and verify."""
 
 import json
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,7 +12,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def finished(ray_session: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(ray_session, tmp_path_factory: pytest.TempPathFactory):
     """A run of 20 samples in 5 units by two workers, with traces."""
     folder = tmp_path_factory.mktemp("job")
     rows = write_rows(folder / "rows.jsonl", 20)
@@ -57,20 +55,6 @@ def test_traces_tell_every_iteration(finished):
         committed = dict(pair for step in steps for pair in zip(step["positions"], step["committed"], strict=True))
         assert [committed[position] for position in sorted(committed)] == row["tokens"]
         assert len(steps) == row["iterations"]
-
-
-@pytest.mark.slow
-def test_one_worker_with_another_batch_size_gives_the_same_rows(finished):
-    spec = write_spec(
-        finished,
-        rows=finished / "rows.jsonl",
-        out="other",
-        workers={"count": 1},
-        batching={"max_rows": 3},
-        output={"path": str(finished / "other"), "unit_rows": 4, "trace": "steps"},
-    )
-    assert main(["run", str(spec), "--quiet"]) == 0
-    assert rows_of(finished / "other").equals(rows_of(finished / "run"))
 
 
 def test_missing_units_are_done_again_and_nothing_else(finished):

@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from threading import Barrier
-from typing import Any
 
 import pytest
 from ray._private.node import Node
@@ -101,8 +99,8 @@ class Reads:
         for kind, verb in ((LocalStore, "get"), (LocalStore, "get_range"), (S3Store, "_read")):
             monkeypatch.setattr(kind, verb, self._counted(getattr(kind, verb)))
 
-    def _counted(self, read: Callable[..., bytes]) -> Callable[..., bytes]:
-        def counted(store: object, name: str, *arguments: Any, **more: Any) -> bytes:
+    def _counted(self, read):
+        def counted(store: object, name: str, *arguments, **more) -> bytes:
             data = read(store, name, *arguments, **more)
             self.bytes += len(data) if name.startswith("data/") else 0
             return data
@@ -113,7 +111,7 @@ class Reads:
 @pytest.mark.parametrize("kind", ["local disk", "without locks", pytest.param("s3", marks=pytest.mark.s3)])
 def test_results_of_units_that_are_done_are_not_read_again(kind, tmp_path, request, monkeypatch, capsys):
     url, options = str(tmp_path / "run"), None
-    more: dict[str, Any] = {}
+    more: dict = {}
     if kind == "s3":
         url, options = request.getfixturevalue("s3_url"), request.getfixturevalue("s3_options")
         more["s3"] = {"endpoint": options.endpoint, "region": options.region}

@@ -2,7 +2,6 @@
 
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ BLOCKS = {"kind": "s2d2", "block_size": 4, "causal_cache": True}
 CACHED = {"block_length": 16, "cache": "dual_strict"}
 COMPLETE = {"kind": "complete", "max_new_tokens": 24, "stop": ["\n\n"]}
 INFILL = {"kind": "infill", "mask": {"kind": "random", "rate": 0.4}}
-JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]] = {
+JOBS: dict[str, tuple[str, dict, dict, dict[str, dict]]] = {
     "any subset": (
         "asarm-tiny",
         INFILL,
@@ -57,7 +56,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, dict[str, A
 }
 
 
-def rows() -> list[dict[str, Any]]:
+def rows() -> list[dict]:
     """Pieces of real source, from nothing to several lines."""
     text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
     return [{"id": str(n), "prompt": text[700 * n : 700 * n + 11 * n], "text": text[700 * n :][:90]} for n in range(10)]
@@ -69,7 +68,7 @@ def rows() -> list[dict[str, Any]]:
 def test_lossless_decoders_write_the_baselines_rows_in_fewer_forwards(tmp_path, name, sampling):
     model, task, baseline, others = JOBS[name]
 
-    def decoded(decoder: dict[str, Any]) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    def decoded(decoder: dict) -> tuple[dict, int, dict]:
         sections = {"model": {"path": f"builtin:{model}", "device": "cpu"}, "sampling": sampling}
         found = next_job(tmp_path, rows(), decoder=decoder, task=task, **sections)
         said = {key: [row[at] for at in ("status", "tokens", "text", "finish")] for key, row in found.items()}

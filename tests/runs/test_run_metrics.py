@@ -1,8 +1,6 @@
 """Metrics in whole jobs: judges beside score jobs, `metrics:` in specs, and workers on Ray."""
 
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -60,7 +58,7 @@ def test_texts_that_a_judge_can_not_score_fail_alone(judged):
     assert "too_long" in errors["long", "judge"] and "empty_text" in errors["none", "judge"]
 
 
-def job(folder: Path, *metrics: Any) -> Path:
+def job(folder, *metrics):
     (folder / "rows.csv").write_text("id,prompt,answer\na,def f(x):,x\nb,import os,y\nc,class A:,z\n")
     spec = {
         "task": {"kind": "complete", "max_new_tokens": 4},
@@ -116,12 +114,12 @@ def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path):
 
 
 @pytest.mark.ray
-def judged_sweep(folder: Path) -> Path:
+def judged_sweep(folder):
     """Three cases with the same judge; the second has another metric before it."""
     base = yaml.safe_load(job(folder).read_text())
     del base["output"]["path"], base["metrics"]
     judge = {"kind": "judge", "model": "builtin:ar-micro"}
-    cases: dict[str, Any] = {
+    cases: dict = {
         "one": {"metrics": [judge]},
         "two": {"metrics": ["length", judge]},
         "three": {"sampling.temperature": 0.5, "metrics": [judge]},
@@ -136,7 +134,7 @@ def test_a_sweep_loads_a_judge_once(tmp_path, monkeypatch):
     built: list[str] = []
     original = registry.build_meter
 
-    def counting(metric: Any, **options: Any) -> Any:
+    def counting(metric, **options):
         built.append(metric.settings.kind)
         return original(metric, **options)
 
@@ -161,9 +159,7 @@ def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path, ray_sess
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_rows_that_end_their_worker_or_never_end_have_the_reason_and_all_others_are_measured(
-    tmp_path, ray_session, monkeypatch
-):
+def test_rows_that_end_their_worker_or_never_end_have_the_reason(tmp_path, ray_session, monkeypatch):
     """The metric holds its process so that no signal interrupts it on the row e."""
     monkeypatch.setattr(finished_measure, "MARGIN_S", 1.0)
     store = write(tmp_path, right_but_f, workers={"stall_s": 1})

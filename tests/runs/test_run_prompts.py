@@ -1,10 +1,11 @@
-"""Jobs with a template, a system message and few-shot examples: planned and decoded alike, identified by content."""
+"""Jobs with a template, a system message, few-shot examples or the date: planned and decoded alike, by the plan's contents."""
 
 import json
 import re
+import time
+from datetime import date
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,20 +13,21 @@ import pytest
 import yaml
 
 from draftmill.actors.rows.canvas import Canvas
+from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.plan.resolve import resolve
 from draftmill.jobs.run.validate import canvas_lines, first_rows, prompt_text
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
-from tests.runs.causal_jobs import World, job_spec, run_here
+from tests.runs.causal_jobs import TOKENIZER, World, job_spec, run_here, save_model
 from tests.runs.jobs_here import run, without_ray
 
 SHOTS = [{"q": str(number), "a": f"a{number}"} for number in range(9)]
 TEMPLATE = "{% for e in examples %}{{ e.q }}:{{ e.a }} {% endfor %}{{ row['the q'] }}:"
 
 
-def spec_of(world: World, name: str, *, examples: dict[str, Any], template: str = TEMPLATE) -> JobSpec:
+def spec_of(world: World, name: str, *, examples: dict, template: str = TEMPLATE) -> JobSpec:
     """A job over a Parquet file with a column that no prompt needs."""
     rows = pa.table({"id": ["a", "b"], "the q": ["x", "yy"], "other": [1, 2], "prompt": ["never", "never"]})
     pq.write_table(rows, world.folder / "rows.parquet")
@@ -39,7 +41,7 @@ def spec_of(world: World, name: str, *, examples: dict[str, Any], template: str 
     )
 
 
-def write_shots(world: World, shots: list[dict[str, Any]]) -> dict[str, Any]:
+def write_shots(world: World, shots: list[dict]) -> dict:
     path = world.folder / "shots.jsonl"
     path.write_text("\n".join(map(json.dumps, shots)))
     return {"path": str(path), "k": 2}
@@ -126,3 +128,84 @@ def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path, monkeypatch):
     for part in (part for part in map(yaml.safe_load, others) if "base" not in part):
         kept = {} if "template" in part["prompt"] else {"template": spec.prompt.template}
         check_spec(spec.model_dump(mode="json") | part | {"prompt": kept | part["prompt"]})
+
+
+DATED = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+ROWS: list[dict] = [{"id": str(number), "prompt": f"x = {number}"} for number in range(5)]
+CHAT = {"kind": "complete", "max_new_tokens": 4, "chat": True}
+ZONES = ("UTC", "Pacific/Kiritimati", "Pacific/Pago_Pago", "Asia/Kolkata", "America/New_York")
+"""Their clocks show up to three dates at once."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    save_model(tmp_path / "model", ends=[2])
+    settings = json.loads((TOKENIZER / "tokenizer_config.json").read_text())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": DATED}))
+    without_ray(monkeypatch)
+    yield tmp_path
+    monkeypatch.undo()
+    time.tzset()
+
+
+def on(monkeypatch: pytest.MonkeyPatch, day: date, zone: str = "UTC") -> None:
+    """From here on it is that day in UTC, on a machine in that time zone."""
+    monkeypatch.setattr("draftmill.jobs.plan.resolve.today", lambda: day)
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+
+
+def dated_spec(folder, name: str) -> JobSpec:
+    return job_spec(folder, ROWS, task=CHAT, output={"path": str(folder / name), "unit_rows": 1})
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_days_later_in_other_time_zones_has_equal_texts(folder, monkeypatch):
+    on(monkeypatch, date(2026, 11, 23))
+    whole = run_here(dated_spec(folder, "whole"))
+    resumed: dict[str, dict] = {}
+    for unit, zone in enumerate(ZONES):
+        on(monkeypatch, date(2026, 11, 23 + unit), zone)
+        resumed = run_here(dated_spec(folder, "resumed"), only=unit)
+    assert {name: (row["prompt_tokens"], row["tokens"]) for name, row in whole.items()} == {
+        name: (row["prompt_tokens"], row["tokens"]) for name, row in resumed.items()
+    }
+    plans = [load_plan(open_store(str(folder / name))) for name in ("whole", "resumed")]
+    assert all(plan is not None and plan.results["task"]["chat_date"] == "2026-11-23" for plan in plans)
+    assert run(dated_spec(folder, "resumed").model_dump(mode="json"), folder / "resumed.yaml") == 0
+    assert main(["verify", str(folder / "resumed"), "--invariance", "4"]) == 0
+
+
+@pytest.mark.slow
+def test_another_date_is_another_job_and_the_spec_may_name_one(folder, monkeypatch):
+    on(monkeypatch, date(2026, 11, 23))
+    texts = []
+    for number, task in enumerate((CHAT, CHAT | {"chat_date": "2026-11-23"}, CHAT | {"chat_date": "1999-01-01"})):
+        output = {"path": str(folder / f"run-{number}")}
+        texts.append(
+            {name: row["tokens"] for name, row in run_here(job_spec(folder, ROWS, task=task, output=output)).items()}
+        )
+    assert texts[0] == texts[1] != texts[2]
+    spec = job_spec(folder, ROWS, task=CHAT | {"chat_date": "1999-01-01"}, output={"path": str(folder / "run-0")})
+    with pytest.raises(UserError, match=r"task\.chat_date was .*2026-11-23.*1999-01-01"):
+        run_here(spec)
+    with pytest.raises(UserError, match=r"task\.chat_date.*'soon' is not a date"):
+        job_spec(folder, ROWS, task=CHAT | {"chat_date": "soon"})
+
+
+def test_a_job_with_a_logical_date_prints_that_one(folder, monkeypatch):
+    on(monkeypatch, date(2026, 11, 23))
+    spec = dated_spec(folder, "daily/{date:%Y-%m-%d}").model_dump(mode="json")
+    spec["output"]["logical_date"] = "2026-11-20"
+    assert run(spec, folder / "daily.yaml") == 0
+    plan = load_plan(open_store(str(folder / "daily" / "2026-11-20")))
+    assert plan is not None and plan.results["task"]["chat_date"] == "2026-11-20"
+
+
+def test_a_template_without_a_date_and_a_job_without_a_chat_are_the_same_on_every_day(folder, monkeypatch):
+    keys = []
+    for day in (date(2026, 11, 23), date(2026, 11, 24)):
+        on(monkeypatch, day)
+        spec = job_spec(folder, ROWS, output={"path": str(folder / str(day))})
+        keys.append(resolve(spec, open_store(spec.output.path)).results)
+    assert keys[0] == keys[1] and "chat_date" not in keys[0]["task"]

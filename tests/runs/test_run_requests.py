@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +19,14 @@ from tests.runs.jobs_here import run, without_ray
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SAME = ("text", "tokens", "finish", "logprob", "key", "prompt_tokens", "token_logprobs")
-DECODERS: dict[str, dict[str, Any]] = {
+DECODERS: dict[str, dict] = {
     "autoregressive": {"kind": "autoregressive"},
     "speculative": {"kind": "speculative", "k": 4, "drafter": {"kind": "ngram", "max_n": 2}},
     "jacobi": {"kind": "jacobi", "block_size": 4},
     "multiblock_jacobi": {"kind": "multiblock_jacobi", "block_size": 4},
 }
 PROMPTS = ["def f(x):", "x = 1\n", "import os\n", "for i in range(", "class A:"]
-OWN: list[dict[str, Any]] = [
+OWN: list[dict] = [
     {},
     {"temperature": 0.0},
     {"temperature": 1.2, "top_p": 0.8, "max_tokens": 5},
@@ -49,7 +47,7 @@ SAMPLED = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory):
     made = tmp_path_factory.mktemp("requests")
     save_model(made / "model", ends=[2])
     settings = json.loads((TOKENIZER / "tokenizer_config.json").read_text())
@@ -57,18 +55,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def requests_of(own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def requests_of(own: list[dict]) -> list[dict]:
     """Every prompt with every settings, in turn as a prompt and as a conversation."""
     made = []
     for number, (settings, prompt) in enumerate((settings, prompt) for settings in own for prompt in PROMPTS):
         chat = number % 2 == 1
-        said: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        said: dict = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         body = {"model": "m", "logprobs": True if chat else 0} | said | settings
         made.append({"custom_id": f"r{number}", "method": "POST", "url": CHAT if chat else COMPLETIONS, "body": body})
     return made
 
 
-def spec_of(folder: Path, rows: list[dict[str, Any]], name: str, **sections: Any) -> JobSpec:
+def spec_of(folder, rows: list[dict], name: str, **sections) -> JobSpec:
     place = folder / name
     place.mkdir()
     (place / "model").symlink_to(folder / "model")
@@ -110,7 +108,7 @@ def test_each_request_is_answered_as_by_a_job_with_its_settings(folder, decoder)
 
 def test_a_batch_of_both_endpoints_is_exported_in_the_form_of_each(folder, monkeypatch):
     without_ray(monkeypatch)
-    bad: list[dict[str, Any]] = [
+    bad: list[dict] = [
         {"custom_id": "many", "url": COMPLETIONS, "body": {"prompt": "x", "n": 3}},
         {"custom_id": "tools", "url": CHAT, "body": {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}},
         {"custom_id": "no body", "url": COMPLETIONS, "method": "POST"},
@@ -183,7 +181,7 @@ def test_what_a_checkpoint_recommends_is_shown_and_used_only_if_the_spec_says_so
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
     rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(PROMPTS)]
 
-    def job(out: str, sampling: dict[str, Any]) -> JobSpec:
+    def job(out: str, sampling: dict) -> JobSpec:
         spec = job_spec(tmp_path, rows, sampling=sampling)
         return spec.model_copy(update={"output": spec.output.model_copy(update={"path": str(tmp_path / out)})})
 

@@ -7,7 +7,6 @@ import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,9 +50,7 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def job(
-    ray_session: ModuleType, s3_session: S3Server, s3_options: S3Options, tmp_path_factory: pytest.TempPathFactory
-) -> Job:
+def job(ray_session, s3_session: S3Server, s3_options: S3Options, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("s3")
     rows = write_rows(folder / "rows.jsonl", ROWS)
     spec = write_spec(folder, rows=rows, output={"path": str(folder / "run"), "unit_rows": ROWS // UNITS})

@@ -5,8 +5,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,13 +19,13 @@ ROWS = [{"id": f"r{number:02}", "prompt": f"row {number}"} for number in range(2
 SPLIT = {"gpus_per_model": 2, "gpus": 0, "cpus": 2}
 
 
-def written(spec: JobSpec, folder: Path) -> str:
+def written(spec: JobSpec, folder) -> str:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
     return str(path)
 
 
-def kill_one_while_the_first_unit_is_written(data: Path, killed: list[int]) -> None:
+def kill_one_while_the_first_unit_is_written(data, killed: list[int]) -> None:
     """Kill a second process of a group that this process's own Ray started, once a file of a unit is there."""
     until_s = time.monotonic() + 200
     while not killed and time.monotonic() < until_s:
@@ -61,7 +59,7 @@ def test_a_job_with_a_split_model_that_loses_a_process_writes_the_texts_of_one_p
     assert {row["status"] for row in found.values()} == {"ok"}
 
 
-def refused(spec: dict[str, Any] | JobSpec, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def refused(spec: dict | JobSpec, folder, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert isinstance(spec, JobSpec)
     assert main(["run", written(spec, folder), "--quiet", *options]) == 2
     assert not (folder / "run").exists()

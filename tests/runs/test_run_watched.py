@@ -4,9 +4,6 @@ import json
 import sys
 import time
 import urllib.request
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -57,7 +54,7 @@ def test_the_metrics_of_a_real_run_are_served_and_agree_with_its_results(ray_ses
     } | silent
 
 
-def served(ray: ModuleType, run: str) -> dict[tuple[str, str], float]:
+def served(ray, run: str) -> dict[tuple[str, str], float]:
     """The values of one run at the metrics port of Ray's node, by name and own label, once its end is there."""
     (node,) = [node for node in ray.nodes() if node["Alive"]]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
@@ -81,18 +78,18 @@ def served(ray: ModuleType, run: str) -> dict[tuple[str, str], float]:
 # ---- logs and notices of whole jobs, without Ray
 
 
-def spec_in(folder: Path, **sections: Any) -> Path:
+def spec_in(folder, **sections):
     return write_spec(folder, rows=write_rows(folder / "rows.jsonl", 12), **sections)
 
 
-def keeper(folder: Path) -> tuple[list[str], Path]:
+def keeper(folder) -> tuple:
     """A command that keeps each notice in a file, one a line."""
     out = folder / "notices.jsonl"
     code = f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read() + '\\n')"
     return [sys.executable, "-c", code], out
 
 
-def notices_in(path: Path) -> list[dict[str, Any]]:
+def notices_in(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

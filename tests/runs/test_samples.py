@@ -3,7 +3,6 @@
 import json
 import shutil
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +20,7 @@ TEXTS = ["def add(a, b):\n", "import os\n", "class Point:\n    x = 1\n", "for li
 N = 3
 
 
-def spec(folder: Path, out: str, *, n: int, **changes: Any) -> dict[str, Any]:
+def spec(folder, out: str, *, n: int, **changes) -> dict:
     return {
         "task": {"kind": "complete", "max_new_tokens": 12},
         "input": {"path": str(folder / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}},
@@ -32,17 +31,17 @@ def spec(folder: Path, out: str, *, n: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def run(folder: Path, out: str, **changes: Any) -> int:
+def run(folder, out: str, **changes) -> int:
     file = folder / f"{out}.yaml"
     file.write_text(yaml.safe_dump(spec(folder, out, **changes)))
     return main(["run", str(file), "--quiet"])
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory):
     """A finished run of three samples a row, and one of a single sample; a row without a prompt fails in both."""
     folder = tmp_path_factory.mktemp("samples")
-    rows: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": text} for number, text in enumerate(TEXTS)]
+    rows: list[dict] = [{"id": f"r{number}", "prompt": text} for number, text in enumerate(TEXTS)]
     rows.append({"id": "bad", "prompt": 7})
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:
@@ -150,8 +149,8 @@ def test_samples_of_an_infilled_row_have_the_same_holes(tmp_path, monkeypatch):
         "decoder": {"kind": "any_subset"},
     }
     assert run(tmp_path, "run", n=4, **changes) == 0
-    holes: dict[str, set[Any]] = {}
-    fills: dict[str, set[Any]] = {}
+    holes: dict[str, set] = {}
+    fills: dict[str, set] = {}
     for row in rows_of(tmp_path / "run").to_pylist():
         holes.setdefault(row["id"], set()).add(tuple((fill["start"], fill["end"]) for fill in row["fills"]))
         fills.setdefault(row["id"], set()).add(tuple(row["tokens"]))

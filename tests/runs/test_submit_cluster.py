@@ -4,9 +4,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address():
     """The dashboard of a cluster of this machine that knows nothing of the checkout, and finds this Python by its name."""
     from ray.cluster_utils import Cluster
 
@@ -41,7 +39,7 @@ def address() -> Iterator[str]:
         other.shutdown()
 
 
-def folder_of(tmp_path: Path, name: str, rows: int, *, bad: int = 0, **changes: Any) -> Path:
+def folder_of(tmp_path: Path, name: str, rows: int, *, bad: int = 0, **changes) -> Path:
     """A folder to ship: a spec with its rows and its model; `bad` rows can't be read. The results go to a shared folder."""
     folder = tmp_path / name
     folder.mkdir()

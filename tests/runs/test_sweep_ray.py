@@ -1,10 +1,7 @@
 """Sweeps on a real Ray: the same processes work for every case and load each model once; a dead one is replaced."""
 
-import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,34 +9,22 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.sweep.sweep import SweepSession
 from draftmill.storage.runs.metric_files import read_metrics
 from draftmill.storage.stores.store import open_store
-from tests.runs.jobs_of_tests import rows_of
+from tests.runs.jobs_of_tests import logged, rows_of
 from tests.runs.test_sweep import write_sweep as write_sweep_of
 
 pytestmark = pytest.mark.ray
 
 
-def ups(case: Path) -> list[dict[str, Any]]:
-    """The events of the log about workers that came up."""
-    return [
-        line
-        for file in sorted((case / "attempts").glob("*-part-*.jsonl"))
-        for line in map(json.loads, file.read_text().splitlines())
-        if line["event"] == "worker_up"
-    ]
-
-
 @pytest.mark.slow
-def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_has_fails_alone(
-    ray_session, tmp_path, monkeypatch, capsys
-):
-    cases: dict[str, Any] = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
+def test_a_dead_worker_is_replaced_a_too_large_case_fails_alone(ray_session, tmp_path, monkeypatch, capsys):
+    cases: dict = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
     original = SweepSession.decode
     killed: list[int] = []
 
-    def killing(session: SweepSession, case: Any, **options: Any) -> None:
+    def killing(session: SweepSession, case, **options) -> None:
         original(session, case, **options)
         if case.name == "c0":
-            killed.append(ups(tmp_path / "out" / "cases" / "c0")[0]["pid"])
+            killed.append(logged(tmp_path / "out" / "cases" / "c0", "worker_up")[0]["pid"])
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(SweepSession, "decode", killing)
@@ -58,7 +43,7 @@ def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_h
             "the workers that decode have made room for those that measure"
         )
     assert all(rows_of(tmp_path / "out" / "cases" / name).num_rows == 12 for name in cases)
-    found = {name: ups(tmp_path / "out" / "cases" / name) for name in cases}
+    found = {name: logged(tmp_path / "out" / "cases" / name, "worker_up") for name in cases}
     later = [up for name in ("c1", "c2") for up in found[name]]
     assert killed[0] not in {up["pid"] for up in later}
     kept = {up["pid"] for up in found["c0"]} - {killed[0]}

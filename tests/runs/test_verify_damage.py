@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,7 +39,7 @@ def copied(sound: Path, run: Path) -> Path:
     """A copy of the run whose manifest has the etags of the copied files."""
     shutil.copytree(sound, run)
 
-    def update(manifest: Any) -> None:
+    def update(manifest) -> None:
         for one in manifest["units"]:
             one["etag"] = etag_of(run / one["object"])
 
@@ -59,7 +58,7 @@ def unit(run: Path, number: int = 1) -> Path:
     return run / "data" / f"unit-{number:08d}.parquet"
 
 
-def edited(name: str, change: Callable[[Any], Any]) -> Damage:
+def edited(name: str, change: Callable) -> Damage:
     """A JSON file of which something is changed."""
 
     def damage(run: Path) -> None:
@@ -70,7 +69,7 @@ def edited(name: str, change: Callable[[Any], Any]) -> Damage:
     return damage
 
 
-def set_in_manifest(key: str, value: Any) -> Damage:
+def set_in_manifest(key: str, value) -> Damage:
     return edited("_manifest.json", lambda found: found["units"][1].update({key: value}))
 
 
@@ -103,7 +102,7 @@ def rows_changed(change: Callable[[pa.Table], pa.Table], *, covered: bool = True
     return damage
 
 
-def column(table: pa.Table, name: str, value: Any) -> pa.Table:
+def column(table: pa.Table, name: str, value) -> pa.Table:
     index, field = table.column_names.index(name), table.schema.field(name)
     values = [value, *table.column(name).to_pylist()[1:]]
     return table.set_column(index, field, pa.array(values, field.type))
@@ -248,9 +247,7 @@ def test_export_names_a_damaged_file_in_one_line_and_a_remedy(sound, tmp_path, c
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["_manifest.json", "_lease.json"])
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"units": [{"unit": 0}]}', "\\udc80"])
-def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is_fine_without_it(
-    sound, tmp_path, capsys, name, content
-):
+def test_damaged_bookkeeping_is_exit_code_2_and_may_go(sound, tmp_path, capsys, name, content):
     run = copied(sound, tmp_path / "run")
     (run / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
@@ -298,9 +295,7 @@ def test_samples_are_not_decoded_again_from_inputs_that_have_changed(sound, caps
 
 
 @pytest.mark.parametrize(("exact", "code"), [(True, 1), (False, 0)])
-def test_a_sample_that_differs_when_it_is_decoded_alone_breaks_the_promise_of_an_exact_run(
-    sound, tmp_path, capsys, monkeypatch, exact, code
-):
+def test_a_sample_that_differs_alone_breaks_the_promise(sound, tmp_path, capsys, monkeypatch, exact, code):
     run = copied(sound, tmp_path / "run")
     edited("_manifest.json", lambda found: [one.update(exact=exact) for one in found["units"]])(run)
     real, asked = verify.result_of, list[int]()

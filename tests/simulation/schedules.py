@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 from draftmill.jobs.drive import run_log
@@ -19,11 +18,11 @@ from tests.simulation.world import TTL_S, SimThread, World
 
 
 @contextmanager
-def simulated() -> Iterator[dict[str, Any]]:
+def simulated() -> Iterator[dict]:
     """Put the fakes in the place of Ray, threads, Parquet and the clock; yields a place for the world at work."""
-    at_work: dict[str, Any] = {}
+    at_work: dict = {}
     clock = lambda: at_work["world"].now_s  # noqa: E731
-    fakes: dict[str, Any] = {
+    fakes: dict = {
         "make_job": lambda resolved, plan: resolved.process,
         "Driver": partial(Driver, clock=clock),
     }
@@ -41,7 +40,6 @@ def simulated() -> Iterator[dict[str, Any]]:
 
 
 def drawn_job(seed: int) -> Job:
-    """A small job drawn from a seed."""
     rng = random.Random(seed)
     rows = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
     cells = [(unit, row) for unit, count in enumerate(rows) for row in range(count)]
@@ -51,7 +49,7 @@ def drawn_job(seed: int) -> Job:
     return Job(rows, poison, workers=rng.randint(1, 3), attempts=rng.randint(1, 3))
 
 
-def play(world: World, at_work: dict[str, Any]) -> World:
+def play(world: World, at_work: dict) -> World:
     """Run the schedule: sessions with faults, then a fair end, then the check."""
     at_work["world"] = world
     for _ in range(4):

@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from draftmill.actors.messages import HomeLeaving, NodeLeaving, PoolEvent, WorkerLoaded, WorkerLost, WorkerReported
 from draftmill.jobs.config.sections import ErrorSettings, WorkerShape
@@ -206,7 +205,7 @@ class World:
             if process.alive:
                 give_back(lease)
 
-    def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
+    def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag):
         """What `draftmill.jobs.run.session.decode` wants to know."""
         spec = SimpleNamespace(
             name="simulated",

@@ -1,8 +1,6 @@
 """Stores of every kind for one test body."""
 
 import secrets
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,14 +16,14 @@ def s3_store(s3_url: str, s3_options: S3Options) -> S3Store:
 
 
 @pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.s3)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path) -> Store:
     if request.param == "s3":
         return request.getfixturevalue("s3_store")
     return open_store(str(tmp_path / "run") if request.param == "local" else f"memory://{secrets.token_hex(8)}")
 
 
 @pytest.fixture
-def failpoints(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def failpoints(monkeypatch: pytest.MonkeyPatch):
     reset_failpoints()
     yield
     monkeypatch.delenv(VARIABLE, raising=False)

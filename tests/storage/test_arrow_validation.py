@@ -3,8 +3,6 @@
 import struct
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,7 +52,7 @@ def test_a_table_that_ends_early_is_a_damaged_file(tmp_path, monkeypatch):
     (file,) = list_inputs(str(tmp_path / "a.parquet"))
     whole = pq.ParquetFile.iter_batches
 
-    def less(self: pq.ParquetFile, **options: Any) -> Any:
+    def less(self: pq.ParquetFile, **options):
         return (batch.slice(1) for batch in whole(self, **options))
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", less)
@@ -102,7 +100,7 @@ def test_every_text_and_time_has_a_plain_form():
     assert plain_form(pa.int64()) == pa.int64()
 
 
-def write(name: str, table: pa.Table, folder: Path) -> Path:
+def write(name: str, table: pa.Table, folder):
     path = folder / name
     if name.endswith(".parquet"):
         pq.write_table(table, path, dictionary_pagesize_limit=2**30)

@@ -1,10 +1,8 @@
 """A cache of its own for each test."""
 
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))

@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +23,11 @@ from tests.decoders.backbones.masked_models import copy_changed, look_alone
 from tests.jobs.specs import completion
 
 TOKENS = [5, 17, 3, 60, 1, 8, 21]
-LLAMA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-GPT2: dict[str, Any] = {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+LLAMA: dict = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+GPT2: dict = {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
 
 
-def train(model: Any, folder: Path, settings: dict[str, Any], *, seed: int = 3) -> Any:
+def train(model, folder, settings: dict, *, seed: int = 3):
     """Save an adapter whose weights are all random, as training leaves them; returns the model with it."""
     import peft  # takes seconds, which every process of the tests would spend
 
@@ -42,7 +40,7 @@ def train(model: Any, folder: Path, settings: dict[str, Any], *, seed: int = 3) 
     return adapted
 
 
-def merged(tmp_path: Path, base: str = "base", adapter: str = "adapter") -> Path:
+def merged(tmp_path, base: str = "base", adapter: str = "adapter"):
     folder = tmp_path / f"{adapter}-merged"
     folder.mkdir()
     merge(tmp_path / base, "b", tmp_path / adapter, "a", folder)
@@ -96,13 +94,13 @@ def test_an_adapter_of_a_model_outside_the_table_computes_what_peft_computes(nam
     adapted = train(model.eval(), tmp_path / "adapter", {"r": 4, "lora_alpha": 8, "target_modules": targets})
     with torch.no_grad():
         expected = adapted(torch.tensor([TOKENS])).logits[0]
-    backbone: Any = load_backbone(merged(tmp_path), dtype="float32", device="cpu")
+    backbone = load_backbone(merged(tmp_path), dtype="float32", device="cpu")
     backbone.allocate(1, len(TOKENS))
     found = backbone.logits(backbone.forward(causal_rows([0], [len(TOKENS)], [0], torch.tensor(TOKENS))))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def refused(tmp_path: Path, adapter: str = "adapter", base: str = "base") -> str:
+def refused(tmp_path, adapter: str = "adapter", base: str = "base") -> str:
     with pytest.raises(MergeRefused) as caught:
         merged(tmp_path, base, adapter)
     return str(caught.value)
@@ -152,8 +150,8 @@ def test_a_value_that_peft_can_not_use_is_refused_in_a_sentence(tmp_path, capsys
 # ---- masked and block-diffusion models, whose modules PEFT sees under the checkpoint's names -----------------------------
 
 # As the public adapters of D2F on LLaDA name their parts; they have no task type.
-D2F: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "k_proj", "attn_out"]}
-PATTERNS: dict[str, Any] = {
+D2F: dict = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "k_proj", "attn_out"]}
+PATTERNS: dict = {
     "task_type": "CAUSAL_LM",
     "rank_pattern": {"gate_proj": 2},
     "alpha_pattern": {"k_proj": 1},
@@ -161,7 +159,7 @@ PATTERNS: dict[str, Any] = {
 }
 
 
-def write_adapter(folder: Path, weights: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+def write_adapter(folder, weights: dict[str, torch.Tensor], settings: dict) -> dict[str, torch.Tensor]:
     """Write random LoRA weights for these tensors of a checkpoint by hand; returns what the merged tensors must be."""
     folder.mkdir()
     torch.manual_seed(4)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import GenerationConfig
@@ -24,7 +23,7 @@ QWEN3 = {
     "top_p": 0.95,
     "transformers_version": "4.51.0",
 }
-OTHER_VALUE: dict[str, Any] = {
+OTHER_VALUE: dict = {
     "sequence_bias": [[[5], 1.5], [[7], -2.0]],
     "bad_words_ids": [[1, 2], [3]],
     "suppress_tokens": [4],

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -41,7 +40,7 @@ def made(tmp_path: Path, file: Path) -> Path:
     return folder
 
 
-def logits(backbone: Any) -> torch.Tensor:
+def logits(backbone) -> torch.Tensor:
     backbone.allocate(1, len(TOKENS))
     return backbone.logits(play(backbone, {0: in_a_row(TOKENS)})[0])
 
@@ -76,7 +75,7 @@ def test_a_tensor_is_kept_in_the_narrowest_dtype_that_holds_it():
     assert narrow(exact) is exact
 
 
-def rope_of(tmp_path: Path, *, keys: dict[str, Any] | None = None, factors: Any = None) -> dict[str, Any]:
+def rope_of(tmp_path: Path, *, keys: dict | None = None, factors=None) -> dict:
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
     tensors = {} if factors is None else {"rope_freqs.weight": np.asarray(factors, dtype=np.float32)}
     folder = made(tmp_path, write_gguf(tmp_path / "m.gguf", model, keys=keys, tensors=tensors))
@@ -125,7 +124,7 @@ def test_a_file_with_numbers_or_tensors_that_nobody_reads_is_refused(tmp_path):
         made(tmp_path, write_gguf(tmp_path / "experts.gguf", model, tensors=surplus))
 
 
-def tokenizer_of(tmp_path: Path, **keys: Any) -> Path:
+def tokenizer_of(tmp_path: Path, **keys) -> Path:
     model = save_random(tmp_path / "original", "qwen2", vocab_size=len(WORDS["tokens"]))
     ids = {"tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.eos_token_id": 257}
     named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}

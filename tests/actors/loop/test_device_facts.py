@@ -3,7 +3,6 @@
 import json
 import secrets
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ def test_the_facts_of_a_gpu_say_why_kernels_and_graphs_are_off(on_gpu):
 
 
 def test_graphs_are_off_with_their_reason_once_they_were_stopped(on_gpu):
-    runner: Any = on_gpu.target
+    runner = on_gpu.target
     graphs = runner.graphs = Graphs(None, torch.device("cpu"))  # type: ignore[arg-type]
     assert on_gpu.graphs == "on"
     graphs._stop("a captured step gave another result")

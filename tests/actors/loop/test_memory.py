@@ -1,9 +1,7 @@
 """What a worker may use of its device's memory: measured when its models are loaded, from a device that is only pretended."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -140,7 +138,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
     unit_io = FakeClerk({0: [6, 3, 2, 3]})
     made = unit_io.sample
 
-    def prompted(unit: Any, index: int) -> Any:
+    def prompted(unit, index: int):
         sample = made(unit, index)
         assert sample.canvas is not None
         sample.canvas[0] = np.int32(1)
@@ -164,7 +162,7 @@ def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name):
 
     if name not in builtin_models():
         name = next(one for one in builtin_models() if one.startswith(name.split("-", maxsplit=1)[0]) or "asarm" in one)
-    backbone: Any = load_backbone(fetch_model(f"builtin:{name}"), device="cpu")
+    backbone = load_backbone(fetch_model(f"builtin:{name}"), device="cpu")
     backbone.allocate(3, 64)
     cache = backbone.cache
     held = sum(layer.numel() * layer.element_size() for layer in cache.layers_2SKWd)
@@ -195,7 +193,7 @@ def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
-    backbone: Any = load_backbone(fetch_model("builtin:ar-tiny"), device="cuda")
+    backbone = load_backbone(fetch_model("builtin:ar-tiny"), device="cuda")
     free = free_bytes(backbone.device, threads=1)
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     info = inspect_model(fetch_model("builtin:ar-tiny"))
@@ -210,7 +208,7 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
 
 
 @pytest.fixture
-def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """A machine with a GPU and driver 535, and a torch for CUDA 13, which needs driver 580. Returns its /dev."""
     version = (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"

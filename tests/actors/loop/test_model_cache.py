@@ -4,7 +4,6 @@ import gc
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -117,7 +116,7 @@ def test_draft_heads_stay_with_their_model():
 
 def test_a_resting_network_has_an_empty_cache(folders):
     model_cache = ModelCache()
-    backbone: Any = take(model_cache, folders[0]).backbone
+    backbone = take(model_cache, folders[0]).backbone
     backbone.allocate(4, 64)
     assert backbone.cache.num_slots >= 4
     model_cache.rest()

@@ -5,10 +5,8 @@ The GPUs are fake resources of several local raylets, which come up once for all
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,13 +20,13 @@ from draftmill.storage.errors import UserError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
-NODE: dict[str, Any] = {"num_cpus": 8, "object_store_memory": 100 * 2**20}
+NODE: dict = {"num_cpus": 8, "object_store_memory": 100 * 2**20}
 
 
 class PinnedWorker:
     """Says where it is and which devices it sees; has no model."""
 
-    def __init__(self, name: str, job: Any, threads: int, gpus: float = 1.0) -> None:
+    def __init__(self, name: str, job, threads: int, gpus: float = 1.0) -> None:
         import ray
 
         context = ray.get_runtime_context()
@@ -38,7 +36,7 @@ class PinnedWorker:
             "share": gpus,
         }
 
-    def where(self) -> tuple[str, int, dict[str, Any]]:
+    def where(self) -> tuple[str, int, dict]:
         return "node", os.getpid(), self._seen
 
 
@@ -50,7 +48,7 @@ class AnyJob:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster():
     """A head without GPUs, a node with four and one with two."""
     import ray
     from ray.cluster_utils import Cluster
@@ -65,7 +63,7 @@ def cluster() -> Iterator[Any]:
     cluster.shutdown()
 
 
-def joined(cluster: Any, **resources: Any) -> Any:
+def joined(cluster, **resources):
     """A node that has joined; on a busy machine Ray gives up after half a minute, so it is tried again."""
     for attempt in range(3):
         try:
@@ -78,7 +76,7 @@ def joined(cluster: Any, **resources: Any) -> Any:
     raise AssertionError
 
 
-def come_up(found: Allocation) -> list[Mapping[str, Any]]:
+def come_up(found: Allocation) -> list:
     """Start a whole allocation; what its workers see, kind by kind."""
     pool = RayPool(AnyJob(), found, worker_class=PinnedWorker)
     names = [f"w{number}" for number in range(found.count)]

@@ -1,7 +1,6 @@
 """Judges: texts are scored together, longest first, and one that the decoder can't score fails alone."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,11 +30,11 @@ class Scorer(FakeDecoder):
 
 
 class Maker:
-    def make(self, values: Any, key: int) -> Canvas:
+    def make(self, values, key: int) -> Canvas:
         return Canvas(np.zeros(len(values["completion"]), dtype=np.int32), (), score_from=1, text=values["completion"])
 
 
-def judged(scorer: Scorer, *lengths: int) -> Any:
+def judged(scorer: Scorer, *lengths: int):
     rows = [MeasuredRow(str(length), 0, "x" * length, [], (), {}, {}) for length in lengths]
     return answers_of(JudgeMeter(scorer, Maker(), None).measure(rows))  # type: ignore[arg-type]
 

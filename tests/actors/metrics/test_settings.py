@@ -1,7 +1,5 @@
 """How metrics are named: short names, files, mappings; unknown names get the nearest one; what covers what."""
 
-from typing import Any
-
 import pytest
 from pydantic import TypeAdapter
 
@@ -10,7 +8,7 @@ from draftmill.actors.metrics.settings import Metrics, clashing, expand_metrics,
 PARSED = TypeAdapter(Metrics)
 
 
-def parsed(*values: Any) -> Any:
+def parsed(*values):
     return PARSED.validate_python(list(values), strict=True)
 
 

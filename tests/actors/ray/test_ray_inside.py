@@ -1,11 +1,8 @@
 """Names of Ray that are not its API: the installed version has them, one file has them, and no job fails by one that is gone."""
 
 import re
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -41,7 +38,7 @@ def another_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version of Ray that has moved all that is not its API."""
     real = import_module
 
-    def moved(name: str) -> ModuleType:
+    def moved(name: str):
         if name in {one.module for one in NAMES.values()}:
             raise ModuleNotFoundError(f"No module named {name!r}")
         return real(name)
@@ -55,7 +52,7 @@ def starts() -> None:
         pass
 
 
-WITHOUT: dict[str, tuple[Callable[[], Any], Any, str]] = {
+WITHOUT: dict[str, tuple] = {
     "notices": (draining, {}, "nobody is notified that a node will be removed"),
     "nodes": (lambda: node_of(None), None, "nobody is notified that a node will be removed"),
     "autoscaler": (

@@ -1,7 +1,6 @@
 """Prompts that are too long: what is cut away, what stays, and that the row says how much."""
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ __all__ = ["chat_folder", "chatting"]  # fixtures
 SIDES: tuple[Side, ...] = ("left", "right", "middle")
 
 
-def maker(truncate: Side | None, **more: Any) -> Maker:
+def maker(truncate: Side | None, **more) -> Maker:
     return test_prompts.maker(truncate=truncate, **{"max_length": 16} | more)
 
 

@@ -3,8 +3,6 @@
 The golden prompts are written by hand from the model cards. The tokenizers are small ones that hold the special tokens.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 from tokenizers import AddedToken, processors
@@ -57,12 +55,12 @@ def causal_info(*, vocab_size: int = 400, max_length: int | None = None) -> Mode
     return ModelInfo("llama", vocab_size, None, max_length, "causal", 1000)
 
 
-def infill(mask: dict[str, Any] | None = None, **task: Any) -> Infill:
+def infill(mask: dict | None = None, **task) -> Infill:
     return Infill.model_validate({"kind": "infill", "mask": mask or {"kind": "marker"}} | task, strict=True)
 
 
 def maker(tokenizer: Tokenizer | None = None, *, columns: dict[str, str] | None = None, max_length: int | None = None,
-          **task: Any) -> FimMaker:  # fmt: skip
+          **task) -> FimMaker:  # fmt: skip
     decoder = decoder_settings("autoregressive")
     recipe = RowRecipe(infill(**task), Columns(**(columns or {})), decoder, Sampling())
     found = maker_for(recipe, tokenizer or with_tokens(byte_level(), QWEN), causal_info(max_length=max_length))
@@ -210,7 +208,7 @@ def test_a_hole_as_large_as_the_model_is_refused():
     assert maker(max_length=32, max_new_tokens=28).make({"text": "a<mask>b"}, 1).size.length == 32
 
 
-def fill(asked_tokens: list[int], *, finish: str = "length", **counts: Any) -> Outcome:
+def fill(asked_tokens: list[int], *, finish: str = "length", **counts) -> Outcome:
     found = outcome(Request(0, 0, np.zeros(0, dtype=np.int32)), 0.0)
     found.tokens, found.finish = np.array(asked_tokens, dtype=np.int32), finish
     for name, value in counts.items():

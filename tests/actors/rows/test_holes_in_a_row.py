@@ -1,7 +1,5 @@
 """The decode loop with samples that have several holes: the next hole is asked for when the one before it is filled."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from draftmill.actors.loop.runner import UnitRunner
@@ -45,7 +43,7 @@ class Watching(FakeDecoder):
         super().__init__(max_rows)
         self.requests: list[Request] = []
 
-    def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
+    def admit(self, requests, *, queued_at_s=None) -> None:
         assert queued_at_s is not None and len(queued_at_s) == len(requests)
         self.requests += requests
         super().admit(requests, queued_at_s=queued_at_s)

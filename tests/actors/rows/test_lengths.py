@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +31,8 @@ def joint(tokens: list[int]) -> float:
 
 
 def outcome(tokens: list[int], logprob: float, nfe: int = 1) -> Outcome:
-    counts: dict[str, Any] = {"nfe_draft": 0, "proposed": 0, "accepted": 0, "accept_hist": [0, len(tokens)]}
-    times: dict[str, Any] = dict.fromkeys(("wait_s", "prefill_s", "decode_s", "total_s", "device_s", "batch_rows"), 0.0)
+    counts: dict = {"nfe_draft": 0, "proposed": 0, "accepted": 0, "accept_hist": [0, len(tokens)]}
+    times: dict = dict.fromkeys(("wait_s", "prefill_s", "decode_s", "total_s", "device_s", "batch_rows"), 0.0)
     ids, rest = np.array(tokens, dtype=np.int32), counts | times
     return Outcome(0, ids, "filled", logprob, nfe, iterations=len(tokens), pad_fraction=0.0, started_at_s=0.0, **rest)
 

@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ def beginning() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_folder(tmp_path_factory: pytest.TempPathFactory):
     """A folder with a tokenizer as checkpoints have it, chat template included."""
     folder = tmp_path_factory.mktemp("chat")
     special = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<cls>", "sep_token": "<sep>"}
@@ -52,7 +51,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chatting(chat_folder: Path) -> Tokenizer:
+def chatting(chat_folder) -> Tokenizer:
     tokenizer = load_tokenizer(chat_folder)
     assert tokenizer is not None
     return tokenizer

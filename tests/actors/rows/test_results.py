@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ def completion(
     stop: tuple[str, ...] = (),
     tokenizer: Tokenizer | None = None,
     skip_special: bool = True,
-) -> dict[str, Any]:
+) -> dict:
     """The columns of a completion of PROMPT by the tokens of `text` and `extra`."""
     task = Complete(kind="complete", stop=stop, skip_special_tokens=skip_special)
     tokenizer = tokenizer or byte_level()
@@ -111,7 +110,7 @@ def test_without_a_tokenizer_there_is_no_text():
     assert decoded_columns(Complete(kind="complete"), canvas, found, None)["text"] is None
 
 
-def scored(text: str | None, *, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+def scored(text: str | None, *, tokenizer: Tokenizer | None = None) -> dict:
     tokens = np.asarray([1, *byte_level().encode("é = 1")], dtype=np.int32)
     canvas = Canvas(tokens, (), score_from=1, text=text)
     count = len(tokens) - 1

@@ -1,7 +1,5 @@
 """What a row may ask for: in the body of an OpenAI request and in columns; honoured, or refused by name, never dropped."""
 
-from typing import Any
-
 import pytest
 
 from draftmill.actors.rows.makers import maker_for
@@ -35,15 +33,15 @@ def rules(
     return RowRules(recipe, tokenizer or byte_level(), model_info())
 
 
-def request(url: str | None = COMPLETIONS, **body: Any) -> dict[str, Any]:
+def request(url: str | None = COMPLETIONS, **body) -> dict:
     """A request as the reader gives it; one without a prompt has messages."""
     if not {"prompt", "messages"} & body.keys():
-        said: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if url == CHAT else {"prompt": "x"}
+        said: dict = {"messages": [{"role": "user", "content": "hi"}]} if url == CHAT else {"prompt": "x"}
         body = said | body
     return openai_request({"custom_id": "a", "body": body} | ({} if url is None else {"url": url}))
 
 
-def refusal(made: RowRules, values: dict[str, Any]) -> str:
+def refusal(made: RowRules, values: dict) -> str:
     with pytest.raises(RowError) as caught:
         made.own_settings(values)
     assert caught.value.kind in {"unsupported", "bad_setting", "bad_request"} and caught.value.stage == "read"
@@ -51,7 +49,7 @@ def refusal(made: RowRules, values: dict[str, Any]) -> str:
 
 
 def test_what_a_request_asks_for_is_read_from_its_body():
-    body: dict[str, Any] = {
+    body: dict = {
         "max_tokens": 7,
         "temperature": 0,
         "top_p": 0.5,
@@ -73,7 +71,7 @@ def test_what_a_request_asks_for_is_read_from_its_body():
         row_key(request(seed="x"), Columns(), job_seed=1, sample_id="a")
 
 
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: dict = {
     "n": 1,
     "best_of": 1,
     "echo": False,
@@ -96,7 +94,7 @@ NEUTRAL: dict[str, Any] = {
     "service_tier": "auto",
     "stream_options": None,
 }
-CHANGING: dict[str, Any] = {
+CHANGING: dict = {
     "n": 2,
     "best_of": 3,
     "echo": True,
@@ -133,7 +131,7 @@ def test_all_refused_keys_of_a_body_are_named_together():
 def test_what_the_whole_job_says_may_be_said_again():
     task = Complete(kind="complete", ignore_eos=True, skip_special_tokens=False)
     made = rules(task)
-    body: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
+    body: dict = {"ignore_eos": True, "skip_special_tokens": False}
     assert made.own_settings(request(**body)) == OwnSettings(endpoint=COMPLETIONS)
 
 
@@ -178,7 +176,7 @@ def test_a_value_that_can_not_be_is_refused_by_name(body, words):
     assert all(word in said for word in words), said
 
 
-PENALTIES: dict[str, Any] = {
+PENALTIES: dict = {
     "presence_penalty": 0.5,
     "frequency_penalty": -0.5,
     "repetition_penalty": 1.5,
@@ -206,7 +204,7 @@ def test_what_a_request_says_of_its_distribution_comes_to_the_decoder():
 
 def test_a_neutral_value_takes_the_jobs_penalty_away():
     made = rules(sampling=Sampling(presence_penalty=1.0, top_k=5, min_p=0.5, bad_words=("x",), min_new_tokens=2))
-    body: dict[str, Any] = {"presence_penalty": 0, "top_k": 0, "min_p": 0, "bad_words": [], "min_tokens": 0}
+    body: dict = {"presence_penalty": 0, "top_k": 0, "min_p": 0, "bad_words": [], "min_tokens": 0}
     settings, _ = made.settings(made.own_settings(request(**body)))
     assert (settings.penalties, settings.top_k, settings.min_p) == (None, 0, 0.0)
 
@@ -284,7 +282,7 @@ NAMES = {"max_new_tokens": "m", "temperature": "t", "top_p": "p", "top_k": "k", 
 
 def test_columns_hold_the_same_for_other_inputs():
     made = rules(columns=NAMES)
-    row: dict[str, Any] = {"m": 5, "t": 0.25, "p": 1.0, "k": 3, "s": ["a", "b"]}
+    row: dict = {"m": 5, "t": 0.25, "p": 1.0, "k": 3, "s": ["a", "b"]}
     assert made.own_settings(row) == OwnSettings(5, 0.25, 1.0, ("a", "b"), top_k=3)
     assert made.own_settings(dict.fromkeys("mtpks")) == OwnSettings(), "null is the job's own value"
     assert made.own_settings({"m": "5", "t": "0.25", "p": "", "k": "0", "s": "a"}) == OwnSettings(
@@ -348,7 +346,7 @@ def test_a_request_that_asks_nothing_says_so():
 
 def test_a_row_gets_the_room_it_asks_for_and_the_plan_knows_it():
     make = maker_for(recipe_of(COMPLETE, {"max_new_tokens": "m"}), byte_level(), model_info(max_length=64))
-    rows: list[dict[str, Any]] = [
+    rows: list[dict] = [
         {"prompt": "x", "m": 5},
         {"prompt": "x", "m": None},
         {"prompt": "x", "m": 1000},

@@ -4,8 +4,6 @@ import json
 import uuid
 from datetime import date
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -81,14 +79,14 @@ OTHERS = {pa.float64(): 7.5, pa.decimal128(20, 2): Decimal("7.5"), pa.bool_(): T
           pa.list_(pa.int8()): [7], pa.struct({"a": pa.int8()}): {"a": 7}}  # fmt: skip
 
 
-def outcome(read: Any) -> Any:
+def outcome(read):
     try:
         return read()
     except RowError:
         return "refused"
 
 
-def as_every_column(row: dict[str, Any]) -> list[Any]:
+def as_every_column(row: dict) -> list:
     """What a value is as an id, as a seed, as a text, as a number of tokens, and as a temperature."""
     task = Complete(kind="complete")
     rules = RowRules(recipe_of(task, {"max_new_tokens": "x"}), None, model_info())
@@ -107,7 +105,7 @@ WHOLE_IS, TEXT_IS, NUMBER_IS = ["7", 7, "refused", 7, 7.0], ["7", 7, "7", 7, 7.0
 
 
 def test_a_column_means_the_same_in_every_type_of_arrow(tmp_path):
-    groups: list[tuple[dict[pa.DataType, Any], list[Any]]] = [(WHOLE, WHOLE_IS), (TEXTS, TEXT_IS), (NUMBERS, NUMBER_IS)]
+    groups: list[tuple[dict, list]] = [(WHOLE, WHOLE_IS), (TEXTS, TEXT_IS), (NUMBERS, NUMBER_IS)]
     for kinds, expected in groups:
         for kind, value in kinds.items():
             given = Decimal(value) if pa.types.is_decimal(kind) else value
@@ -123,7 +121,7 @@ def test_a_column_means_the_same_in_every_type_of_arrow(tmp_path):
     assert row_id(row, Columns(id="x")) == str(OWN)
 
 
-def written(folder: Path, table: pa.Table) -> list[dict[str, Any]]:
+def written(folder, table: pa.Table) -> list[dict]:
     """The first row, by way of Arrow and, where it has the type, of Parquet."""
     with pa.ipc.new_file(folder / "a.arrow", table.schema) as writer:
         writer.write_table(table)

@@ -1,7 +1,6 @@
 """Stop strings are found at the token that completes them, however the text is cut into tokens and blocks of tokens."""
 
 import random
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -63,7 +62,7 @@ def in_bytes(text: str) -> list[int]:
     return [single_bytes()[byte] for byte in text.encode()]
 
 
-def by_definition(tokenizer: Tokenizer, stops: Sequence[str], tokens: Sequence[int]) -> int | None:
+def by_definition(tokenizer: Tokenizer, stops, tokens) -> int | None:
     """The first token behind which the whole text holds a stop string."""
     for count in range(1, len(tokens) + 1):
         if any(stop in tokenizer.continuation(tokens[:count]) for stop in stops):
@@ -71,7 +70,7 @@ def by_definition(tokenizer: Tokenizer, stops: Sequence[str], tokens: Sequence[i
     return None
 
 
-def in_blocks(finder: StopStrings, tokens: Sequence[int], sizes: Sequence[int]) -> int | None:
+def in_blocks(finder: StopStrings, tokens, sizes) -> int | None:
     """What is found when tokens are looked at in blocks of these sizes, over and over."""
     checked, turn = 0, 0
     while checked < len(tokens):

@@ -1,10 +1,9 @@
-"""Tokenizers and chat templates are read without transformers, and are what transformers makes of the same files."""
+"""Tokenizers and chat templates are read without transformers and without remote code, and are what these make of them."""
 
 import datetime
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
@@ -23,7 +22,7 @@ PLAIN = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized":
 ADDED = {"lstrip": False, "rstrip": True, "normalized": True, "single_word": False, "special": False}
 
 # What tokenizer_config.json may say.
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict] = {
     "nothing": {},
     "names": {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<cls>", "unk_token": "<unk>"},
     "a new end": {"bos_token": "<s>", "eos_token": "<|im_end|>"},
@@ -60,7 +59,7 @@ TEMPLATES = {
     "escapes": "{{ messages.append(1) }}",
     "hides": "{% set ns = namespace(_x=1) %}",
 }
-CHATS: list[list[dict[str, Any]]] = [
+CHATS: list[list[dict]] = [
     [{"role": "user", "content": "  <b>hi</b> 日本\n", "name": None}],
     [
         {"role": "system", "content": "s"},
@@ -71,7 +70,7 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-def write(folder: Path, config: dict[str, Any] | None, core: Core | None = None) -> Path:
+def write(folder: Path, config: dict | None, core: Core | None = None) -> Path:
     core = core or Core.from_str(byte_level()._core.to_str())
     core.save(str(folder / "tokenizer.json"))
     if config is not None:
@@ -79,7 +78,7 @@ def write(folder: Path, config: dict[str, Any] | None, core: Core | None = None)
     return folder
 
 
-def both(folder: Path) -> tuple[Tokenizer, Any]:
+def both(folder: Path) -> tuple:
     """The tokenizer of a folder as it is read here, and as transformers reads it."""
     read_files(folder)  # it needs no help
     ours = load_tokenizer(folder)
@@ -193,5 +192,48 @@ def test_what_only_transformers_understands_is_left_to_it(tmp_path, config):
 def test_a_damaged_file_is_an_error_that_names_the_setting(tmp_path, name, content):
     shutil.copy(BUILTIN / "tokenizer.json", tmp_path)
     (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match="can't be loaded"):
+        load_tokenizer(tmp_path)
+
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|mask|>")
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def write_tokenizer(folder, name, model_type="Dream"):
+    vocab = {piece: index for index, piece in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll"])}
+    added = {str(len(vocab) + index): token for index, token in enumerate(SPECIAL)}
+    config = {
+        "tokenizer_class": name,
+        "auto_map": {"AutoTokenizer": [f"tokenization.{name}", None]},
+        "added_tokens_decoder": {index: {"content": token, "special": True} for index, token in added.items()},
+        "bos_token": "<|beginoftext|>",
+        "eos_token": "<|endoftext|>",
+        "chat_template": CHAT,
+    }
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return vocab
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("DreamTokenizer", "Dream"), ("Qwen2Tokenizer", "sdar"), ("Qwen2Tokenizer", "Fast_dLLM_Qwen")],
+)
+def test_a_tokenizer_that_is_a_copy_of_transformers_own_needs_no_remote_code(tmp_path, name, model_type):
+    vocab = write_tokenizer(tmp_path, name, model_type)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("hello") == [vocab["he"], vocab["ll"], vocab["o"]]
+    assert tokenizer.decode(tokenizer.encode("Grüße,\n  world")) == "Grüße,\n  world"
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (len(vocab), len(vocab) + 3)
+    assert tokenizer.chat is not None
+    assert tokenizer.chat([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_any_other_remote_tokenizer_is_still_refused(tmp_path):
+    write_tokenizer(tmp_path, "NightmareTokenizer")
     with pytest.raises(UserError, match="can't be loaded"):
         load_tokenizer(tmp_path)

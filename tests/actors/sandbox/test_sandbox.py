@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -57,7 +56,7 @@ def sandbox() -> Sandbox:
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Iterator[Path]:
+def outside(tmp_path: Path):
     """A folder that any user may write to, and a secret that any user may read."""
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.getuid() and folder != Path("/") and "pytest" in str(folder):
@@ -356,9 +355,8 @@ def test_other_machines_are_refused(monkeypatch):
 def test_bwrap_runs_the_same_launcher_with_its_own_namespaces():
     command = Sandbox("bwrap").command(Path("/tmp/work"), Limits(), (7, 8))
     assert command[0] == "bwrap" and {"--unshare-all", "--die-with-parent", "--new-session"} <= set(command)
-    assert (
-        command[command.index("--bind") + 1] == "/tmp/work" and "--bind" not in command[command.index("--bind") + 1 :]
-    )
+    assert command[command.index("--bind") + 1] == "/tmp/work"
+    assert "--bind" not in command[command.index("--bind") + 1 :]
     policy = Sandbox("bwrap").policy(Path("/tmp/work"), Limits(), (7, 8))
     assert policy["landlock"] is False and policy["uid"] is None and policy["filter"]
 
@@ -417,9 +415,8 @@ def test_the_filter_allows_its_list_alone_and_no_call_that_a_later_kernel_brings
     assert verdict(program, numbers["clone"], arch, 0x10000000 | 17) == denied  # a user namespace
     assert verdict(program, numbers["prlimit64"], arch, 0) == allow
     assert verdict(program, numbers["prlimit64"], arch, 4711) == denied
-    assert (
-        verdict(program, numbers["prctl"], arch, 1) == denied and verdict(program, numbers["prctl"], arch, 15) == allow
-    )
+    assert verdict(program, numbers["prctl"], arch, 1) == denied
+    assert verdict(program, numbers["prctl"], arch, 15) == allow
     assert verdict(program, 0, arch ^ 1) == 0x80000000
     assert verdict(program, 0x40000000 | 1, arch) == unknown
 
@@ -428,12 +425,10 @@ def verdict(program: bytes, number: int, arch: int, argument: int = 0) -> int:
     data = {0: number, 4: arch, 16: argument}
     held = place = 0
     while True:
-        code_, yes, no, value = (
-            int.from_bytes(program[place * 8 : place * 8 + 2], sys.byteorder),
-            program[place * 8 + 2],
-            program[place * 8 + 3],
-            int.from_bytes(program[place * 8 + 4 : place * 8 + 8], sys.byteorder),
-        )
+        code_ = int.from_bytes(program[place * 8 : place * 8 + 2], sys.byteorder)
+        yes = program[place * 8 + 2]
+        no = program[place * 8 + 3]
+        value = int.from_bytes(program[place * 8 + 4 : place * 8 + 8], sys.byteorder)
         place += 1
         if code_ == 0x20:
             held = data[value]

@@ -1,6 +1,4 @@
-"""Batched any-subset decoders against the sequential baseline, and that against its plain reference, on the toy model."""
-
-from typing import Any
+"""Batched any-subset decoders against the sequential baseline, its plain reference and exact scores, on the toy model."""
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from tests.decoders.support import (
     decoder_settings,
     engine,
     random_lengths,
+    score,
     table_info,
     texts,
     toy_heads,
@@ -28,7 +27,7 @@ from tests.decoders.support import (
 VOCAB, LENGTH = 4, 6
 INFO = table_info(VOCAB)
 SEQUENTIAL = decoder_settings("any_subset")
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict] = {
     "self": {},
     "ngram": {"drafter": "ngram"},
     "rows": {"fused": "rows"},
@@ -49,7 +48,7 @@ def test_coupled_output_is_the_sequential_output(variant, warp, rows):
     requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=2)
     expected = decode(table(), INFO, SEQUENTIAL, sampling, requests, rows=5)
     heads = toy_heads(VOCAB) if variant != "ngram" else None
-    lengths: tuple[Any, ...] = (1, 2, 4, 8, "auto")
+    lengths: tuple = (1, 2, 4, 8, "auto")
     for seed, k in enumerate(lengths):
         settings = decoder_settings("assd", k=k, **VARIANTS[variant])
         shuffled = [requests[i] for i in np.random.default_rng(seed).permutation(len(requests))]
@@ -177,3 +176,64 @@ def test_room_keeps_to_rows_and_tokens_but_always_takes_one_sample():
     assert decoder.room(6) == 2 and decoder.room(3) == 4 and decoder.room(100) == 1
     decoder.admit([Request(0, 0, np.full(6, -1, dtype=np.int32))])
     assert decoder.room(6) == 1 and decoder.room(3) == 1 and decoder.room(100) == 0
+
+
+NUM_TOKENS, NUM_PLACES = 3, 4
+SETTINGS = decoder_settings("any_subset")
+
+
+def by_hand(table, tokens, scored, *, suppressed=()):
+    """The log-probability of each scored token given the given ones and the scored ones to its left, straight from the table."""
+    given = [place for place in range(len(tokens)) if place not in scored]
+    found, chosen = [], []
+    for place in scored:
+        code = (NUM_TOKENS + 1) ** NUM_PLACES - 1
+        code += sum((tokens[other] - NUM_TOKENS) * (NUM_TOKENS + 1) ** other for other in given)
+        logits = table.table_PXV[place, code].clone()
+        logits[list(suppressed)] = -torch.inf
+        found.append(float(logits.log_softmax(0)[tokens[place]]))
+        chosen.append(int(logits.argmax()) == tokens[place])
+        given.append(place)
+    return found, all(chosen)
+
+
+def requests_of(count, seed=0):
+    rng = np.random.default_rng(seed)
+    requests = []
+    for index in range(count):
+        canvas = rng.integers(0, NUM_TOKENS, int(rng.integers(1, NUM_PLACES + 1))).astype(np.int32)
+        scored = np.sort(rng.permutation(len(canvas))[: rng.integers(1, len(canvas) + 1)])
+        requests.append(Request(index, index, canvas, scored=scored))
+    return requests
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_every_batch_gives_the_conditionals_of_the_definition(rows):
+    table = TableBackbone(vocab_size=NUM_TOKENS, num_positions=NUM_PLACES, seed=1)
+    requests = requests_of(60)
+    outcomes = score(table, table_info(NUM_TOKENS), SETTINGS, requests, rows=rows)
+    for request in requests:
+        outcome = outcomes[request.index]
+        expected, is_greedy = by_hand(table, request.canvas.tolist(), request.scored.tolist())
+        assert outcome.tokens.tolist() == request.canvas[request.scored].tolist()
+        np.testing.assert_allclose(outcome.token_logprobs, expected, rtol=1e-6)
+        assert outcome.logprob == pytest.approx(sum(expected), abs=1e-12)
+        assert (outcome.nfe, outcome.finish, outcome.is_greedy) == (1, "filled", is_greedy)
+        assert outcome.logprob_stderr is None
+
+
+def test_a_score_is_the_log_probability_with_which_the_decoder_fills_the_holes():
+    table = TableBackbone(vocab_size=NUM_TOKENS, num_positions=NUM_PLACES, seed=3)
+    holes = [Request(n, n, np.asarray([-1, 2, -1, -1], dtype=np.int32)) for n in range(20)]
+    filled = decode(table, table_info(NUM_TOKENS), SETTINGS, Sampling(), holes)
+    texts = []
+    for number, outcome in filled.items():
+        canvas = np.asarray([0, 2, 0, 0], dtype=np.int32)
+        canvas[[0, 2, 3]] = outcome.tokens
+        texts.append(Request(number, 0, canvas, scored=np.asarray([0, 2, 3])))
+    scored = score(table, table_info(NUM_TOKENS), SETTINGS, texts)
+    for number, outcome in filled.items():
+        assert scored[number].logprob == pytest.approx(outcome.logprob, abs=1e-9)
+    (greedy,) = decode(table, table_info(NUM_TOKENS), SETTINGS, Sampling(temperature=0.0), holes[:1]).values()
+    for number, outcome in filled.items():
+        assert scored[number].is_greedy == (outcome.tokens.tolist() == greedy.tokens.tolist())

@@ -1,7 +1,6 @@
 """Tiny random models of every causal family, saved as transformers saves them, and a hand that plays forwards on a backbone."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import transformers
@@ -12,7 +11,7 @@ from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.rows import token_rows
 from tests.decoders.references.rows import intervals_of
 
-ROTARY: dict[str, Any] = {
+ROTARY: dict = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -21,7 +20,7 @@ ROTARY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-LLAMA3_ROPE: dict[str, Any] = {
+LLAMA3_ROPE: dict = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
     "factor": 8.0,
@@ -29,9 +28,9 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-GPT2: dict[str, Any] = {"vocab_size": 61, "n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 64}
-GPT_NEO: dict[str, Any] = {
+SLIDING: dict = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+GPT2: dict = {"vocab_size": 61, "n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 64}
+GPT_NEO: dict = {
     "vocab_size": 61,
     "hidden_size": 24,
     "num_layers": 3,
@@ -41,7 +40,7 @@ GPT_NEO: dict[str, Any] = {
     "window_size": 4,
 }
 # name: (class, config)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", ROTARY | {"attention_bias": True}),
     "llama-3": ("Llama", ROTARY | {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "mistral": ("Mistral", ROTARY | {"sliding_window": 5, "head_dim": 12}),
@@ -82,7 +81,8 @@ def theirs(model, tokens):
 
 def plain_layer(weight_MK, bias_M, *, one_code):
     """A layer of `RotaryNetwork.turn` with the whole numbers of its weight."""
-    layer = torch.nn.Linear(*weight_MK.T.shape, bias=bias_M is not None, dtype=torch.float64)
+    num_out, num_in = weight_MK.shape
+    layer = torch.nn.Linear(num_in, num_out, bias=bias_M is not None, dtype=torch.float64)
     layer.load_state_dict({"weight": weight_MK} | ({} if bias_M is None else {"bias": bias_M}))
     return layer.requires_grad_(False)
 

@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ PUBLIC = json.loads((Path(__file__).parents[2] / "data" / "public_configs.json")
 VOCAB = {"llada": 96, "llada_moe": 96, "dream": 96, "mdlm": 65, "sedd": 65}
 
 
-def load(folder, dtype="float32") -> Any:
+def load(folder, dtype="float32"):
     backbone = load_backbone(folder, dtype=dtype, device="cpu")
     assert isinstance(backbone, ModuleBackbone)
     return backbone

@@ -13,7 +13,6 @@ import sys
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,12 +26,10 @@ from draftmill.decoders.backbones.families import any_causal
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Experts, GivenExperts
 from draftmill.decoders.backbones.rows import causal_rows
-from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.references import kernels as reference
-from tests.decoders.support import decode, decoder_settings, texts
+from tests.decoders.support import decode, decoder_settings, prompts, texts
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -119,12 +116,7 @@ def shake(model):
 
 def requests():
     """Prompts shorter and longer than a window, ragged."""
-    rng, made = np.random.default_rng(0), []
-    for index, (num_prompt, max_new) in enumerate([(3, 12), (17, 9), (1, 20), (9, 3), (26, 14)]):
-        canvas = rng.integers(1, VOCAB, num_prompt + max_new).astype(np.int32)
-        canvas[num_prompt:] = -1
-        made.append(Request(index, sample_key(7, str(index)), canvas))
-    return made
+    return prompts([(3, 15), (17, 26), (1, 21), (9, 12), (26, 40)], vocab_size=VOCAB, seed=7, least=1)
 
 
 def generated(own, request, **more):
@@ -232,10 +224,8 @@ def test_other_dtypes_run_too_and_say_that_they_are_not_exact(name, load):
 def test_positions_whose_turns_follow_the_longest_text_end_where_the_training_did(kind, tmp_path):
     name, rope = "smollm3", {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
     if kind == "longrope":
-        name, rope = (
-            "phi3",
-            rope | {"short_factor": [1.5] * 4, "long_factor": [5.0] * 4, "original_max_position_embeddings": 32},
-        )
+        name = "phi3"
+        rope = rope | {"short_factor": [1.5] * 4, "long_factor": [5.0] * 4, "original_max_position_embeddings": 32}
     config = AutoConfig.for_model(
         name,
         **SIZES | {"rope_parameters": rope, "max_position_embeddings": 128, "original_max_position_embeddings": 32},

@@ -16,7 +16,7 @@ from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.network import Norm
 from draftmill.decoders.backbones.packed import PackedLinear, replace_products
 from draftmill.decoders.backbones.self_test import check_masking
-from tests.decoders.backbones.causal_models import in_a_row, play, random_tokens
+from tests.decoders.backbones.causal_models import ROTARY, in_a_row, play, random_tokens
 from tests.decoders.backbones.masked_models import load
 
 FAMILIES = ("sdar", "fast_dllm_v2", "llada2")
@@ -66,10 +66,8 @@ def test_in_float64_logits_are_the_public_code_s_to_the_last_digits(golden, monk
 
 
 def test_a_block_after_cached_blocks_is_read_both_ways_by_one_fast_dllm(golden):
-    backbone, arrays = (
-        load(golden / "fast_dllm_v2", "float64"),
-        load_file(golden / "fast_dllm_v2" / "logits.safetensors"),
-    )
+    backbone = load(golden / "fast_dllm_v2", "float64")
+    arrays = load_file(golden / "fast_dllm_v2" / "logits.safetensors")
     (case,) = cases_of(golden / "fast_dllm_v2", "logits", "cached_logits")
     before, block, size = case["prefill_ids"], case["block_ids"], case["block_size"]
     backbone.allocate(1, 64)
@@ -143,25 +141,12 @@ def test_what_a_row_of_llada2_may_not_see_is_hidden_where_the_public_code_adds_o
 
 # ---- SDAR's mixtures of experts against transformers' own ------------------------------------------------------------------
 
-MOE = {
-    "vocab_size": 96,
-    "hidden_size": 40,
-    "intermediate_size": 56,
-    "moe_intermediate_size": 20,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 64,
-}
+EXPERTS = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
 
 
 def save_moe(folder, **changes):
     """Save a random checkpoint in SDAR-MoE's layout; returns transformers' own model with these weights."""
-    config = MOE | changes
+    config = ROTARY | {"vocab_size": 96, "head_dim": 12} | EXPERTS | changes
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).eval()
     for parameter in model.parameters():

@@ -7,25 +7,22 @@ drafters, look-ups and Jacobi iterations win tokens, and lose some. All settings
 import zlib
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import load, save_random
-from tests.decoders.support import decode, decoder_settings, pairwise
+from tests.decoders.support import decode, decoder_settings, pairwise, prompts
 
 VOCAB, LONGEST = 61, 64
 FAMILIES = ("qwen2", "llama", "gpt2")
 DTYPES = ("float32", "float64")
 AR = decoder_settings("autoregressive")
-WARPS: list[dict[str, Any]] = [
+WARPS: list[dict] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 1.0},
@@ -84,12 +81,9 @@ def make_requests():
     rng = np.random.default_rng(0)
     while len(shapes) < max(SAMPLES.values()):
         shapes.append((int(rng.integers(1, 13)), int(rng.integers(1, 16))))
-    made = []
-    for index, (num_prompt, max_new) in enumerate(shapes):
-        canvas = rng.integers(1, VOCAB, num_prompt + max_new).astype(np.int32)
-        canvas[num_prompt:] = -1
-        made.append(Request(index, sample_key(7, str(index)), canvas))
-    return made
+    return prompts(
+        [(num_prompt, num_prompt + max_new) for num_prompt, max_new in shapes], vocab_size=VOCAB, seed=7, least=1
+    )
 
 
 REQUESTS = make_requests()
@@ -141,14 +135,14 @@ def jacobi(block_size, window, **_):
     return decoder_settings("jacobi", block_size=block_size, window=window)
 
 
-BLOCKS: dict[str, list[Any]] = {
+BLOCKS: dict[str, list] = {
     "block_size": [4, 1, 6, 16],
     "blocks": [2, 1, 3, 8],
     "spawn_ratio": [0.5, 0.1, 0.85, 1.0],
     "verify_size": [4, 1, 2, 16],
     "pool_size": [4, 0, 1, 20],
 }
-KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
+KINDS: dict[str, tuple] = {
     "speculative": (
         speculative,
         {"k": [*range(9), "auto"], "drafter": ["near", "ngram", "twin", "other"], "max_n": [3, 1]},
@@ -159,7 +153,7 @@ KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
         BLOCKS,
     ),
 }
-COMMON: dict[str, list[Any]] = {
+COMMON: dict[str, list] = {
     "warp": list(range(len(WARPS))),
     "rows": list(SAMPLES),
     "ends": list(ENDS),

@@ -4,7 +4,6 @@ Every variation computes what the network of plain_networks.py does, or is refus
 """
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -55,69 +54,27 @@ def test_an_untied_xlnet_needs_its_output_layer(tmp_path):
 
 # ---- families of which transformers knows nothing --------------------------------------------------------------------
 
-LLADA = {
-    "model_type": "llada",
-    "vocab_size": 61,
-    "d_model": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 4,
-    "mlp_hidden_size": 48,
-    "mlp_ratio": 4,
-    "max_sequence_length": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "weight_tying": False,
-    "mask_token_id": 60,
-}
-LLADA2 = {
-    "model_type": "llada2_moe",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 12,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 6e5,
-    "partial_rotary_factor": 0.5,
-    "routed_scaling_factor": 2.5,
-    "mask_token_id": 60,
-}
-MDLM = {
-    "model_type": "mdlm",
-    "vocab_size": 61,
-    "model_length": 64,
-    "hidden_dim": 32,
-    "cond_dim": 16,
-    "n_blocks": 2,
-    "n_heads": 4,
-    "time_conditioning": True,
-}
-PLAIN: dict[str, list[dict[str, Any]]] = {
+PLAIN: dict[str, list[dict]] = {
     "llada": [
-        {"n_kv_heads": 1},
+        {"n_kv_heads": 1, "embedding_size": None},
         {"n_kv_heads": None, "mlp_hidden_size": None, "mlp_ratio": 3},
         {"n_kv_heads": 2, "weight_tying": True, "rope_theta": 100.0, "rms_norm_eps": 1e-2},
-        {"embedding_size": 72},
+        {"embedding_size": 104},
     ],
     "llada2": [
         {"n_group": 1, "topk_group": 1, "num_shared_experts": 2, "num_key_value_heads": 4},
-        {"num_shared_experts": 0, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "num_experts_per_tok": 1},
-        {"first_k_dense_replace": 2, "partial_rotary_factor": 0.25, "routed_scaling_factor": 1.0, "topk_group": 4},
+        {"num_shared_experts": 0, "first_k_dense_replace": 0, "num_experts_per_tok": 1}
+        | {"partial_rotary_factor": 1.0, "rotary_dim": None},
+        {"first_k_dense_replace": 2, "routed_scaling_factor": 1.0, "topk_group": 4}
+        | {"partial_rotary_factor": 0.25, "rotary_dim": 4},
     ],
-    "mdlm": [{"n_heads": 1}, {"cond_dim": 33, "n_heads": 8}, {"time_conditioning": False, "n_blocks": 3}],
+    "mdlm": [
+        {"n_heads": 1, "time_conditioning": True},
+        {"cond_dim": 33, "n_heads": 8, "time_conditioning": True},
+        {"n_blocks": 3},
+    ],
 }
-PUBLIC: dict[str, dict[str, Any]] = {"llada": LLADA, "llada2": LLADA2, "mdlm": MDLM}
+OWN: dict[str, dict] = {"llada2": {"mask_token_id": 90}, "mdlm": {"model_length": 64}}
 SIGMA = 0.7
 
 
@@ -135,8 +92,8 @@ def save_plain(folder, config):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "change"), [(family, change) for family in PLAIN for change in PLAIN[family]])
-def test_logits_are_those_of_the_plain_network(tmp_path, family, change):
-    config = PUBLIC[family] | change
+def test_logits_are_those_of_the_plain_network(golden, tmp_path, family, change):
+    config = json.loads((golden / family / "config.json").read_text()) | OWN.get(family, {}) | change
     weights = save_plain(tmp_path, config)
     backbone, tokens = load(tmp_path, "float64"), torch.tensor(random_tokens(20, seed=5))
     backbone.allocate(1, len(tokens))
@@ -156,8 +113,9 @@ def test_a_mask_that_is_null_is_the_public_one():
         assert find_family({"model_type": family}, family).mask_id({"mask_token_id": None}) == mask
 
 
-def test_a_llada2_may_keep_its_rotation_in_rope_parameters():
+def test_a_llada2_may_keep_its_rotation_in_rope_parameters(golden):
+    llada2 = json.loads((golden / "llada2" / "config.json").read_text())
     rope = {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.5}
-    newer = {key: value for key, value in LLADA2.items() if key not in rope} | {"rope_parameters": rope}
-    check = find_family(LLADA2, "auto").shape
-    assert check(newer) == check(LLADA2)
+    newer = {key: value for key, value in llada2.items() if key not in rope} | {"rope_parameters": rope}
+    check = find_family(llada2, "auto").shape
+    assert check(newer) == check(llada2)

@@ -1,17 +1,20 @@
-"""Small weights: their numbers, the same rows in any batch, and lossless decoders on them."""
+"""Products of packed and of small weights: their numbers, the same rows in any batch, and lossless decoders on them."""
 
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from draftmill.decoders.backbones.families.rotary import MixtureShape
+from draftmill.decoders.backbones.invariance import rows_exact
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.moe import Mixture
+from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, replace_products
 from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.backbones.small_weights import (
     SmallEmbedding,
@@ -82,7 +85,7 @@ def test_numbers_on_a_grid_of_four_bits_keep_their_places(dtype, group):
     layer = SmallLinear(((code - zero_MK) * scale_MK).to(dtype), None, "int4")
     low_MG1 = layer.low_MG1
     assert low_MG1 is not None and low_MG1.shape[1] == 256 // min(group, 64)
-    codes: Any = layer.code_MK
+    codes = layer.code_MK
     halves = torch.stack([codes & 15, (codes >> 4) & 15], 2).flatten(1)
     numbers = (halves.double().unflatten(1, (low_MG1.shape[1], -1)) * layer.scale_MG1 + low_MG1).flatten(1)
     steps = numbers / scale_MK + zero_MK - code
@@ -116,7 +119,10 @@ def test_sums_of_codes_are_exact_packed_and_by_parts(width):
 def test_a_packed_layer_gives_the_same_bits_and_drops_its_plain_codes(bias_M, how):
     if not adds_exactly():
         pytest.skip("this CPU has no exact products of codes")
-    (layer, _), rows = small("int8", bias=bias_M, **how), torch.randn(300, 128, generator=torch.Generator().manual_seed(1))
+    (layer, _), rows = (
+        small("int8", bias=bias_M, **how),
+        torch.randn(300, 128, generator=torch.Generator().manual_seed(1)),
+    )
     expected, weight_MK = layer(rows), layer.weight_MK()
     layer.pack()
     assert torch.equal(layer(rows), expected) and torch.equal(layer.weight_MK(), weight_MK)
@@ -266,3 +272,60 @@ def test_what_has_no_small_form_is_refused(tmp_path):
         load_backbone(tmp_path, device="cpu", small="int4")
     with pytest.raises(ValueError, match=r"model.weights: int8, but Conv1d has no small form; allowed: auto"):
         shrink_products(nn.Sequential(nn.Conv1d(2, 3, 4)), "int8", torch.device("cpu"))
+
+
+PACKED = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, torch.device("cpu"))]
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.float32, torch.device("cpu")), reason="this build of torch does not pack weights"
+)
+
+
+def random_layer(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator), torch.randn(shape[0], generator=generator)
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_packed_layer_gives_the_products_of_a_plain_one(biased, dtype):
+    weight, bias = (part.to(dtype) for part in random_layer(24, 40))
+    rows = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = functional.linear(rows, weight, bias if biased else None)
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(PackedLinear(weight, bias if biased else None)(rows), expected, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
+    weight, _ = random_layer(70, 129)
+    rows = torch.randn(300, 129, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert rows_exact(PackedLinear(weight.to(dtype), None), rows, 1)
+
+
+@needs_packing
+def test_both_kinds_of_layers_are_replaced_and_nothing_else():
+    module = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.GELU(), Conv1D(3, 4)))
+    apart = nn.ModuleList([nn.Embedding(5, 6), module])
+    rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = module(rows)
+        replace_products(apart, PackedLinear)
+        after = module(rows)
+    assert [type(part) for part in apart.modules() if not list(part.children())] == [
+        nn.Embedding,
+        PackedLinear,
+        nn.GELU,
+        PackedLinear,
+    ]
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+
+
+def test_only_float32_and_bfloat16_on_a_cpu_are_packed():
+    assert not can_pack(torch.float16, torch.device("cpu"))
+    assert not can_pack(torch.float64, torch.device("cpu"))
+    assert not can_pack(torch.float32, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("count", "rounded"), [(1, 1), (8, 8), (9, 16), (64, 64), (65, 72)])
+def test_many_rows_come_in_blocks(count, rounded):
+    assert block_of_rows(count) == rounded

@@ -2,7 +2,6 @@
 
 import multiprocessing
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ MODELS = {
 """Models of causal_models.py, with other sizes where theirs can't be halved."""
 
 
-def follower(port: int, folders: list[Path], end: bool) -> None:
+def follower(port: int, folders: list, end: bool) -> None:
     """Rank 1: follows the first one for each model; ends itself in the middle of the last one if asked to."""
     join(open_meeting(2, port), Share(1, 2))
     for folder in folders:

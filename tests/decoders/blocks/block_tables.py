@@ -3,11 +3,8 @@
 from copy import copy
 from functools import cache
 
-import numpy as np
-
-from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.references.blocks import PlainBlocks, decode_blocks
 from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
@@ -32,17 +29,6 @@ def _made(vocab_size, length, seed):
 def table(vocab_size=3, length=6, seed=1):
     """A model with a cache of its own."""
     return copy(_made(vocab_size, length, seed))
-
-
-def prompts(lengths, *, vocab_size=3, seed=0):
-    """A request for each (prompt length, canvas length)."""
-    rng = np.random.default_rng(seed)
-    requests = []
-    for index, (num_prompt, length) in enumerate(lengths):
-        canvas = np.full(length, -1, dtype=np.int32)
-        canvas[:num_prompt] = rng.integers(0, vocab_size, num_prompt)
-        requests.append(Request(index, sample_key(seed, str(index)), canvas))
-    return requests
 
 
 def refer(requests, info, settings, sampling, *, plain=decode_blocks, heads=None, **made):

@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +12,8 @@ from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Setti
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.settings import check_model
-from tests.decoders.blocks.block_tables import (
-    GREEDY,
-    REJECTING,
-    SAMPLED,
-    check,
-    ours,
-    prompts,
-    refer,
-    table,
-    table_info,
-)
-from tests.decoders.support import Pair, decoder_settings, engine, pairwise
+from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, refer, table, table_info
+from tests.decoders.support import Pair, decoder_settings, engine, pairwise, prompts
 
 # (prompt, canvas) lengths: no prompt, one token, below, at and above a block of 2, 3 or 4; canvases that cut blocks short.
 LENGTHS = [
@@ -46,7 +35,7 @@ LENGTHS = [
 SAMPLINGS = {"greedy": GREEDY, "coupled": SAMPLED, "rejection": REJECTING, "cut": Sampling(top_k=2, top_p=0.7)}
 
 
-def settings_of(kind, case) -> Any:
+def settings_of(kind, case):
     more = {"causal_draft": case["causal_draft"], "router": {"kind": "min_span", "span": case["span"]}}
     common = {name: case[name] for name in ("block_size", "schedule", "steps", "tau", "causal_cache")}
     if kind == "s2d2" and case["span"] == 1:
@@ -97,7 +86,7 @@ def test_tokens_and_counts_are_those_of_the_plain_reference(case):
 def test_the_first_end_token_ends_a_completion_wherever_it_stands(kind, sampling, shift):
     """What is left of it does not change; nothing behind it is waited for. With `shift` a block's first token may be one."""
     info, ends, sooner = table_info(shift=shift), set(), 0
-    settings: Any = {"block_diffusion": BlockDiffusionSettings, "s2d2": S2d2Settings}[kind](kind=kind, block_size=3)
+    settings = {"block_diffusion": BlockDiffusionSettings, "s2d2": S2d2Settings}[kind](kind=kind, block_size=3)
     requests = prompts([(p, 6) for p in (0, 1, 2, 3, 4)] * 8)
     whole = ours(requests, info, settings, SAMPLINGS[sampling])
     stopped = ours(requests, info, settings, SAMPLINGS[sampling], stops=Stops((1,)))
@@ -122,7 +111,7 @@ def test_a_stop_string_that_crosses_blocks_ends_a_completion():
     assert {outcome.finish for outcome in stopped.values()} == {"length", "stop"}
 
 
-FUSED: dict[str, Any] = {
+FUSED: dict = {
     "one": decoder_settings("block_diffusion", block_size=1, causal_cache=True),
     "blocks": decoder_settings("block_diffusion", block_size=2, tau=0.5),
     "parts": decoder_settings("block_diffusion", block_size=4, sub_block=2),

@@ -76,9 +76,6 @@ def test_what_is_stored_is_never_half_causal(golden):
     assert (outcome.nfe_kinds["draft"], case["nfe"]["draft"]) == (17, 19)
 
 
-# ---- Fast-dLLM v2
-
-
 def fast_cases(folder):
     """(what is alike, what drafts causally in sub-blocks)."""
     cases = [
@@ -119,9 +116,6 @@ def test_the_causal_front_of_a_draft_ends_at_the_blocks_first_mask(golden, monke
     assert own < public <= len(cases)
 
 
-# ---- LLaDA2.1
-
-
 @pytest.mark.slow
 def test_s2d2_on_llada21_is_the_public_code(golden):
     """With editing, whose replacements nobody verifies."""
@@ -134,8 +128,6 @@ def test_s2d2_on_llada21_is_the_public_code(golden):
         assert our_kinds(outcome) == kinds_of(case)
         check_verdicts(outcome, saw, case)
 
-
-# ---- the estimators
 
 # The public code's name of an estimator -> ours, its parameter, and our parameter.
 NAMES = {

@@ -1,14 +1,13 @@
 """Models whose blocks begin at the prompt's end (D2F), and those of them that are causal, too (Nemotron), on exact tables."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from draftmill.decoders.settings import check_model
-from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, prompts, refer, table_info
+from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, refer, table_info
 from tests.decoders.references.fused_blocks import decode_fused
-from tests.decoders.support import decoder_settings, pairwise, texts
+from tests.decoders.support import decoder_settings, pairwise, prompts, texts
 
 LENGTHS = [(0, 3), (1, 6), (2, 6), (3, 6), (4, 5), (5, 6), (1, 2), (2, 3), (0, 1)]
 SAMPLINGS = {"greedy": GREEDY, "coupled": SAMPLED, "rejection": REJECTING}
@@ -17,7 +16,7 @@ MODELS: dict[str, tuple[int, int | None]] = {"masks": (0, None), "next": (1, Non
 ONE = decoder_settings("block_diffusion", block_size=1, causal_cache=True)
 
 
-def info_of(name: str, max_length: int | None = None) -> Any:
+def info_of(name: str, max_length: int | None = None):
     shift, left_shift = MODELS[name]
     return replace(table_info(shift=shift, max_length=max_length), prompt_block=True, left_shift=left_shift)
 
@@ -39,7 +38,7 @@ CASES = list(
 )
 
 
-def settings_of(case: dict[str, Any]) -> Any:
+def settings_of(case: dict):
     common = {name: case[name] for name in ("block_size", "schedule", "causal_cache")} | {"tau": 0.4}
     if case["kind"] == "block_diffusion":
         return decoder_settings("block_diffusion", **common)
@@ -49,11 +48,9 @@ def settings_of(case: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
 def test_tokens_and_counts_are_those_of_the_plain_reference(case):
-    info, settings, sampling = (
-        info_of(case["model"], case["max_length"]),
-        settings_of(case),
-        SAMPLINGS[case["sampling"]],
-    )
+    info = info_of(case["model"], case["max_length"])
+    settings = settings_of(case)
+    sampling = SAMPLINGS[case["sampling"]]
     requests = prompts(LENGTHS)
     trails = refer(requests, info, settings, sampling, length=9)
     check(ours(requests, info, settings, sampling, rows=case["rows"], length=9), trails, requests)

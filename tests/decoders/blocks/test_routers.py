@@ -1,7 +1,7 @@
 """S2D2's routers against decisions worked out by hand, and each sample's memory against that of the sample alone."""
 
+import itertools
 import math
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -55,7 +55,7 @@ def read(router, estimator, masks, measured):
     """What a router is told of a draft with these notes."""
     settings = S2d2Settings(kind="s2d2", router=router, estimator=estimator, block_size=4)
     info = ModelInfo("", vocab_size=4, mask_id=0, max_length=None, kind="blocks", num_parameters=0)
-    verifier: Any = SelfVerifier(Rules(settings, info), settings)
+    verifier = SelfVerifier(Rules(settings, info), settings)
     verifier.route = Mock()
     draft = {place: Drafted(0, 0.0, 0.0, measured=one) for place, one in measured.items()}
     verifier.wants(masks, draft, num_sure=1, progress=0.5)
@@ -201,25 +201,18 @@ def test_the_bandit_without_a_bonus_takes_the_higher_mean():
     assert [play(bandit(0.0), 2)] == [True]
 
 
+def drafts_of(*ends):
+    return [dict(zip(("span", "progress", "entropy"), values, strict=True)) for values in itertools.product(*ends)]
+
+
 def test_the_bandit_learns_apart_in_every_context():
     """A context's first visit verifies and its second reveals: what was learned in the others says nothing."""
     routing = bandit()
-    drafts = [
-        {"span": span, "progress": progress, "entropy": entropy}
-        for span in (4, 5)
-        for progress in (0.4, 0.5)
-        for entropy in (0.49, 1.0)
-    ]
+    drafts = drafts_of((4, 5), (0.4, 0.5), (0.49, 1.0))
     assert [play(routing, 1, **draft) for draft in drafts] == [True] * 8
     assert [play(routing, 1, **draft) for draft in drafts] == [False] * 8
-    # The other ends of the same bins.
-    drafts = [
-        {"span": span, "progress": progress, "entropy": entropy}
-        for span in (1, 8)
-        for progress in (0.0, 1.0)
-        for entropy in (0.0, 0.5)
-    ]
-    assert [play(routing, 1, **draft) for draft in drafts] == [False] * 8
+    other_ends = drafts_of((1, 8), (0.0, 1.0), (0.0, 0.5))
+    assert [play(routing, 1, **draft) for draft in other_ends] == [False] * 8
 
 
 def test_drafts_without_masks_teach_a_bandit_nothing():

@@ -8,7 +8,6 @@ import itertools
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ PROMPTS = {"one token": [1], "a repetition": [0, 1, 0]}
 AR = decoder_settings("autoregressive")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
 MODEL = ModelDrafterSettings(kind="model", path="drafter")
-DRAFTERS: dict[str, Any] = {"model": MODEL, "ngram": NGRAM}
+DRAFTERS: dict = {"model": MODEL, "ngram": NGRAM}
 
 
 def spec(k, drafter):
@@ -45,7 +44,7 @@ def table(seed):
 def setup(sampling=None, *, suppressed=(), rows=1, stops=None, acceptance="rejection"):
     info = token_info(VOCAB, suppressed)
     warp = (sampling or Sampling()).model_copy(update={"acceptance": acceptance})
-    models: dict[str, Any] = {"backbone": table(5), "drafter": table(6), "drafter_info": info}
+    models: dict = {"backbone": table(5), "drafter": table(6), "drafter_info": info}
     return Setup(**models, info=info, sampling=warp, max_rows=rows, max_tokens=99, stops=stops)
 
 

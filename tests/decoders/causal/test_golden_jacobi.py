@@ -8,7 +8,6 @@ where there are two, and not for the first token of a call. Its iterations leave
 
 from collections import defaultdict
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -118,8 +117,8 @@ def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iter
 
 def multiblock(model, **changes):
     """Our iterations without the prefill, and the public code's, over the multi-block cases, by the public K."""
-    ours: dict[Any, int] = defaultdict(int)
-    public: dict[Any, int] = defaultdict(int)
+    ours: dict = defaultdict(int)
+    public: dict = defaultdict(int)
     for (size, eos, blocks, ratio, pool), cases in together(model.of_kind("jacobi_mb")).items():
         settings = decoder_settings(
             "multiblock_jacobi", block_size=size, blocks=blocks, spawn_ratio=ratio, pool_size=pool

@@ -17,6 +17,7 @@ from torch.nn.functional import one_hot
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.heads.adapter import adapt_masks
 from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.rows import causal_rows, seen_columns
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
@@ -32,7 +33,7 @@ from tests.decoders.enumeration import fills, law_of, left_over, total_variation
 from tests.decoders.references.causal import PlainCausal
 from tests.decoders.references.choosers import enumerate_law
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, random_lengths, run_all, texts, token_info
+from tests.decoders.support import decode, decoder_settings, ragged_prompts, random_lengths, run_all, texts, token_info
 
 AR = decoder_settings("autoregressive")
 MASK = 60
@@ -41,9 +42,6 @@ GREEDY = Sampling(temperature=0.0)
 
 def spec(k, **drafter):
     return decoder_settings("speculative", k=k, drafter={"kind": "masks"} | drafter)
-
-
-# ---- a checkpoint in the published layout --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +60,6 @@ def loaded(folder):
     return load_backbone(folder, family="idlm", device="cpu")
 
 
-def requests_of(count, *, seed=0, longest=24):
-    """Ragged prompts and holes."""
-    rng, found = np.random.default_rng(seed), []
-    for index in range(count):
-        prompt = rng.integers(0, MASK, rng.integers(1, longest)).tolist()
-        canvas = np.array([*prompt, *[-1] * int(rng.integers(1, longest))], dtype=np.int32)
-        found.append(Request(index, sample_key(seed, str(index)), canvas))
-    return found
-
-
 def test_the_family_is_named_by_the_user_and_causal(idlm):
     assert (idlm.info.kind, idlm.info.mask_id, idlm.info.shift) == ("causal", MASK, 1)
     assert idlm.info.suppressed == (MASK,)
@@ -83,7 +71,7 @@ def test_the_family_is_named_by_the_user_and_causal(idlm):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
 def test_the_text_is_the_autoregressive_one_in_any_batch(idlm, temperature, monkeypatch):
-    requests, sampling = requests_of(12), Sampling(temperature=temperature)
+    requests, sampling = ragged_prompts(12, vocab_size=MASK, longest=48), Sampling(temperature=temperature)
     expected = decode(idlm.load(), idlm.info, AR, sampling, requests)
     for k, rows in ((1, 1), (3, 1), (3, 5), (8, 16)):
         found = decode(idlm.load(), idlm.info, spec(k), sampling, requests, rows=rows)
@@ -92,9 +80,6 @@ def test_the_text_is_the_autoregressive_one_in_any_batch(idlm, temperature, monk
         assert all(one.nfe <= expected[index].nfe and one.nfe_draft == 0 for index, one in found.items())
     monkeypatch.setattr(AutoLength, "__call__", random_lengths)
     assert texts(decode(idlm.load(), idlm.info, spec("auto"), sampling, requests, rows=5)) == texts(expected)
-
-
-# ---- the public schedule at temperature 0 --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -117,7 +102,7 @@ def public(model, prompt, length, masks):
 def test_at_temperature_0_it_is_the_public_code(idlm, masks):
     """Tokens and forwards are equal, from a cold start of the same token on: the public code runs the prompt before its first
     one, ours in it. With guesses after refusals, which coupled acceptance adds, there are fewer forwards."""
-    requests, spent = requests_of(10, seed=3), np.zeros(2, dtype=int)
+    requests, spent = ragged_prompts(10, vocab_size=MASK, longest=48, seed=3), np.zeros(2, dtype=int)
     exact = decode(idlm.load(), idlm.info, spec(masks), Sampling(temperature=0.0, acceptance="rejection"), requests)
     guessing = decode(idlm.load(), idlm.info, spec(masks), GREEDY, requests)
     for request in requests:
@@ -129,8 +114,6 @@ def test_at_temperature_0_it_is_the_public_code(idlm, masks):
         spent += guessing[index].nfe, forwards
     assert spent[0] < spent[1] < sum(len(one.tokens) for one in exact.values())
 
-
-# ---- exact laws on a table -----------------------------------------------------------------------------------------------
 
 VOCAB, LENGTH = 3, 5
 INFO = ModelInfo("table", VOCAB + 1, VOCAB, None, "causal", 0, (VOCAB,))
@@ -218,9 +201,6 @@ def test_the_public_sampler_has_another_law_above_temperature_0(cuts, draws, dis
     assert total_variation(ours, expected) < 1e-12
 
 
-# ---- drafts that hold ----------------------------------------------------------------------------------------------------
-
-
 class Counting(TokenTable):
     """A toy that counts: a row that is d places behind the last token it sees, masks apart, expects that token + d + 1."""
 
@@ -266,9 +246,6 @@ def test_prompts_that_are_shared_or_cut_change_no_result(idlm, acceptance):
     assert together.stats.prompt_rows_shared > 0
 
 
-# ---- an adapter that mask rows alone take --------------------------------------------------------------------------------
-
-
 def save_adapter(folder, model, *, seed=0, **changes):
     """Random LoRA weights for all products of a model but the last layer's `o_proj`; returns what they add to each."""
     generator, held, parts = torch.Generator().manual_seed(seed), dict[str, Any](), {}
@@ -289,7 +266,7 @@ def test_an_adapter_of_masks_changes_drafts_and_no_bit_of_the_text(idlm, tmp_pat
     """Its drafts are those of a plain forward whose mask rows have other weights than the rest."""
     parts = save_adapter(tmp_path / "adapter", idlm.model)
     adapted = adapt_masks(loaded(idlm.folder), tmp_path / "adapter", MASK)
-    requests, settings = requests_of(8, seed=6), spec(3, path=str(tmp_path / "adapter"))
+    requests, settings = ragged_prompts(8, vocab_size=MASK, longest=48, seed=6), spec(3, path=str(tmp_path / "adapter"))
     for sampling in (GREEDY, Sampling(temperature=0.8)):
         expected = decode(idlm.load(), idlm.info, AR, sampling, requests)
         found = decode(adapted, idlm.info, settings, sampling, requests, rows=4)
@@ -329,16 +306,15 @@ def test_an_adapter_of_masks_changes_drafts_and_no_bit_of_the_text(idlm, tmp_pat
 
 def test_an_adapter_fits_a_network_with_turned_states(idlm, tmp_path):
     save_adapter(tmp_path / "adapter", save_random(tmp_path, "qwen3", head_dim=16))
+    plain, turned = (load_backbone(tmp_path, dtype="float64", device="cpu") for _ in range(2))
+    assert isinstance(turned, RotaryBackbone)
+    turned.base.turn(plain_layer)
+    assert turned.base.is_turned
     found = []
-    for is_turned in (False, True):
-        backbone: Any = load_backbone(tmp_path, dtype="float64", device="cpu")
-        if is_turned:
-            backbone.base.turn(plain_layer)
-            backbone.bind()
+    for backbone in (plain, turned):
         adapt_masks(backbone, tmp_path / "adapter", MASK)
         backbone.allocate(1, 8)
         found.append(backbone.forward(causal_rows([0], [5], [0], torch.tensor([3, 9, MASK, 4, MASK]))))
-    assert backbone.base.is_turned
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 

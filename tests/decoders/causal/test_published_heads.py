@@ -15,12 +15,11 @@ from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import HeadDrafterSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.cuda_graphs import drop_all
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.replaying import use_graphs, use_references
-from tests.decoders.support import decode, decoder_settings, run_all, texts, token_info
+from tests.decoders.support import decode, decoder_settings, ragged_prompts, run_all, texts, token_info
 
 DATA = Path(__file__).parents[2] / "data" / "speculators"
 VOCAB = 40
@@ -46,21 +45,10 @@ def spec(k):
     return decoder_settings("speculative", k=k, drafter=DRAFTER)
 
 
-def requests_of(count, *, seed=0, longest=40, shared=0):
-    """Prompts and holes of many lengths; all prompts begin with `shared` equal tokens."""
-    rng = np.random.default_rng(seed)
-    beginning, requests = rng.integers(0, VOCAB, shared), []
-    for index in range(count):
-        prompt = [*beginning, *rng.integers(0, VOCAB, rng.integers(1, longest // 2))]
-        canvas = np.array([*prompt, *[-1] * int(rng.integers(1, longest // 2))], dtype=np.int32)
-        requests.append(Request(index, sample_key(seed, str(index)), canvas))
-    return requests
-
-
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_the_autoregressive_one_for_any_slots_and_lengths(name, temperature):
-    requests, sampling = requests_of(9), Sampling(temperature=temperature)
+    requests, sampling = ragged_prompts(9, vocab_size=VOCAB), Sampling(temperature=temperature)
     expected = texts(decode(target(), INFO, AR, sampling, requests))
     proposed = accepted = 0
     for k, rows in ((1, 1), (3, 4), (8, 16), ("auto", 3)):
@@ -80,7 +68,7 @@ def test_prompts_that_are_shared_or_cut_change_no_result(name, acceptance, promp
     """Whether a prompt's columns are in place before a sample's first forward depends on the batch; its drafts do not."""
     prompt = np.random.default_rng(5).integers(0, VOCAB, 24)
     requests = [Request(index, index, np.append(prompt, [-1] * 14).astype(np.int32)) for index in range(6)]
-    requests += requests_of(3, seed=5, shared=20)[:2]
+    requests += ragged_prompts(3, vocab_size=VOCAB, seed=5, shared=20)[:2]
     requests = [replace(request, index=index) for index, request in enumerate(requests)]
     model, head = pair(name)
     setup = Setup(
@@ -158,7 +146,7 @@ def plain_drafts(model, head, text, count):
 
 @pytest.mark.parametrize("name", ["eagle3_llama", "dflash", "dspark_gated"])
 def test_captured_forwards_draft_what_others_draft(name, monkeypatch):
-    requests = requests_of(6, seed=6)
+    requests = ragged_prompts(6, vocab_size=VOCAB, seed=6)
 
     def found():
         model = load_backbone(DATA / "target", dtype="float64", device="cpu")
@@ -205,7 +193,7 @@ def test_a_head_reads_models_that_run_by_the_code_of_transformers(family, tmp_pa
     config = AutoConfig.for_model(family, **sizes, **more, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model, requests = load_backbone(tmp_path, device="cpu"), requests_of(4, seed=2)
+    model, requests = load_backbone(tmp_path, device="cpu"), ragged_prompts(4, vocab_size=VOCAB, seed=2)
     head, sampling = load_speculator(DATA / "eagle3_llama", model), Sampling(temperature=0.7)
     expected = decode(model, INFO, AR, sampling, requests)
     found = decode(model, INFO, spec(3), sampling, requests, drafter=head)
@@ -219,7 +207,7 @@ def test_a_head_reads_models_that_run_by_the_code_of_transformers(family, tmp_pa
 
 def test_a_model_that_is_kept_gives_its_states_to_no_head_of_an_earlier_job():
     model, head = pair("eagle3_llama")
-    decode(model, INFO, spec(3), Sampling(), requests_of(2), drafter=head)
+    decode(model, INFO, spec(3), Sampling(), ragged_prompts(2, vocab_size=VOCAB), drafter=head)
     assert model.reader is head
-    decode(model, INFO, AR, Sampling(), requests_of(2))
+    decode(model, INFO, AR, Sampling(), ragged_prompts(2, vocab_size=VOCAB))
     assert model.reader is None

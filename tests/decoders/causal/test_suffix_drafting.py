@@ -3,7 +3,6 @@
 import sysconfig
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ CASES = [*((number, 1.0) for number in range(len(SETTINGS))), (0, 0.0)]
 
 
 @cache
-def model() -> tuple[Any, Any]:
+def model() -> tuple:
     return load_backbone(FOLDER, device="cpu"), inspect_model(FOLDER)
 
 
@@ -50,7 +49,7 @@ def requests() -> list[Request]:
     return made
 
 
-def built(settings: DecoderChoice, temperature: float, rows: int) -> Any:
+def built(settings: DecoderChoice, temperature: float, rows: int):
     backbone, info = model()
     sampling = Sampling(temperature=temperature)
     return engine(backbone, info, settings, sampling, rows=rows, max_tokens=1 << 16)

@@ -1,7 +1,5 @@
 """The index of a worker's texts: what is drafted, how much, and what is forgotten."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from draftmill.decoders.causal.settings import SuffixDrafterSettings
 from draftmill.decoders.causal.suffix_index import Reader, SuffixIndex
 
 
-def index_of(*texts, **settings: Any):
+def index_of(*texts, **settings):
     index = SuffixIndex(SuffixDrafterSettings.model_validate({"kind": "suffix"} | settings, strict=True))
     for text in texts:
         Reader(index).read(text)

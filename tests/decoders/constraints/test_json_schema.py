@@ -4,7 +4,6 @@ import json
 import random
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(TOKENS)
 
 
-def automaton(schema: Any) -> Automaton:
+def automaton(schema) -> Automaton:
     return automaton_of(node_of(schema), vocabulary())
 
 
@@ -61,7 +60,7 @@ def text_of(made: Automaton, left: int, rng: random.Random, *, exactly: bool = F
         state, left, spelled = made.step(state, token), left - 1, spelled + (TOKENS[token] or b"")
 
 
-def check(schema: Any, made: Automaton, rng: random.Random, *, count: int = 4) -> int:
+def check(schema, made: Automaton, rng: random.Random, *, count: int = 4) -> int:
     """Texts of several lengths, the shortest, too; the number of those that there were."""
     validator, least, found = Draft202012Validator(schema, format_checker=CHECKER), int(made.least_S[0]), 0
     for left, exactly in ((least, False), (least, True), (least + 1, True), (least + 9, False), (least + 40, False)):
@@ -80,31 +79,31 @@ class Schemas:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def any(self, depth: int) -> Any:
+    def any(self, depth: int):
         kinds = [self.integer, self.number, self.string, self.string, self.enum, self.constant, self.scalar]
         nested = [self.object, self.object, self.array, self.either, self.one, self.all, self.both_sides, self.negative]
         made = self.rng.choice(kinds if depth <= 0 else [*kinds, *nested, *nested])
         return made(depth)
 
-    def some(self, **choices: Any) -> dict[str, Any]:
+    def some(self, **choices) -> dict:
         return {key: value() for key, value in choices.items() if self.rng.random() < 0.4}
 
-    def scalar(self, depth: int) -> Any:
+    def scalar(self, depth: int):
         return self.rng.choice([{"type": "null"}, {"type": "boolean"}, {"type": ["string", "null"]}, True, {}])
 
-    def integer(self, depth: int) -> Any:
+    def integer(self, depth: int):
         low = self.rng.choice([-30, -1, 0, 7, 99])
         size = self.rng.choice([1, 9, 100, 12345])
         key, other = self.rng.choice([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
         bounds = self.some(**{key: lambda: low, other: lambda: low + size + 3})
         return {"type": "integer"} | bounds | self.some(multipleOf=lambda: self.rng.choice([1, 2, 3]))
 
-    def number(self, depth: int) -> Any:
+    def number(self, depth: int):
         low = self.rng.choice([-2.5, -0.125, 0, 1.75, 10])
         bounds = self.some(minimum=lambda: low, exclusiveMaximum=lambda: low + self.rng.choice([0.5, 3, 17.25]))
         return {"type": "number"} | bounds | self.some(multipleOf=lambda: self.rng.choice([0.5, 0.25]))
 
-    def string(self, depth: int) -> Any:
+    def string(self, depth: int):
         patterns = [
             "cat|dog",
             "^.{3,12}$",
@@ -122,16 +121,16 @@ class Schemas:
         sizes = self.some(minLength=lambda: self.rng.randint(0, 3), maxLength=lambda: self.rng.randint(6, 40))
         return {"type": "string"} | sizes | self.some(pattern=lambda: self.rng.choice(patterns))
 
-    def enum(self, depth: int) -> Any:
+    def enum(self, depth: int):
         values = ["a", "cat", 'x"y\n', 1, 2.5, True, None, {"a": [1, "b"]}, [], -3, "é"]
         return {"enum": self.rng.sample(values, self.rng.randint(1, 5))} | self.some(
             type=lambda: ["string", "number", "null"]
         )
 
-    def constant(self, depth: int) -> Any:
+    def constant(self, depth: int):
         return {"const": self.rng.choice(["a", "\\", 3, 0.5, False, None, {"kind": 1}, [1, 2]])}
 
-    def array(self, depth: int) -> Any:
+    def array(self, depth: int):
         low = self.rng.randint(0, 2)
         if self.rng.random() < 0.2:
             few = {"enum": self.rng.sample(["a", 1, None, True, "b"], 3)}
@@ -147,7 +146,7 @@ class Schemas:
             | (self.some(maxContains=lambda: 1) if "contains" in items else {})
         )
 
-    def object(self, depth: int) -> Any:
+    def object(self, depth: int):
         names = self.rng.sample(KEYS, self.rng.randint(0, 4))
         made = {"type": "object", "properties": {name: self.any(depth - 1) for name in names}}
         return made | self.some(
@@ -160,20 +159,20 @@ class Schemas:
             propertyNames=lambda: {"maxLength": 6},
         )
 
-    def either(self, depth: int) -> Any:
+    def either(self, depth: int):
         return {"anyOf": [self.any(depth - 1) for _ in range(2)]} | self.some(description=lambda: "either")
 
-    def one(self, depth: int) -> Any:
+    def one(self, depth: int):
         if self.rng.random() < 0.5:
             return {"oneOf": [self.any(depth - 1) for _ in range(2)]}
         parts = [{"properties": {"kind": {"const": n}, "v": self.any(depth - 1)}, "required": ["kind"]} for n in "xy"]
         return {"type": "object", "oneOf": parts}
 
-    def all(self, depth: int) -> Any:
+    def all(self, depth: int):
         parts = [{"required": [self.rng.choice(KEYS)]}, {"properties": {"a": self.any(0)}}, {"maxProperties": 3}]
         return {"allOf": [self.object(depth - 1), *self.rng.sample(parts, 2)]}
 
-    def both_sides(self, depth: int) -> Any:
+    def both_sides(self, depth: int):
         given = {"properties": {"a": self.any(0)}, "required": ["a"]}
         return (
             self.object(depth - 1)
@@ -181,7 +180,7 @@ class Schemas:
             | self.some(**{"else": lambda: {"minProperties": 1}})
         )
 
-    def negative(self, depth: int) -> Any:
+    def negative(self, depth: int):
         return {"type": self.rng.choice(["string", "integer", "boolean", "array"]), "not": self.any(depth - 1)}
 
 
@@ -205,7 +204,7 @@ def test_texts_of_generated_schemas_are_valid_at_every_length(seed):
     assert outcomes["spelled"] >= 6, outcomes
 
 
-FOUND: list[tuple[Any, list[str], list[str]]] = [
+FOUND: list[tuple] = [
     ({"type": "string", "pattern": "cat|dog"}, ['"cat"', '"a dog"'], ['"cat', '"cow"']),
     ({"type": "string", "pattern": "^.{3,5}$"}, ['"a\\"b"'], ['"ab"', '"a", "b"']),
     ({"type": "string", "pattern": "^a$|^b$"}, ['"a"', '"b"'], ['"ab"']),
@@ -268,7 +267,7 @@ def test_what_stands_together_holds_together(schema, good, bad):
     check(schema, automaton(schema), random.Random(1))
 
 
-REFUSED: list[tuple[Any, str]] = [
+REFUSED: list[tuple] = [
     ({"enum": []}, "#/enum: "),
     ({"anyOf": []}, "#/anyOf: "),
     ({"type": []}, "#/type: "),
@@ -321,7 +320,7 @@ def test_all_problems_of_a_schema_are_found_at_once():
 
 
 def test_recursion_goes_to_a_depth():
-    node: Any = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
+    node = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
     machine = dfa_of(node_of(node), in_bytes=True)
     assert machine is not None and machine.accepts(b'{"v": 1, "next": {"v": 2, "next": {"v": 3, "next": {"v": 4}}}}')
     assert not machine.accepts(b'{"v": 1, "next": {}}')
@@ -346,7 +345,7 @@ def test_counts_cost_states_and_no_powers():
     ]
     assert sizes[1] < 11 * sizes[0]
     assert automaton_of('"([^"]|""){0,16}"', vocabulary()).num_states < 200
-    lists: Any = {
+    lists = {
         "type": "array",
         "items": {"type": "array", "items": {"type": "string", "maxLength": 9}, "maxItems": 3},
     }
@@ -355,7 +354,7 @@ def test_counts_cost_states_and_no_powers():
 
 def test_an_automaton_beyond_the_limit_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(expressions, "MOST_STATES", 500)
-    schemas: list[Any] = [{"type": "string", "maxLength": 10**9}, {"type": "string", "pattern": "a.{12}$"}]
+    schemas: list = [{"type": "string", "maxLength": 10**9}, {"type": "string", "pattern": "a.{12}$"}]
     for schema in [*schemas, {"type": "object", "maxProperties": 200_000}]:
         with pytest.raises(ValueError, match="more than 500 states"):
             automaton(schema)

@@ -8,7 +8,6 @@ import re
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,12 +40,12 @@ def automaton(expression: str = EXPRESSION, vocab_size: int = VOCAB) -> Automato
     return automaton_of(expression, Vocabulary(SPELLED[:vocab_size]))
 
 
-def matches(tokens: Any, expression: str = EXPRESSION) -> bool:
+def matches(tokens, expression: str = EXPRESSION) -> bool:
     return re.fullmatch(expression, "".join("abc"[token] for token in tokens)) is not None
 
 
 def setup(kind: str, sampling: Sampling, *, rows: int = 1, stops: Stops | None = None) -> Setup:
-    more: dict[str, Any] = {}
+    more: dict = {}
     if kind == "any_subset":
         info = ModelInfo("table", VOCAB, None, None, "any_subset", 0)
         more = {"backbone": copy(tables("any_subset")), "heads": toy_heads(VOCAB)}
@@ -63,7 +62,7 @@ def setup(kind: str, sampling: Sampling, *, rows: int = 1, stops: Stops | None =
 
 
 @cache
-def tables(kind: str) -> Any:
+def tables(kind: str):
     if kind == "any_subset":
         return TableBackbone(vocab_size=VOCAB, num_positions=LENGTH, seed=5)
     return TokenTable(
@@ -93,7 +92,7 @@ def filled(canvas: list[int], fill: tuple[int, ...]) -> list[list[int]]:
 
 CANVASES = {"one hole": [0, HOLE, HOLE, HOLE, HOLE], "two holes": [HOLE, HOLE, 1, HOLE, HOLE], "four": [HOLE] * 4 + [2]}
 SHORT = [[0, HOLE, HOLE, HOLE], [HOLE, HOLE, 1, HOLE]]
-DECODERS: dict[str, dict[str, Any]] = {
+DECODERS: dict[str, dict] = {
     "any_subset": {
         "baseline": decoder_settings("any_subset"),
         "assd": decoder_settings("assd", k=3),
@@ -133,7 +132,7 @@ JUDGING = [
     for kind, name in CASES
     if kind in {"any_subset", "causal", "blocks", "masks"} and name not in {"baseline", "jacobi", "several blocks"}
 ]
-LOSSY: dict[str, list[Any]] = {
+LOSSY: dict[str, list] = {
     "any_subset": [decoder_settings("parallel")],
     "masked": [
         decoder_settings("stepwise", tokens_per_step=3),
@@ -159,7 +158,7 @@ def conditionals(kind: str, canvas: list[int]) -> dict[tuple[int, ...], float]:
                 causal = PlainCausal(copy(tables(kind)), length=LENGTH + 1, sampling=Sampling())
                 log_V = causal.law(tokens)
             else:
-                more: dict[str, Any] = {"sampling": Sampling(), "suppressed": ()}
+                more: dict = {"sampling": Sampling(), "suppressed": ()}
                 plain = PlainModel(copy(tables(kind)), order=order, num_prompt=prompt, **more)
                 log_V = plain.law(plain.hidden(tokens, [(prompt + count, prompt + count)])[0])
             allowed = {other[count] for other in good if other[:count] == fill[:count]}
@@ -223,12 +222,12 @@ def test_coupled_every_decoder_gives_the_texts_of_its_baseline_and_all_match(kin
     assert run(kind, "baseline", free, sampling, rows=7) != expected, "the model does not do it by itself"
 
 
-def run(kind: str, name: str, requests: list[Request], sampling: Sampling, *, rows: int, **more: Any) -> Any:
+def run(kind: str, name: str, requests: list[Request], sampling: Sampling, *, rows: int, **more):
     made = setup(kind, sampling, rows=rows, **more)
     return texts(decode_with(made, DECODERS[kind][name], requests))
 
 
-def decode_with(made: Setup, settings: Any, requests: list[Request]) -> Any:
+def decode_with(made: Setup, settings, requests: list[Request]):
     return run_all(build_decoder(made, settings), requests)
 
 

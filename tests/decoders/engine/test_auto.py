@@ -1,7 +1,5 @@
 """The number of drafts for all slots (`k: auto`), in worlds whose costs and acceptances are known: no clock, no model."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -63,7 +61,7 @@ class World:
         return float(np.mean(lengths))
 
 
-HOPELESS: dict[str, dict[str, Any]] = {
+HOPELESS: dict[str, dict] = {
     "dear rows": {"rates": [0.3] * 64, "per_row": 0.1},
     "dear drafter": {"rates": [0.8] * 16, "drafter": (0.8, 0.03)},
     "wrong drafts": {"rates": [0.02] * 4, "per_row": 0.02},
@@ -78,7 +76,7 @@ def test_where_drafting_does_not_pay_little_is_lost_on_it(case):
     assert auto > 0.975 * plain
 
 
-WORTHWHILE: dict[str, dict[str, Any]] = {
+WORTHWHILE: dict[str, dict] = {
     "one slot": {"rates": [0.8]},
     "cheap rows": {"rates": [0.8] * 16, "per_row": 0.01},
     "rows that are free at first": {"rates": [0.8] * 64, "per_row": 0.02, "free": 200},

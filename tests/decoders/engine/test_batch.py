@@ -1,7 +1,5 @@
 """Asks become the rows that they stand for: against a plain loop over spans, runs and rows. And wrong asks are found."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -40,9 +38,9 @@ class Slot:
         self.slot, self.tokens, self.decided = slot, [0] * 60, 5
 
 
-def packed(asks: list[Ask], layout: Layout = CAUSAL, rule: Rule = Rule()) -> Any:  # noqa: B008
+def packed(asks: list[Ask], layout: Layout = CAUSAL, rule: Rule = Rule()):  # noqa: B008
     """The batch of these asks, whose samples are in the slots from 10 on."""
-    samples: list[Any] = [Slot(10 + index) for index in range(len(asks))]
+    samples: list = [Slot(10 + index) for index in range(len(asks))]
     return pack(samples, asks, SlotTable(Sampling(), 20), layout, rule)
 
 
@@ -113,9 +111,8 @@ def test_queries_are_rows_of_their_own_to_which_runs_refer():
     ask = Ask([7, 8], Span(2, 3, 3, 3), Run(1, 2, 6, TARGET), [NO_DRAFT] * 2, queries=Span(3, 5, 5, lag=1))
     empty = Ask([], (), Run(0, 1, 0, TARGET), [NO_DRAFT], queries=Span(1, 0, 0, lag=1))
     b = packed([ask, empty], layout)
-    assert (
-        b.rows.rank_Q.tolist() == [5, 6, 7, 0] and b.rows.limit_Q.tolist() == [5, 6, 7, 0] and b.rows.shape.some_blind
-    )
+    assert b.rows.rank_Q.tolist() == [5, 6, 7, 0] and b.rows.limit_Q.tolist() == [5, 6, 7, 0]
+    assert b.rows.shape.some_blind
     assert b.rows.owner_Q.tolist() == [0, 0, 0, 1] and b.rows.line_Q.tolist() == [0, 1, 2, 0]
     assert b.draws.row_R.tolist() == [1, 2, 3] and b.num_rows == 6
     assert columns_seen(np.zeros((1, 2), np.int64), b.rows.limit_N[None]) == [{0, 1, 2, 3}, {0, 1, 2, 3, 4}]
@@ -127,11 +124,8 @@ def test_canvases_of_a_sample_are_groups_and_slots_of_their_own_where_nothing_is
         return Ask([HOLE, 1] * len(nodes), spans, (), ())
 
     b = packed([canvases(0, 1), canvases(0), canvases(0)], Layout("masked", keeps=False, by_node=True, mask_id=9))
-    assert (
-        b.rows.slots_G.tolist() == [0, 1, 2, 3]
-        and b.sample_G.tolist() == [0, 0, 1, 2]
-        and b.rows.shape.slots == slice(0, 4)
-    )
+    assert b.rows.slots_G.tolist() == [0, 1, 2, 3] and b.sample_G.tolist() == [0, 0, 1, 2]
+    assert b.rows.shape.slots == slice(0, 4)
     assert b.rows.token_N.tolist() == [9, 1] * 4 and b.rows.owner_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     kept = packed([canvases(0, 1), canvases(0)], Layout("masked", by_node=True, mask_id=9))
     assert kept.rows.slots_G.tolist() == [10, 10, 11] and kept.rows.shape.slots is None
@@ -149,11 +143,8 @@ def test_the_rows_that_judge_are_a_chain_wherever_they_stand():
     b = packed(asks, Layout("blocks"), rule)
     judging = b.draws.by_rejection
     assert b.draws.row_R.tolist() == [4, 2, 0, 10, 11, 15] and judging.owner_R.tolist() == [0, 0, 0, 2, 2, 3]
-    assert (
-        judging.first_B.tolist() == [0, 3, 3, 5]
-        and judging.size_B.tolist() == [2, 0, 0, 1]
-        and judging.row_D.tolist() == [2, 3, 4]
-    )
+    assert judging.first_B.tolist() == [0, 3, 3, 5] and judging.size_B.tolist() == [2, 0, 0, 1]
+    assert judging.row_D.tolist() == [2, 3, 4]
     assert judging.judged_R.tolist() == [1, 1, 0, 0, 0, 0] and not judging.is_sure and judging.any_chain
     assert judging.cell_R.tolist() == [80 + 0, 80 + 4 + 2, 80 + 1, 96 + 0, 96 + 1, 104 + 0]
     assert b.num_verified == 5, "a draft beside a verification waits for the next one"
@@ -236,7 +227,7 @@ def test_drawn_and_certain_drafts_in_one_forward_are_a_mistake():
 
 
 def test_a_forward_without_sampled_rows_runs_no_output_layer(monkeypatch):
-    heard = list[Any]()
+    heard = []
 
     def decode(s: Sample) -> Decoding:
         heard.append((yield Ask(s.tokens[:2], Span(2, 0, 0), (), ())))

@@ -156,10 +156,8 @@ def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monke
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 def test_a_drafting_model_with_nan_costs_drafts_and_no_text(acceptance):
-    backbone, info = (
-        load_backbone(BUILTIN / "ar-tiny", dtype="float32", device="cpu"),
-        inspect_model(BUILTIN / "ar-tiny"),
-    )
+    backbone = load_backbone(BUILTIN / "ar-tiny", dtype="float32", device="cpu")
+    info = inspect_model(BUILTIN / "ar-tiny")
     drafter, drafter_info = broken_model("ar-micro")
     settings = decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"})
     bad, good = request(0, BROKEN - 3, LENGTH, 12), request(1, 200, LENGTH, 12)

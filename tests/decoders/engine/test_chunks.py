@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ def given(name: str) -> list[Request]:
 
 
 @cache
-def whole(name: str, acceptance: str) -> tuple[dict[int, list[Any]], int]:
+def whole(name: str, acceptance: str) -> tuple[dict[int, list], int]:
     """What is said without a budget, and the rows that it takes without common beginnings."""
     decoder = made(name, 4, None, acceptance=acceptance)
     found = said(run_all(decoder, given(name)))
@@ -83,11 +82,11 @@ def test_drafts_that_are_judged_by_their_ratio_are_the_same_bits_too(name):
 def test_scores_of_given_texts_are_the_same_bits(budget):
     backbone, info = model("ar-tiny")
 
-    def scored(prompt_rows: int | None) -> tuple[dict[int, list[Any]], int]:
+    def scored(prompt_rows: int | None) -> tuple[dict[int, list], int]:
         setup = Setup(
             backbone=backbone, info=info, sampling=Sampling(), max_rows=4, max_tokens=1 << 16, prompt_rows=prompt_rows
         )
-        scorer: Any = build_scorer(setup, AR, Estimate())
+        scorer = build_scorer(setup, AR, Estimate())
         outcomes = run_all(scorer, choices(2))
         assert {one.nfe for one in outcomes.values()} == {1}
         return said(outcomes), scorer.stats.useful_rows + scorer.stats.prompt_rows_shared
@@ -95,11 +94,11 @@ def test_scores_of_given_texts_are_the_same_bits(budget):
     assert scored(budget) == scored(None)
 
 
-def watched(decoder: Any, model: int = 0) -> list[list[tuple[int, int, int]]]:
+def watched(decoder, model: int = 0) -> list[list[tuple[int, int, int]]]:
     """Of each forward of a model, its samples: index, rows, and how many tokens were decided before it."""
     seen, start = list[list[tuple[int, int, int]]](), decoder.models[model].start
 
-    def spied(b: Batch, **more: Any) -> Any:
+    def spied(b: Batch, **more):
         rows_B = np.bincount(b.rows.owner_N, minlength=len(b.rows.slots_G)).tolist()
         inside = {sample.slot: sample for sample in decoder.samples}
         some = [inside[slot] for slot in b.rows.slots_G.tolist()]
@@ -201,11 +200,11 @@ def test_the_prompts_of_a_drafting_model_share_one_budget():
 def test_a_window_is_drafted_with_one_wait(monkeypatch):
     seen, start, wait = list[str](), ModelRunner.start, Started.wait
 
-    def started(self: ModelRunner, b: Any, **more: Any) -> Started:
+    def started(self: ModelRunner, b, **more) -> Started:
         seen.append("verify" if self.is_target else "draft")
         return start(self, b, **more)
 
-    def waited(self: Started) -> Any:
+    def waited(self: Started):
         seen.append("read")
         return wait(self)
 
@@ -248,11 +247,11 @@ def begun_before(seen: list[list[tuple[int, int, int]]], forward: list[tuple[int
     return {index for one in seen[:place] for index, _, _ in one} - later
 
 
-def alone(request: Request, name: str = "autoregressive") -> list[Any]:
+def alone(request: Request, name: str = "autoregressive") -> list:
     return said(run_all(made(name, 1, None), [request]))[request.index]
 
 
-def rest_of(decoder: Any) -> dict[int, Outcome]:
+def rest_of(decoder) -> dict[int, Outcome]:
     found = dict[int, Outcome]()
     while decoder.active:
         found |= {outcome.index: outcome for outcome in decoder.step()}
@@ -295,7 +294,7 @@ def test_it_begins_again_after_a_failure_has_cleared_the_slots():
     decoder.step()
     start = decoder.target.start
 
-    def fails(*_: Any, **more: Any) -> Any:
+    def fails(*_, **more):
         raise MemoryError
 
     decoder.target.start = fails
@@ -408,14 +407,14 @@ class Waiting:
 def test_any_line_is_served_in_order_within_the_budget(multiple, scores):
     rng = np.random.default_rng(multiple)
     unit = max(multiple, 1)
-    algorithm: Any = Algorithm(
+    algorithm = Algorithm(
         decode=lambda sample: (_ for _ in ()),
         cut_multiple=multiple,
         scores=scores,
         reusable=lambda sample: sample.prompt if multiple == WHOLE else max(sample.prompt - 1, 0),
     )
     for _ in range(300):
-        line: list[Any] = []
+        line: list = []
         for _ in range(int(rng.integers(1, 6))):
             prompt = int(rng.integers(1, 40))
             cached = 0 if multiple == WHOLE else int(rng.integers(0, prompt)) // unit * unit

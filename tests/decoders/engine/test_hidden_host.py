@@ -1,6 +1,5 @@
 """A forward that starts before the one before it is read: the same texts and counts, and no wait while the device has nothing."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture
-def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def hidden(monkeypatch: pytest.MonkeyPatch):
     """As on a GPU; whether a forward was started between that of each record and its reading."""
     found, launched = list[bool](), list[Running]()
     launch, settle = Engine._launch, Engine._settle

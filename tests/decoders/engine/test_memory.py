@@ -1,7 +1,5 @@
 """Slots within the memory that there is: allocation by need, growth that fails half way, logits in parts, bounded noise."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -31,7 +29,7 @@ class Cached(TokenTable):
 
     cell_bytes, row_bytes = 100, 10
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, **more) -> None:
         super().__init__(vocab_size=VOCAB, num_positions=LENGTH, **more)
         self.shapes: list[tuple[int, int]] = []
 
@@ -49,7 +47,7 @@ class Cached(TokenTable):
         self.shapes.append((num_slots, num_columns))
 
 
-def finish(decoder: Any) -> None:
+def finish(decoder) -> None:
     while decoder.active:
         decoder.step()
 
@@ -86,11 +84,9 @@ def test_an_8b_model_on_an_80_gib_card_gets_the_slots_that_fit_instead_of_69_gb(
     assert 100 < plan.slots // (2048 * cache.cell_bytes) < 256
 
 
-def runner_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 << 20)) -> Any:  # noqa: B008
-    info, backbone = (
-        ModelInfo("table", vocab, None, None, "any_subset", 0),
-        TableBackbone(vocab_size=2, num_positions=2),
-    )
+def runner_of(*, vocab: int = VOCAB, plan: MemoryPlan = MemoryPlan(1 << 20, 1 << 20)):  # noqa: B008
+    info = ModelInfo("table", vocab, None, None, "any_subset", 0)
+    backbone = TableBackbone(vocab_size=2, num_positions=2)
     sampling = Sampling(acceptance="rejection")
     setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=4, max_tokens=100)
     algorithm = Algorithm(decode=iter, window=5, keeps_laws=True)
@@ -193,7 +189,7 @@ def test_a_sample_that_can_not_fit_fails_by_name_and_the_next_one_is_decoded():
 def test_what_is_kept_for_a_draft_counts():
     info = ModelInfo("table", 1000, None, None, "any_subset", 0)
     one, backbone = {}, TableBackbone(vocab_size=3, num_positions=3)
-    acceptances: tuple[Any, ...] = ("coupled", "rejection")
+    acceptances: tuple = ("coupled", "rejection")
     for acceptance in acceptances:
         decoder = engine(
             backbone, info, decoder_settings("assd", k=5), Sampling(acceptance=acceptance), rows=4, max_tokens=100
@@ -218,7 +214,7 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch):
     widths: list[int] = []
     forward = table.forward
 
-    def counted(rows: Any) -> torch.Tensor:
+    def counted(rows) -> torch.Tensor:
         widths.append(len(rows.slots_G))
         return forward(rows)
 
@@ -246,7 +242,7 @@ def test_a_cache_that_runs_out_of_memory_half_way_is_empty_and_can_be_used(faili
     cache, calls = filled(), []
     zeros = torch.Tensor.new_zeros
 
-    def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
+    def refuse(tensor: torch.Tensor, *shape, **more) -> torch.Tensor:
         calls.append(shape)
         if len(calls) == failing + 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -285,7 +281,7 @@ def test_kept_drafts_that_run_out_of_memory_half_way_are_what_they_were(monkeypa
     before = held._states_CD, held._log_q_C
     assert [len(one) for one in before] == [6, 6]
 
-    def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
+    def refuse(tensor: torch.Tensor, *shape, **more) -> torch.Tensor:
         made.append(1)
         if len(made) == 2:
             raise torch.OutOfMemoryError("full")
@@ -323,7 +319,7 @@ def test_a_window_that_is_judged_in_parts_is_judged_the_same(acceptance, tempera
     settings += [decoder_settings("speculative", k=3, drafter={"kind": "ngram"})]
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
 
-    def found(setting: Any) -> Any:
+    def found(setting):
         outcomes = decode(Cached(seed=2), INFO, setting, sampling, requests, rows=6)
         return {i: (o.tokens.tolist(), o.logprob, o.nfe, o.proposed, o.accepted) for i, o in outcomes.items()}
 

@@ -286,11 +286,9 @@ def test_a_slot_that_is_not_finite_is_wiped_and_nothing_is_taken_from_it(name):
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
 def test_a_slot_that_is_not_finite_is_wiped_before_columns_are_copied_into_it(name):
     head, two = pieces(40, 9)
-    first, second, third = (
-        completion(head, np.full(12, HOLE)),
-        completion(two, np.full(12, HOLE), index=1),
-        completion(head, np.full(12, HOLE), index=2),
-    )
+    first = completion(head, np.full(12, HOLE))
+    second = completion(two, np.full(12, HOLE), index=1)
+    third = completion(head, np.full(12, HOLE), index=2)
     (alone,) = said(run_all(decoder_of(name, 1, shares=False), [third])).values()
     decoder = decoder_of(name, 2, shares=True)
     decoder.admit([first])

@@ -3,7 +3,6 @@
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from draftmill.decoders.causal.settings import SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import NeverStops, Stops
 from tests.decoders.causal.jacobi_settings import jacobi, multi
-from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
+from tests.decoders.masked import diffusion_tables, test_ancestral, test_ssd
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import (
@@ -40,7 +39,7 @@ OWN = [
     RowSettings(temperature=0.0, top_p=0.4),
 ]
 JOBS = [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.9, top_k=2, top_p=0.7)]
-CAUSAL: dict[str, Any] = {
+CAUSAL: dict = {
     "autoregressive": decoder_settings("autoregressive"),
     "lookup": decoder_settings("speculative", k=3, drafter={"kind": "ngram", "max_n": 2, "min_n": 1}),
     "model": decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "drafter"}),
@@ -168,7 +167,7 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
     ids=str,
 )
 def test_so_it_is_in_masked_diffusion_models(settings):
-    tables = test_self_speculative
+    tables = test_ssd
 
     def make(sampling, rows):
         info = tables.table_info()
@@ -215,7 +214,7 @@ def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
 
 
 def test_a_masked_row_ends_at_its_own_stop_string():
-    tables = test_self_speculative
+    tables = test_ssd
     requests = toy_prompts(40, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=5)
 
     def decoded(stop, mine):

@@ -135,10 +135,8 @@ def requests_for(model, count, *, length=18, new=7, own=False):
 def setup_for(name, kernels, sampling):
     model, given = (CASES | MASKED | BLOCKS)[name]
     settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
-    backbone, drafter = (
-        loaded(model, kernels.attend, kernels.product),
-        getattr(getattr(settings, "drafter", None), "path", None),
-    )
+    backbone = loaded(model, kernels.attend, kernels.product)
+    drafter = getattr(getattr(settings, "drafter", None), "path", None)
     setup = Setup(
         backbone=backbone,
         info=inspect_model(folder_of(model)),

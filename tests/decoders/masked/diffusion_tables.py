@@ -3,7 +3,6 @@
 import itertools
 from copy import copy
 from functools import cache
-from typing import Any
 
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import DrafterPlace
@@ -20,7 +19,7 @@ def mask_info(*, max_length=None, shift=0, mask_id=MASK, vocab_size=VOCAB + 1):
     return ModelInfo("masked_table", vocab_size, mask_id, max_length, "masked", 0, (mask_id,), shift)
 
 
-def specdiff(gamma, steps=2, **more: Any):
+def specdiff(gamma, steps=2, **more):
     return decoder_settings("specdiff", gamma=gamma, steps=steps, drafter=PLACE, **more)
 
 

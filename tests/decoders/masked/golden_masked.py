@@ -5,7 +5,6 @@ The public code doesn't suppress the mask: its probability is part of every conf
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from draftmill.decoders.common_settings import Sampling
 from tests.decoders.support import engine, run_all
 
 GREEDY = Sampling(temperature=0.0)
-CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
+CACHES: dict = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
 
 
 def cases_of(folder, *groups):

@@ -4,7 +4,6 @@ import itertools
 import math
 from copy import copy
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +63,7 @@ def by_hand(model, canvas, steps, predictor):
     sigma = lambda time: -math.log(1 - (1 - NOISE_EPS) * time)  # noqa: E731
     law = {tuple(canvas): 1.0}
     for step in range(steps + 1):
-        after: dict[Any, float] = {}
+        after: dict = {}
         for held, mass in law.items():
             seen = [MASK if token == HOLE else token for token in held]
             tokens_LV, logits_LV = model.laws(seen).exp(), model.logits(seen)
@@ -146,9 +145,7 @@ def by_chances(monkeypatch, key):
 @pytest.mark.parametrize(
     ("steps", "sampling"), [(1, Sampling()), (2, Sampling()), (2, Sampling(top_p=0.7)), (1, Sampling(top_k=2))], ids=str
 )
-def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
-    predictor, steps, sampling, rows, monkeypatch
-):
+def test_beside_others_the_generator_has_the_law_of_its_steps(predictor, steps, sampling, rows, monkeypatch):
     canvas, others = [HOLE, 1, HOLE], [[HOLE, 2], [HOLE] * 3][: 2 * (rows - 1)]
     requests = [
         Request(index, 900 + index, np.array(one, dtype=np.int32)) for index, one in enumerate([*others, canvas])
@@ -171,7 +168,7 @@ def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
 
 def by_reference(request, settings, sampling):
     key = noise.key_words([request.key])
-    left: dict[Any, Any] = {}
+    left: dict = {}
 
     def strike(position, step, chance):
         if settings.predictor != "ddpm":

@@ -1,7 +1,6 @@
 """What canvases ask on the engine: picks are those of a plain reading; wrong rows, nodes and windows are found."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ GREEDY = Sampling(temperature=0.0)
 
 def engine_of(asked_of):
     """An engine whose samples ask once, for what `asked_of` makes of their canvas, and then reveal all with the token 0."""
-    heard: dict[int, Any] = {}
+    heard: dict = {}
 
     def decoding(s):
         asked = asked_of(s)

@@ -103,10 +103,8 @@ def test_reverse_steps_of_sedd_are_the_public_ones(golden, kind):
     backbone, num_rows = load(golden / "sedd"), 0
     canvas_of = {case["id"]: case for case in cases["score"]}
     for update in (update for update in cases["updates"] if update["kind"] == kind):
-        expected, tokens = (
-            arrays[update["probs_as_sampled"]["array"]],
-            arrays[canvas_of[update["canvas"]]["x"]["array"]],
-        )
+        expected = arrays[update["probs_as_sampled"]["array"]]
+        tokens = arrays[canvas_of[update["canvas"]]["x"]["array"]]
         for row, (canvas, time) in enumerate(zip(tokens, update["t"], strict=True)):
             masked = canvas == MASK
             sigma = total_noise(time)

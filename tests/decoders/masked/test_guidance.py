@@ -7,7 +7,6 @@ mean it, and with one block; greedy, so that no noise has to be the same.
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +85,7 @@ def test_guided_texts_are_those_of_lladas_code_and_take_two_evaluations_a_step(s
 
 
 def test_end_tokens_come_last_if_they_are_suppressed():
-    def run(**more: Any) -> dict[int, list[int]]:
+    def run(**more) -> dict[int, list[int]]:
         settings = decoder_settings("stepwise", block_length=None, **more)
         made = setup(Sampling(temperature=0.0), ends=(END,))
         return texts(run_all(build_decoder(made, settings), requests()))
@@ -103,7 +102,7 @@ def test_end_tokens_come_last_if_they_are_suppressed():
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.9)], ids=str)
 def test_speculation_keeps_guided_texts_and_the_order_of_ends(sampling):
-    more: dict[str, Any] = {"guidance_scale": 1.5, "suppress_end": True, "block_length": 3}
+    more: dict = {"guidance_scale": 1.5, "suppress_end": True, "block_length": 3}
 
     def run(settings: DecoderChoice, rows: int) -> dict[int, list[int]]:
         return texts(run_all(build_decoder(setup(sampling, rows=rows, ends=(END,)), settings), requests()))

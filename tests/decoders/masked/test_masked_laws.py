@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -56,17 +55,17 @@ def request(canvas: list[int], index: int = 0) -> Request:
     return Request(index, 100 + index, np.array(canvas, dtype=np.int32))
 
 
-def law_alone(settings: DecoderChoice, canvas: list[int], *, vocab_size: int = 2, **more: Any) -> Law:
+def law_alone(settings: DecoderChoice, canvas: list[int], *, vocab_size: int = 2, **more) -> Law:
     law = law_of(setup_of(vocab_size, **more), settings, [request(canvas)], 0)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     return law
 
 
-def step(**more: Any) -> StepwiseSettings:
+def step(**more) -> StepwiseSettings:
     return decoder_settings("stepwise", **more)
 
 
-def drafting(**more: Any) -> SelfSpeculativeSettings:
+def drafting(**more) -> SelfSpeculativeSettings:
     return decoder_settings("ssd", **more)
 
 
@@ -188,7 +187,7 @@ def public_law(
     return found
 
 
-PUBLIC: dict[str, tuple[dict[str, Any], Reveal]] = {
+PUBLIC: dict[str, tuple[dict, Reveal]] = {
     "one a step": ({}, lambda sure: 1),
     "in blocks": ({"block_length": 2}, lambda sure: 1),
     "two a step": ({"tokens_per_step": 2}, lambda sure: 2),
@@ -200,9 +199,9 @@ PUBLIC: dict[str, tuple[dict[str, Any], Reveal]] = {
 }
 
 
-def decoder_of(settings: dict[str, Any]) -> DecoderChoice:
+def decoder_of(settings: dict) -> DecoderChoice:
     made = {"threshold": ThresholdSettings, "factor": FactorSettings, "stepwise": StepwiseSettings}
-    whole: dict[str, Any] = {"kind": "stepwise", "block_length": None} | settings
+    whole: dict = {"kind": "stepwise", "block_length": None} | settings
     return made[whole["kind"]](**whole)
 
 
@@ -302,14 +301,14 @@ def test_a_nucleus_that_is_not_cut_is_found(monkeypatch):
         law_alone(step(), [-1, 1, 0, -1], vocab_size=3, sampling=Sampling(top_p=0.4))
 
 
-CUT_SSD: list[tuple[dict[str, Any], dict[str, Any], Sampling]] = [
+CUT_SSD: list[tuple[dict, dict, Sampling]] = [
     ({"block_length": None}, {"draft_length": 2}, CUTS["top-p"]),
     ({"block_length": 2, "cache": "dual_strict", "refresh": 3}, {"draft_length": 2, "tree": "mixed"}, CUTS["top-p"]),
     ({"block_length": 2, "confidence": "random"}, {"draft_length": 2}, SAMPLED),
     ({"block_length": None, "confidence": "random"}, {"draft_length": 1}, CUTS["top-p"]),
 ]
 # Where a position keeps its noise there are fewer branches, and canvases may be larger.
-CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+CASES: list[tuple[dict, dict]] = [
     ({"block_length": None}, {"draft_length": 2}),
     ({"block_length": 2, "draws": "kept"}, {"draft_length": 3}),
     ({"block_length": 2, "confidence": "margin"}, {"draft_length": 1}),

@@ -5,7 +5,6 @@ import math
 import statistics
 from dataclasses import replace
 from math import comb
-from typing import Any
 
 import numpy as np
 import pytest
@@ -100,7 +99,7 @@ def test_every_forward_is_full_while_canvases_are_left():
     requests = [text(LENGTH, range(index % LENGTH + 1), index=index) for index in range(20)]
     scorer = scorer_for(drafter(), mask_info(), LLADA, rows=8, samples=16)
     total, queue = sum(min(2 ** len(one.scored) - 1, 16) for one in requests), list(requests)
-    done: dict[int, Any] = {}
+    done: dict = {}
     while queue or scorer.active:
         while queue and scorer.room(len(queue[0].canvas)):
             scorer.admit([queue.pop(0)])

@@ -1,7 +1,5 @@
 """`ssd` with `cache: dual_relaxed`: drafts continue where the cache would be rebuilt, and its text is no longer stepwise's."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -21,7 +19,7 @@ def info(shift=0):
     return ModelInfo("table", 4, MASK, None, "masked", 0, (MASK,), shift)
 
 
-def ssd(cache="dual_relaxed", **more: Any):
+def ssd(cache="dual_relaxed", **more):
     return decoder_settings("ssd", cache=cache, **more)
 
 
@@ -118,7 +116,7 @@ def test_drafts_are_judged_by_the_cache_of_their_round(block_length, refresh, sh
     crossed = 0
     for draft_length in (1, 3, 6):
         model = TokenTable(vocab_size=4, num_positions=LENGTH, seed=draft_length, spread=1.0)
-        life: dict[str, Any] = {"block_length": block_length, "refresh": refresh, "draft_length": draft_length}
+        life: dict = {"block_length": block_length, "refresh": refresh, "draft_length": draft_length}
         requests = requests_of(12, seed=draft_length)
         outcomes = decode(model, info(shift), ssd(**life), GREEDY, requests, rows=5)
         for request in requests:

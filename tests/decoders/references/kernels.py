@@ -32,42 +32,45 @@ def rows_of_pool(layer_2SKWd: Tensor, seen: Seen) -> tuple[Tensor, Seen]:
     return cells_2NKWd, replace(seen, slot_N=row_N, positions_SW=positions_NW)
 
 
-def attend(
-    query_NHd: Tensor,
-    layer_2SKWd: Tensor,
-    seen: Seen,
-    *,
-    scaling: float,
-    window: int | None = None,
-    relative_NHP: Tensor | None = None,
-    cap: float | None = None,
-    sink_H: Tensor | None = None,
-) -> Tensor:
+def attend(query_NHd: Tensor, layer_2SKWd: Tensor, seen: Seen, *, scaling: float, **more) -> Tensor:
     """Mix the values of the columns that each row sees by the softmax of its scores, [N, H, d]; sums are in float32 or better.
     A score is scaling x (query . key); with `cap`, cap x tanh(that / cap). With `relative_NHP` the row's number for the distance
     of the two positions is added, as it is: position of the row - position of the column + P / 2, cut to 0 .. P - 1. A head's
     sink is one more score, of a place that every row sees and that holds nothing. A row that sees nothing gets zeros."""
     layer_2SKWd, seen = rows_of_pool(layer_2SKWd, seen)
-    num_columns = layer_2SKWd.shape[3]
     group = query_NHd.shape[1] // layer_2SKWd.shape[2]
     wide = torch.promote_types(query_NHd.dtype, torch.float32)
     key_NHWd, value_NHWd = layer_2SKWd[:, seen.slot_N].to(wide).repeat_interleave(group, 2)
     score_NHW = (key_NHWd @ query_NHd.to(wide).unsqueeze(3)).squeeze(3) * scaling
+    weight_NHW = weights_of(score_NHW, seen, **more)
+    return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
+
+
+def weights_of(
+    score_NHW: Tensor,
+    seen: Seen,
+    *,
+    window: int | None = None,
+    relative_NHP: Tensor | None = None,
+    cap: float | None = None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
+    """What each row weighs the columns with, by its scaled scores for all of them, [N, H, W]."""
+    num_heads, num_columns = score_NHW.shape[1:]
     if cap is not None:
         score_NHW = cap * (score_NHW / cap).tanh()
     if relative_NHP is not None:
         assert seen.position_N is not None and seen.positions_SW is not None, "relative scores read positions"
         distance_NW = seen.position_N.unsqueeze(1) - seen.positions_SW[seen.slot_N, :num_columns]
-        num_heads, num_distances = relative_NHP.shape[1:]
+        num_distances = relative_NHP.shape[2]
         place_N1W = (distance_NW + num_distances // 2).clamp(0, num_distances - 1).unsqueeze(1)
-        score_NHW += relative_NHP.to(wide).gather(2, place_N1W.expand(-1, num_heads, -1))
+        score_NHW = score_NHW + relative_NHP.to(score_NHW.dtype).gather(2, place_N1W.expand(-1, num_heads, -1))
     hidden_N1W = ~seen.visible_NW(num_columns, window).unsqueeze(1)
     score_NHW = score_NHW.masked_fill(hidden_N1W, -torch.inf)
     if sink_H is not None:
-        sink_NH1 = sink_H.to(wide)[:, None].expand(len(score_NHW), -1, 1)
+        sink_NH1 = sink_H.to(score_NHW.dtype)[:, None].expand(len(score_NHW), -1, 1)
         score_NHW = torch.cat([score_NHW, sink_NH1], 2)
-    weight_NHW = score_NHW.softmax(2)[:, :, :num_columns].masked_fill(hidden_N1W, 0.0)
-    return (weight_NHW.unsqueeze(2) @ value_NHWd).squeeze(2).to(query_NHd.dtype)
+    return score_NHW.softmax(2)[:, :, :num_columns].masked_fill(hidden_N1W, 0.0)
 
 
 def add_norm(states_PD: Tensor, added_PD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:

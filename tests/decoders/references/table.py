@@ -7,8 +7,6 @@ logits themselves, so draft heads of the same width work on it.
 Legend: as in backbones/base.py; P positions.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -61,7 +59,17 @@ class Table(Toy):
         self.table_PXV = table.to(self.device)
         embedding = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64)
         self.embedding_VD = embedding.to(self.device)
-        self.tokens_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        # Of a column: the token, and the position that it is of, or the position of that rank.
+        self.tokens_SW, self.positions_SW = torch.zeros(2, 0, 0, dtype=torch.int64, device=self.device)
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        """Make room; new cells hold junk on purpose, so that reads of dead columns are detected."""
+        rows, columns = self.tokens_SW.shape
+        shape = (max(num_slots, rows), max(num_columns, columns))
+        tokens = torch.randint(0, self.vocab_size, shape, device=self.device)
+        positions = torch.randint(0, self.num_positions, shape, device=self.device)
+        tokens[:rows, :columns], positions[:rows, :columns] = self.tokens_SW, self.positions_SW
+        self.tokens_SW, self.positions_SW = tokens, positions
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Hidden states are logits; a copy, since ids are suppressed in place."""
@@ -75,23 +83,10 @@ class Table(Toy):
 class TableBackbone(Table):
     """p(x_i | any set of other tokens)."""
 
-    def __init__(self, **more: Any) -> None:
-        super().__init__(**more)
-        self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
-
-    def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room; new cells hold junk on purpose, so that reads of dead columns are detected."""
-        shape = (max(num_slots, self.tokens_SW.shape[0]), max(num_columns, self.tokens_SW.shape[1]))
-        tokens = torch.randint(0, self.vocab_size, shape, device=self.device)
-        order = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        rows, columns = self.tokens_SW.shape
-        tokens[:rows, :columns], order[:rows, :columns] = self.tokens_SW, self.order_SW
-        self.tokens_SW, self.order_SW = tokens, order
-
     def set_order(self, slot: int, order_L: Tensor) -> None:
         if len(order_L) > self.num_positions:
             raise ValueError(f"canvas length {len(order_L)} exceeds the table's {self.num_positions} positions")
-        self.order_SW[slot, : len(order_L)] = order_L
+        self.positions_SW[slot, : len(order_L)] = order_L
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         self.tokens_SW[target, :num_columns] = self.tokens_SW[source, :num_columns]
@@ -101,11 +96,11 @@ class TableBackbone(Table):
         self.tokens_SW[rows.slots_G[rows.owner_N], rows.column_N] = rows.token_N
         self.num_rows_computed = len(rows.token_N) + rows.shape.num_slots * rows.shape.num_queries
         slot_Q = rows.slots_G[rows.owner_Q]
-        position_Q = self.order_SW[slot_Q, rows.rank_Q]
+        position_Q = self.positions_SW[slot_Q, rows.rank_Q]
         return self.table_PXV[position_Q, self._context(slot_Q, rows.limit_Q)]
 
     def _context(self, slot_Q: Tensor, limit_Q: Tensor) -> Tensor:
-        weights_QW = (self.vocab_size + 1) ** self.order_SW[slot_Q]
+        weights_QW = (self.vocab_size + 1) ** self.positions_SW[slot_Q]
         digits_QW = self.tokens_SW[slot_Q] - self.vocab_size
         seen_QW = torch.arange(digits_QW.shape[1], device=self.device) < limit_Q.unsqueeze(1)
         empty = (self.vocab_size + 1) ** self.num_positions - 1

@@ -6,8 +6,6 @@ decoder that reads a wrong context, a dead column or two candidates for one posi
 Legend: as in backbones/base.py; P positions, X contexts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,18 +16,8 @@ from tests.decoders.references.table import Table
 class TokenTable(Table):
     """p(next | position of the row, set of visible (position, token))."""
 
-    def __init__(self, *, vocab_size: int = 3, num_positions: int = 6, **more: Any) -> None:
+    def __init__(self, *, vocab_size: int = 3, num_positions: int = 6, **more) -> None:
         super().__init__(vocab_size=vocab_size, num_positions=num_positions, **more)
-        self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
-
-    def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room; new cells hold junk on purpose, so that reads of dead columns are detected."""
-        shape = (max(num_slots, self.tokens_SW.shape[0]), max(num_columns, self.tokens_SW.shape[1]))
-        tokens = torch.randint(0, self.vocab_size, shape, device=self.device)
-        positions = torch.randint(0, self.num_positions, shape, device=self.device)
-        rows, columns = self.tokens_SW.shape
-        tokens[:rows, :columns], positions[:rows, :columns] = self.tokens_SW, self.positions_SW
-        self.tokens_SW, self.positions_SW = tokens, positions
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of a slot."""
@@ -37,7 +25,6 @@ class TokenTable(Table):
             held_SW[target, :num_columns] = held_SW[source, :num_columns]
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy columns."""
         for held_SW in (self.tokens_SW, self.positions_SW):
             held_SW[slots_R, to_R] = held_SW[slots_R, from_R]
 
@@ -54,11 +41,16 @@ class TokenTable(Table):
         return self.table_PXV[rows.position_N, self._context(slots, seen_NW)]
 
     def _context(self, slots_N: Tensor, visible_NW: Tensor) -> Tensor:
+        positions_NW, tokens_NW = self._seen(slots_N, visible_NW)
+        weights_NW = (self.vocab_size + 1) ** positions_NW
+        empty = (self.vocab_size + 1) ** self.num_positions - 1
+        return empty + ((tokens_NW - self.vocab_size) * weights_NW * visible_NW).sum(-1)
+
+    def _seen(self, slots_N: Tensor, visible_NW: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions and tokens of the columns of each row's slot, of which it sees one for a position at most."""
         width = visible_NW.shape[1]
         positions_NW, tokens_NW = self.positions_SW[slots_N, :width], self.tokens_SW[slots_N, :width]
         held_NP = torch.zeros(len(slots_N), self.num_positions, dtype=torch.int64, device=self.device)
         held_NP.scatter_add_(1, positions_NW, visible_NW.to(torch.int64))
         assert int(held_NP.max()) <= 1, "a row sees two columns of one position"
-        weights_NW = (self.vocab_size + 1) ** positions_NW
-        empty = (self.vocab_size + 1) ** self.num_positions - 1
-        return empty + ((tokens_NW - self.vocab_size) * weights_NW * visible_NW).sum(-1)
+        return positions_NW, tokens_NW

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,10 +23,10 @@ from tests.jobs.specs import completion
 START = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
 FILE = InputFile(uri="/in/rows.jsonl", name="rows.jsonl", size=10, etag=None, mtime_s=1.0, format="jsonl", sha256="aa")
 
-Row = dict[str, Any]
+Row = dict
 
 
-def row(number: int, **values: Any) -> Row:
+def row(number: int, **values) -> Row:
     """One ok row: four tokens in four forwards, unless `values` say otherwise."""
     usual = {
         "id": f"row {number}",
@@ -62,19 +61,19 @@ def row(number: int, **values: Any) -> Row:
     return usual | values
 
 
-def failed(number: int, kind: str = "too_long", **values: Any) -> Row:
+def failed(number: int, kind: str = "too_long", **values) -> Row:
     kept = {name: row(number)[name] for name in ("id", "unit", "pass", "attempt", "decoder", "model", "sample")}
     reason = {"status": "failed", "error_kind": kind, "error_stage": "plan", "error": f"row {number} is {kind}"}
     return kept | reason | {"new_tokens": 0} | values
 
 
-def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, **changes: Any) -> Path:
+def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, **changes) -> Path:
     """A finished run of these rows; `changes` are sections of its spec."""
     fill_store(open_store(str(place)), rows, units=units, **changes)
     return place
 
 
-def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: Any) -> None:
+def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes) -> None:
     """The same in any store."""
     spec = check_spec(completion(name=store.url.rpartition("/")[2]) | changes)
     results = spec.results_key() | {"schema_version": SCHEMA_VERSION}
@@ -111,7 +110,7 @@ def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: 
     write_manifest(store, done, fingerprint=fingerprint, units=units, rows=len(rows))
 
 
-def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2, kind: str = "made up") -> None:
+def write_metrics(place: Path, values: Mapping, *, units: int = 2, kind: str = "made up") -> None:
     """Metrics files of such a run: for each metric of this kind a value per row."""
     store = open_store(str(place))
     fingerprint = json.loads(store.get("_plan.json"))["fingerprint"]
@@ -129,7 +128,7 @@ def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2, kin
         start += rows.num_rows
 
 
-def write_sweep(place: Path, cases: Mapping[str, Sequence[Row]], **changes: Mapping[str, Any]) -> Path:
+def write_sweep(place: Path, cases: Mapping[str, Sequence[Row]], **changes: Mapping) -> Path:
     """A sweep's directory with a finished run for each case; `changes` are the sections of a case's spec."""
     for name, rows in cases.items():
         write_run(place / "cases" / name, rows, **changes.get(name, {}))

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -25,7 +24,7 @@ OPENING, BY_LABEL = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory):
     """runs/a and runs/b: 30 rows with a label, two of which fail, by two decoders, and metrics of both."""
     place = tmp_path_factory.mktemp("analysis")
     rng = random.Random(0)
@@ -50,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def rows(folder: Path, run: str) -> list[dict[str, Any]]:
+def rows(folder, run: str) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     tables = [pq.read_table(path) for path in sorted((folder / "runs" / run / "data").glob("*.parquet"))]
@@ -61,11 +60,11 @@ def rows(folder: Path, run: str) -> list[dict[str, Any]]:
     return [row | {name: by_id[row["id"]][name] for name in ("exact_match", "rougeL")} for row in found]
 
 
-def good(folder: Path, run: str) -> list[dict[str, Any]]:
+def good(folder, run: str) -> list[dict[str, Any]]:
     return [row for row in rows(folder, run) if row["status"] == "ok"]
 
 
-def sql(folder: Path, query: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def sql(folder, query: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.chdir(folder)
     relation: Any = duckdb.sql(query)
     found: list[dict[str, Any]] = relation.to_arrow_table().to_pylist()

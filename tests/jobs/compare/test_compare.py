@@ -4,8 +4,6 @@ import json
 import random
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +17,13 @@ from tests.jobs.compare.made_runs import failed, fill_store, row, write_metrics,
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 
-def compared(capsys: pytest.CaptureFixture[str], *places: Path) -> dict[str, Any]:
+def compared(capsys: pytest.CaptureFixture[str], *places) -> dict:
     assert main(["compare", *map(str, places), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict = json.loads(capsys.readouterr().out)
     return found
 
 
-def numbers(count: int, seed: int) -> list[dict[str, Any]]:
+def numbers(count: int, seed: int) -> list[dict]:
     """Rows with random counts; texts of even rows depend on the seed."""
     rng = random.Random(seed)
     rows = []
@@ -137,7 +135,7 @@ def test_several_samples_of_a_row_are_one_observation(tmp_path, capsys):
     assert "Rows have several samples" in capsys.readouterr().out
 
 
-def paired_runs(folder: Path, *, rows: int, samples: int) -> tuple[Path, Path]:
+def paired_runs(folder, *, rows: int, samples: int) -> tuple:
     """Two runs with a metric whose pairs have much in common, and one that says nothing."""
     rng = np.random.default_rng(1)
     entries = [
@@ -181,9 +179,8 @@ def test_two_runs_plan_the_size_of_the_next(tmp_path, capsys):
     assert metrics["same"]["sizes"]["lacking"] == "the differences do not vary"
     assert main(["compare", str(a), str(b), "--plan", "0.1"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "width 0.1" in printed and f"{sizes['rows']['1']:,} of 1 sample, {sizes['rows']['3']:,} of 3 samples" in printed
-    )
+    assert "width 0.1" in printed
+    assert f"{sizes['rows']['1']:,} of 1 sample, {sizes['rows']['3']:,} of 3 samples" in printed
 
 
 def test_a_pilot_that_can_not_plan_is_refused(tmp_path, capsys):
@@ -205,9 +202,9 @@ def test_a_pilot_that_can_not_plan_is_refused(tmp_path, capsys):
 
 
 def test_scored_texts_are_compared_by_their_scores(tmp_path, capsys):
-    task: dict[str, Any] = {"task": {"kind": "score"}}
+    task: dict = {"task": {"kind": "score"}}
 
-    def scored(shift: float) -> list[dict[str, Any]]:
+    def scored(shift: float) -> list[dict]:
         return [
             row(n, logprob=-n - shift, is_greedy=n % 2 == 0, metrics={"bits_per_byte": n + shift}) for n in range(30)
         ]
@@ -342,7 +339,7 @@ def test_runs_without_a_single_good_sample_are_no_error(tmp_path, capsys, form):
 
 def test_real_runs_of_two_decoders_have_equal_texts(tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", 24)
-    specs: dict[str, dict[str, Any]] = {
+    specs: dict[str, dict] = {
         "sequential": {"decoder": {"kind": "any_subset"}},
         "drafted": {"decoder": {"kind": "assd", "k": 3}},
         "seed 7": {"decoder": {"kind": "any_subset"}, "seed": 7},

@@ -7,10 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,11 +31,12 @@ from draftmill.jobs.drive.totals import Totals
 from draftmill.storage.stores.store import Place, open_store
 from tests.conftest import ROOT
 from tests.jobs.compare.made_runs import START, failed, row, write_metrics, write_run, write_sweep
-from tests.jobs.drive.test_cost import Hand, log_in
+from tests.jobs.compare.pages import Page
+from tests.jobs.drive.test_metrics import Hand, log_in
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 
-def drafted(count: int, seed: int, **values: Any) -> list[dict[str, Any]]:
+def drafted(count: int, seed: int, **values) -> list[dict]:
     """Rows of a decoder that drafts: iterations commit one to three tokens."""
     rng = random.Random(seed)
     rows = []
@@ -51,42 +49,13 @@ def drafted(count: int, seed: int, **values: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def written(place: Path, out: Path, *options: str) -> str:
+def written(place, out, *options: str) -> str:
     assert main(["report", str(place), "--out", str(out), *options]) == 0
     return out.read_text()
 
 
-class Page(HTMLParser):
-    """What a page has: tags with attributes, and its text outside of style."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in {"meta"} and tag not in {"use", "path", "rect"}:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.open:
-            while self.open.pop() != tag:
-                pass
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sweep(tmp_path_factory: pytest.TempPathFactory):
     """Three cases with metrics; one has failed rows and many samples."""
     cases = {
         "plain": [row(number) for number in range(40)],
@@ -106,7 +75,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sweep_page(sweep: Path) -> str:
+def sweep_page(sweep) -> str:
     return written(sweep, sweep.parent / "sweep.html")
 
 
@@ -235,7 +204,7 @@ GRID = {
 
 
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grid(tmp_path_factory: pytest.TempPathFactory):
     place = tmp_path_factory.mktemp("grid") / "sweep"
     rows = {name: drafted(30, 1 + (number % 2)) for number, name in enumerate(GRID)}
     write_sweep(place, rows, **{name: spec for name, (_, spec) in GRID.items()})
@@ -385,7 +354,7 @@ def test_a_report_on_a_real_run(tmp_path):
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
 
 
-def spend(place: Path) -> None:
+def spend(place) -> None:
     """The record of a session with 2.5 worker hours: 2 of decoding, a quarter each of loading and idle time."""
     store, clock = open_store(str(place)), Hand()
     totals = Totals(units=1, rows=1, clock=clock)

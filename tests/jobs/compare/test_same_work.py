@@ -1,7 +1,5 @@
 """Which runs may be compared: those of the same inputs, task and canvases, whatever decoded them."""
 
-from typing import Any
-
 import pytest
 
 from draftmill.jobs.compare.runs import check_same_work
@@ -23,7 +21,7 @@ HIDDEN = SCORE | {"task": {"kind": "score", "mask": {"kind": "lines"}}}
 LINES = RANDOM | {"task": {"kind": "infill", "mask": {"kind": "lines"}}}
 
 
-def plan(base: dict[str, Any], *, files: str = "aa", tokenizer: str = "t", **changes: Any) -> Plan:
+def plan(base: dict, *, files: str = "aa", tokenizer: str = "t", **changes) -> Plan:
     spec = check_spec({"input": {"path": "rows.jsonl"}, "output": {"path": "run"}} | base | changes)
     file = InputFile(**{name: getattr(FILE, name) for name in InputFile.__slots__} | {"sha256": files})
     results = spec.results_key()
@@ -32,7 +30,7 @@ def plan(base: dict[str, Any], *, files: str = "aa", tokenizer: str = "t", **cha
     return Plan("f", "1", spec, results, (file,), PlanTotals(1, 1, 1, 1), [], open_store("memory://same"))
 
 
-SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SAME: dict[str, tuple[dict, dict]] = {
     "another decoder": (COMPLETE, {"decoder": {"kind": "speculative"}}),
     "another model": (COMPLETE, {"model": {"path": "builtin:ar-micro"}}),
     "another tokenizer for the same prompts": (COMPLETE, {"tokenizer": "u"}),
@@ -62,7 +60,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
-OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+OTHER: dict[str, tuple[dict, dict]] = {
     "task.max_new_tokens": (COMPLETE, {"task": {"kind": "complete", "max_new_tokens": 5}}),
     "task.stop": (COMPLETE, {"task": {"kind": "complete", "stop": ["x"]}}),
     "task.mask.rate": (RANDOM, {"task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.3}}}),

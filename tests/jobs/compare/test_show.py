@@ -1,9 +1,7 @@
 """`draftmill show`: pieces join to the result's text, marks and colours name what the model wrote, and a page holds it all."""
 
 import json
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,18 +10,19 @@ from draftmill.jobs.cli import main
 from draftmill.jobs.compare.show import SampleReplay, ShownRow, chosen_rows
 from draftmill.jobs.results.passes import passes_of
 from draftmill.storage.stores.store import open_store
+from tests.jobs.compare.pages import Page
 from tests.jobs.test_api import MODEL, job_of
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "import os\n\nprint('café \u2603')\n", "for x in y:\n    x += 1\n"]
 HOLES = {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}}
-ROWS: list[dict[str, Any]] = [
+ROWS: list[dict] = [
     {"id": "good", "prompt": "def is_prime(n):", "level": "<easy>"},
     {"id": "long", "prompt": "x = 1\n" * 2000, "level": "hard"},
     {"id": "odd", "prompt": "print('\x1b[31m<b>é')\n", "level": None},
 ]
 
 
-def infill_of(folder: Path, **changes: Any) -> Path:
+def infill_of(folder: Path, **changes) -> Path:
     """A finished run over TEXTS with a trace; returns its directory."""
     rows = [{"id": str(number), "text": text} for number, text in enumerate(TEXTS)]
     spec = job_of(folder, rows, task=HOLES, model={"path": "builtin:asarm-tiny", "device": "cpu"})
@@ -155,36 +154,6 @@ def test_token_ids_are_shown_without_a_tokenizer(tmp_path):
     spec["input"] = {"path": str(tmp_path / "rows.jsonl"), "columns": {"id": "id", "tokens": "tokens"}}
     [row], _ = shown(Path(draftmill.run(spec, local=True).path))
     assert [piece.text.split() for piece in row.pieces] == [["40", "41", "42"], list(map(str, row.row["tokens"]))]
-
-
-class Page(HTMLParser):
-    """What a page holds: its articles' texts, its marks with their forwards, and all addresses."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.articles: list[str] = []
-        self.marks: list[tuple[str | None, str]] = []
-        self.addresses: list[str] = []
-        self._open: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._open.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in {"src", "href", "action"}]
-        if tag == "article":
-            self.articles.append("")
-        if tag == "mark":
-            self.marks.append((dict(attrs).get("data-f"), ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if "article" in self._open:
-            self.articles[-1] += data
-            if self._open[-1] == "mark":
-                self.marks[-1] = (self.marks[-1][0], self.marks[-1][1] + data)
 
 
 def test_a_page_has_every_row_with_its_marks_and_no_addresses(infilled, tmp_path, capsys):

@@ -5,7 +5,6 @@ import decimal
 import gzip
 import json
 import string
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -76,7 +75,7 @@ def damaged(draw: st.DrawFn, data: bytes, damage: str) -> bytes:
 
 # ---- rows
 
-GOOD: dict[str, Any] = {
+GOOD: dict = {
     "text": "x = <mask:2>\nb. c. d",
     "prompt": "p",
     "completion": "c",
@@ -133,7 +132,7 @@ def bad_lines(draw: st.DrawFn) -> bytes:
 
 SMALL = st.integers(0, 9)
 NANOS = st.integers(-(2**63), 2**63 - 1)
-COLUMNS: tuple[tuple[st.SearchStrategy[Any], pa.DataType], ...] = (
+COLUMNS: tuple[tuple[st.SearchStrategy, pa.DataType], ...] = (
     (st.none(), pa.null()),
     (st.sampled_from(["x = <mask:2>", "é" * 50, ""]), pa.string()),
     (st.just("x"), pa.large_string()),

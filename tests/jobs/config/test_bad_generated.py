@@ -5,11 +5,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -48,7 +45,7 @@ def times(count: int) -> settings:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory):
     """A folder with rows, in which the process stands for the time of the tests: relative paths lead nowhere else."""
     folder = tmp_path_factory.mktemp("bad")
     lines = [json.dumps({"id": f"row-{number}", "tokens": [7, None, 8, 9]}) for number in range(4)]
@@ -89,7 +86,7 @@ def test_a_generated_job_is_planned_or_exits_with_2(folder, text):
     assert code == 4 or not (folder / "run").exists(), "a job that is refused leaves nothing"
 
 
-TASKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+TASKS: dict[str, tuple[dict, dict[str, str]]] = {
     "random": ({"kind": "infill", "mask": {"kind": "random", "rate": 0.5}}, {}),
     "marker": ({"kind": "infill", "mask": {"kind": "marker"}}, {}),
     "between": ({"kind": "infill", "mask": {"kind": "marker"}}, {"prefix": "prefix", "suffix": "suffix"}),
@@ -105,7 +102,7 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
-def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
+def task_of(name: str, path) -> tuple[JobSpec, Maker]:
     task, columns = TASKS[name]
     decoder = {"kind": "assd" if task["kind"] == "infill" else "autoregressive"}
     parts = {"task": task, "decoder": decoder, "model": {"path": "m"}, "output": {"path": "out"}}
@@ -115,13 +112,13 @@ def task_of(name: str, path: Path) -> tuple[JobSpec, Maker]:
     return spec, maker_for(spec.recipe(), Tokenizer(byte_level()._core, chat=chat), model_info())
 
 
-def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict[str, Any]]:
+def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict]:
     recipe = spec.recipe()
     tables = check_survey(survey(recipe, maker, files), spec, recipe, files)
     return [row for table in tables for row in table.to_pylist()]
 
 
-def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[str, Any]]) -> None:
+def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict]) -> None:
     """What a worker finds in each row: an error of the row's own, and what the plan found."""
     places = [(row["row"], row["offset"]) for row in plan]
     rows = list(read_rows(file, places, columns=spec.input.columns.to_read(spec.task)))
@@ -136,7 +133,7 @@ def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict[s
         assert same or entry["error_kind"] in {"bad_row", "missing_column"}, (entry, found)
 
 
-def canvas(spec: JobSpec, maker: Maker, values: dict[str, Any]) -> object:
+def canvas(spec: JobSpec, maker: Maker, values: dict) -> object:
     return maker.make(values, row_key(values, spec.input.columns, job_seed=0, sample_id="x"))
 
 
@@ -174,7 +171,7 @@ def test_a_generated_text_file_is_rows_or_a_clear_error(folder, task, file):
     check_file(folder, task, *file)
 
 
-def check_file(folder: Path, task: str, name: str, data: bytes) -> None:
+def check_file(folder, task: str, name: str, data: bytes) -> None:
     place = folder / "files"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()

@@ -4,8 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
@@ -16,25 +14,25 @@ from draftmill.storage.stores.store import open_store
 from tests.jobs.specs import infilling
 from tests.runs.local_pool import without_ray
 
-Change = Callable[[dict[str, Any], Path], None]
+Change = Callable[[dict, Path], None]
 
 GOOD_ROWS = [{"id": f"good-{number}", "text": f"x = {number}\n"} for number in range(4)]
 
 
-def job(folder: Path) -> dict[str, Any]:
+def job(folder: Path) -> dict:
     """A spec that runs: four rows, a tiny model, one worker."""
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in GOOD_ROWS))
     return infilling(folder, workers={"count": 1})
 
 
-def run(spec: dict[str, Any], folder: Path, command: str = "run") -> int:
+def run(spec: dict, folder: Path, command: str = "run") -> int:
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(spec))
     return main([command, str(file), *(["--quiet"] if command == "run" else [])])
 
 
-def setting(dotted: str, value: Any) -> Change:
-    def change(spec: dict[str, Any], folder: Path) -> None:
+def setting(dotted: str, value) -> Change:
+    def change(spec: dict, folder: Path) -> None:
         *sections, name = dotted.split(".")
         for section in sections:
             spec = spec.setdefault(section, {})
@@ -44,18 +42,18 @@ def setting(dotted: str, value: Any) -> Change:
 
 
 def rows(*lines: str) -> Change:
-    def change(spec: dict[str, Any], folder: Path) -> None:
+    def change(spec: dict, folder: Path) -> None:
         (folder / "rows.jsonl").write_text("\n".join(lines))
 
     return change
 
 
-def unwritable(spec: dict[str, Any], folder: Path) -> None:
+def unwritable(spec: dict, folder: Path) -> None:
     (folder / "file").write_text("not a folder")
     spec["output"]["path"] = str(folder / "file" / "run")
 
 
-def damaged_weights(spec: dict[str, Any], folder: Path) -> None:
+def damaged_weights(spec: dict, folder: Path) -> None:
     golden = Path(__file__).parents[2] / "data" / "xlnet_asarm"
     shutil.copy(golden / "config.json", folder)
     (folder / "model.safetensors").write_bytes((golden / "model.safetensors").read_bytes()[:5000])
@@ -64,7 +62,7 @@ def damaged_weights(spec: dict[str, Any], folder: Path) -> None:
     spec["task"]["mask"] = {"kind": "given"}
 
 
-def completing(spec: dict[str, Any], folder: Path) -> None:
+def completing(spec: dict, folder: Path) -> None:
     spec |= {"task": {"kind": "complete"}, "decoder": {"kind": "autoregressive"}}
 
 
@@ -112,9 +110,7 @@ GOOD_LINES = [b'{"id": "good-1", "text": "x = <mask:2>\\n"}', b'{"id": "good-2",
 
 
 @pytest.fixture(scope="module")
-def outcome(
-    tmp_path_factory: pytest.TempPathFactory, ray_session: ModuleType
-) -> tuple[int, list[dict[str, Any]], Path]:
+def outcome(tmp_path_factory: pytest.TempPathFactory, ray_session) -> tuple[int, list[dict], Path]:
     """Exit code, result rows and folder of one job over all bad rows and two good ones."""
     folder = tmp_path_factory.mktemp("bad-rows")
     spec = job(folder)

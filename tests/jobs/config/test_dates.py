@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import yaml
@@ -29,7 +28,7 @@ from tests.jobs.specs import completion
 NOW = datetime(2026, 11, 22, 3, 4, 5, tzinfo=UTC)
 
 
-def spec_of(path: str, **changes: Any) -> dict[str, Any]:
+def spec_of(path: str, **changes) -> dict:
     return completion(output={"path": path}) | changes
 
 

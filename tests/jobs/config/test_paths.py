@@ -2,12 +2,10 @@
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from draftmill.decoders.common_settings import PathMark
 from draftmill.jobs.config.paths import path_problem
@@ -44,7 +42,7 @@ PLACES = [
 ]
 
 
-def settings_below(kind: Any, *keys: str) -> Iterator[tuple[str, FieldInfo]]:
+def settings_below(kind: Any, *keys: str):
     """Every field of a settings class, with its dotted key, and of all settings in it."""
     for name, info in kind.model_fields.items():
         yield ".".join([*keys, name]), info

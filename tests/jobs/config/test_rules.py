@@ -11,10 +11,10 @@ from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.paths import with_absolute
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.config.yaml_file import apply_override
-from draftmill.jobs.plan.checks import check_chat, check_task
+from draftmill.jobs.plan.checks import check_task
 from draftmill.jobs.plan.fingerprint import digest, results_key
 from draftmill.storage.errors import UserError
-from tests.actors.tokenizers_for_tests import byte_level, model_info
+from tests.actors.tokenizers_for_tests import model_info
 from tests.jobs.specs import completion
 
 COMPLETE = completion()
@@ -123,12 +123,6 @@ def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do(
         check_task(spec_of(COMPLETE).task, model_info())
     assert "qwen2" in str(caught.value)
     check_task(spec_of(COMPLETE).task, CAUSAL)
-
-
-def test_a_chat_needs_a_template():
-    with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
-        check_chat(spec_of(COMPLETE, "task.chat=true").task, byte_level())
-    check_chat(spec_of(COMPLETE).task, byte_level())
 
 
 def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place():

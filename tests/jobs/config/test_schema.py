@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import jsonschema
@@ -22,14 +20,14 @@ JOB = completion()
 SWEEP = {"base": JOB, "cases": {"a": None, "b": {"decoder.k": 4}}, "output": {"path": "out"}}
 
 
-def problems(data: Any) -> list[str]:
+def problems(data) -> list[str]:
     """What the schema of its kind says of a spec or a sweep file."""
     schema = sweep_schema() if "base" in data else json_schema()
     found = jsonschema.Draft202012Validator(schema).iter_errors(data)
     return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in found]
 
 
-def spec_blocks(page: Path) -> list[Any]:
+def spec_blocks(page) -> list:
     """The whole specs and sweep files in a page."""
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
     return [block for block in blocks if isinstance(block, dict) and {"output", "task"} <= block.keys() | {"task"}]

@@ -1,8 +1,5 @@
 """The sweep file: cases and grids become jobs with safe, unique names; a wrong file is refused by the key that is wrong."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import yaml
 
@@ -17,7 +14,7 @@ BASE = {
 }
 
 
-def load(folder: Path, *overrides: str, **keys: Any) -> Sweep:
+def load(folder, *overrides: str, **keys) -> Sweep:
     """The sweep of a file that has these keys, without those whose value is None."""
     data = {"base": BASE, "cases": {"a": {}}, "output": {"path": "out"}} | keys
     path = folder / "many.yaml"

@@ -1,7 +1,5 @@
 """`workers` as one mapping or as a list of kinds: what is refused, by its own path, and that it changes no fingerprint."""
 
-from typing import Any
-
 import pytest
 
 from draftmill.jobs.config.spec import JobSpec, check_spec
@@ -9,7 +7,7 @@ from draftmill.storage.errors import UserError
 from tests.jobs.specs import completion
 
 
-def spec(workers: Any) -> JobSpec:
+def spec(workers) -> JobSpec:
     return check_spec(completion(workers=workers))
 
 

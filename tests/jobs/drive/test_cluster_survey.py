@@ -6,9 +6,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,7 +39,7 @@ def lines(count: int, seed: int = 0, *, bad: bool = True) -> bytes:
     """Rows as lines of JSON: some without an id, blank lines, windows' line ends, texts of many bytes, and broken ones."""
     out = []
     for number, text in enumerate(texts(count, seed)):
-        row: dict[str, Any] = {"text": text, "n": number if number < count // 2 else number / 2, "tag": {"a": number}}
+        row: dict = {"text": text, "n": number if number < count // 2 else number / 2, "tag": {"a": number}}
         if number % 3:
             row["id"] = f"{seed}-{number}"
         if number == count - 3:
@@ -91,7 +89,7 @@ def as_arrow(folder: Path) -> None:
         writer.write_table(table, max_chunksize=9)
 
 
-KINDS: list[tuple[Callable[[Path], None], dict[str, Any]]] = [
+KINDS: list[tuple] = [
     (as_jsonl, {}),
     (as_jsonl, {"keep": ["n", "tag"]}),
     (as_jsonl, {"limit": 222, "keep": ["n", "tag"]}),
@@ -119,7 +117,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def spec_for(folder: Path, out: Path, inputs: dict[str, Any] | None = None, **more: Any) -> JobSpec:
+def spec_for(folder: Path, out: Path, inputs: dict | None = None, **more) -> JobSpec:
     given, output = {"path": str(folder)} | (inputs or {}), {"path": str(out), "unit_rows": 8}
     return check_spec(infilling(input=given, batching={"window": 64}, output=output) | more)
 
@@ -136,18 +134,18 @@ def planned_here(spec: JobSpec) -> dict[str, bytes]:
     return files_of(Path(spec.output.path))
 
 
-def planned_there(spec: JobSpec, **changes: Any) -> dict[str, bytes]:
+def planned_there(spec: JobSpec, **changes) -> dict[str, bytes]:
     """The plan made by tasks; `changes` replace attributes of the pool."""
     store = open_store(spec.output.path)
     make_plan(resolve(spec, store), store, Display(), survey=surveyed_there(spec, **changes))
     return files_of(Path(spec.output.path))
 
 
-def surveyed_there(spec: JobSpec, **changes: Any) -> Any:
+def surveyed_there(spec: JobSpec, **changes):
     resolved = resolve(spec, open_store(spec.output.path))
     found = cluster_survey(resolved, 2, is_ours=False, note=changes.pop("note", lambda message: None))
 
-    def surveyed(*given: Any) -> Iterator[pa.Table]:
+    def surveyed(*given):
         with pytest.MonkeyPatch.context() as patch:
             if changes:
                 make = survey_pool.SurveyPool
@@ -201,7 +199,7 @@ def test_a_task_that_is_killed_in_the_middle_is_done_again(ray_session, folder, 
     rows = [json.dumps({"id": str(number), "text": "a b"}) for number in range(20_000)]
     (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode(), 1))
     (folder / "b.jsonl").write_bytes(lines(200, 1))
-    changes: dict[str, Any] = {"output": {"path": str(tmp_path / "x"), "unit_rows": 512}, "batching": {"window": 4096}}
+    changes: dict = {"output": {"path": str(tmp_path / "x"), "unit_rows": 512}, "batching": {"window": 4096}}
     killed: list[int] = []
 
     def kill(item: SurveyedRows) -> None:
@@ -216,7 +214,7 @@ def test_a_task_that_is_killed_in_the_middle_is_done_again(ray_session, folder, 
     assert len(killed) == 2 and plans[0] == plans[1]
 
 
-def error_of(spec: JobSpec, survey: Any) -> tuple[str, str | None]:
+def error_of(spec: JobSpec, survey) -> tuple[str, str | None]:
     store = open_store(spec.output.path)
     with pytest.raises(UserError) as raised:
         make_plan(resolve(spec, store), store, Display(), survey=survey)

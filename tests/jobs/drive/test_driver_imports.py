@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -44,7 +42,7 @@ BUILTIN = {
 }
 
 
-def write_job(folder: Path, model: str = "ar-tiny", **changes: Any) -> Path:
+def write_job(folder, model: str = "ar-tiny", **changes):
     """Three rows and a spec."""
     task, decoder = BUILTIN[model]
     rows = [{"id": str(number), "text": f"def f{number}(x):\n    return x\n"} for number in range(3)]
@@ -70,8 +68,7 @@ def check(code: str, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a finished job."""
+def finished(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,11 +25,11 @@ from tests.jobs.specs import completion
 SECRET = "xoxb-9f3a1c7e5d2b"
 
 
-def receiver(**keys: Any) -> NotifySettings:
+def receiver(**keys) -> NotifySettings:
     return NotifySettings.model_validate(keys, strict=True)
 
 
-def spec_with(notify: Any) -> dict[str, Any]:
+def spec_with(notify) -> dict:
     return completion(notify=notify)
 
 
@@ -158,9 +157,9 @@ def test_a_command_that_is_not_there_is_refused_at_once(command, said):
 
 
 def test_a_stall_is_sent_once_until_there_is_progress_again(monkeypatch):
-    notices, arrived = list[dict[str, Any]](), threading.Semaphore(0)
+    notices, arrived = list[dict](), threading.Semaphore(0)
 
-    def collect(receivers: list[NotifySettings], event: str, notice: dict[str, Any], tell: Any) -> None:
+    def collect(receivers: list[NotifySettings], event: str, notice: dict, tell) -> None:
         notices.append({"event": event, "to": len(receivers), **notice})
         arrived.release()
 

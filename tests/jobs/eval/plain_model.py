@@ -1,7 +1,6 @@
 """A slow plain model for lm-evaluation-harness: transformers' forward over whole texts, one at a time, one token at a time."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from lm_eval.api.model import LM
@@ -29,7 +28,7 @@ class Plain(LM):  # type: ignore[misc]
         with torch.no_grad():
             return self.model(torch.tensor([list(tokens)])).logits[0].double().log_softmax(-1)
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         seen: dict[int, int] = {}
         answers = []
         for one in requests:
@@ -39,7 +38,7 @@ class Plain(LM):  # type: ignore[misc]
             answers.append(self.continued(one.args[0], one.args[1], key))
         return answers
 
-    def continued(self, context: str, how: dict[str, Any], key: int) -> str:
+    def continued(self, context: str, how: dict, key: int) -> str:
         prompt = self.tokenizer(context)["input_ids"]
         tokens, said = list(prompt), ""
         while len(tokens) - len(prompt) < how["max_gen_toks"]:
@@ -57,7 +56,7 @@ class Plain(LM):  # type: ignore[misc]
             said = said.split(stop)[0]
         return said
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return [self.scored(*one.args) for one in requests]
 
     def scored(self, context: str, continuation: str) -> tuple[float, bool]:
@@ -75,7 +74,7 @@ class Plain(LM):  # type: ignore[misc]
         greedy = bool((law_TV.argmax(-1) == torch.tensor(ids)).all())
         return float(law_TV.gather(1, torch.tensor(ids).unsqueeze(1)).sum()), greedy
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         totals = []
         for (text,) in (one.args for one in requests):
             windows = get_rolling_token_windows(

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -10,7 +9,7 @@ DOCUMENTS = 6
 UNTIL = ["\n\n", "class", "</s>"]
 """The last one is the end token of the builtin models, as tasks often name one."""
 
-GENERATES: dict[str, Any] = {
+GENERATES: dict = {
     "output_type": "generate_until",
     "doc_to_text": "{{q}}",
     "doc_to_target": "{{a}}",
@@ -18,20 +17,20 @@ GENERATES: dict[str, Any] = {
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
 }
 SAMPLES = {"until": ["\n"], "max_gen_toks": 8, "do_sample": True, "temperature": 0.9}
-CHOOSES: dict[str, Any] = {
+CHOOSES: dict = {
     "output_type": "multiple_choice",
     "doc_to_text": "{{q}}",
     "doc_to_target": "gold",
     "doc_to_choice": "choices",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
-ROLLS: dict[str, Any] = {
+ROLLS: dict = {
     "output_type": "loglikelihood_rolling",
     "doc_to_text": "",
     "doc_to_target": "{{long}}",
     "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
 }
-TASKS: dict[str, dict[str, Any]] = {
+TASKS: dict[str, dict] = {
     "gen": GENERATES,
     "repeated": GENERATES | {"generation_kwargs": SAMPLES, "repeats": 3},
     "choose": CHOOSES,
@@ -40,7 +39,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def document(number: int) -> dict[str, Any]:
+def document(number: int) -> dict:
     """A question, choices that begin and end differently, and a text longer than the builtin models where it is the first."""
     return {
         "q": f"import os\n\ndef area{number}(width, height):\n    return width *" + " " * (number % 2),
@@ -51,7 +50,7 @@ def document(number: int) -> dict[str, Any]:
     }
 
 
-def write_tasks(folder: Path, tasks: dict[str, dict[str, Any]] = TASKS, *, count: int = DOCUMENTS) -> Path:
+def write_tasks(folder: Path, tasks: dict[str, dict] = TASKS, *, count: int = DOCUMENTS) -> Path:
     """The folder of these tasks, each with the same documents."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "data.jsonl"
@@ -62,7 +61,7 @@ def write_tasks(folder: Path, tasks: dict[str, dict[str, Any]] = TASKS, *, count
     return folder
 
 
-def write_eval_spec(folder: Path, **sections: Any) -> Path:
+def write_eval_spec(folder: Path, **sections) -> Path:
     spec = {
         "seed": 7,
         "model": {"path": "builtin:ar-tiny", "device": "cpu"},
@@ -75,11 +74,11 @@ def write_eval_spec(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def samples_of(folder: Path, task: str) -> list[dict[str, Any]]:
+def samples_of(folder: Path, task: str) -> list[dict]:
     file = max((folder / "eval").glob(f"*/samples_{task}_*.jsonl"))
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def results_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(max((folder / "eval").glob("*/results_*.json")).read_text())
+def results_of(folder: Path) -> dict:
+    found: dict = json.loads(max((folder / "eval").glob("*/results_*.json")).read_text())
     return found

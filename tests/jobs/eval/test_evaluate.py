@@ -5,11 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,12 +25,13 @@ from tests.jobs.eval.tasks_of_tests import (
     write_eval_spec,
     write_tasks,
 )
+from tests.runs.jobs_of_tests import contents, logged
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def offline(tmp_path_factory: pytest.TempPathFactory):
     """No hub, and a cache of our own for data sets."""
     import datasets
     import huggingface_hub.constants as hub
@@ -56,7 +55,7 @@ class World:
 
     folder: Path
     tasks: Path
-    expected: dict[str, Any]
+    expected: dict
 
 
 def evaluated(folder: Path, tasks: Path, names: list[str], *options: str) -> int:
@@ -83,7 +82,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(folder, tasks, expected)
 
 
-def values(results: dict[str, Any]) -> dict[str, float]:
+def values(results: dict) -> dict[str, float]:
     return {
         f"{task}.{name}": value
         for task, found in results["results"].items()
@@ -121,7 +120,7 @@ def test_an_evaluation_with_the_fastest_decoder_has_the_baselines_answers(world,
         ]
 
 
-def check_answers(task: str, found: list[Any], expected: list[Any]) -> None:
+def check_answers(task: str, found: list, expected: list) -> None:
     """The answers to one request, a list of repeats; lm_eval writes scores as texts."""
     if TASKS[task]["output_type"] == "generate_until":
         assert found == expected
@@ -176,16 +175,10 @@ def test_a_finished_evaluation_decodes_nothing_again(world, capsys):
 
 def written(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Every file of the runs, with its content and time."""
-    runs = folder / "eval" / "runs"
-    return {
-        str(path.relative_to(runs)): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in runs.rglob("*")
-        if path.is_file()
-    }
+    return contents(folder / "eval" / "runs")
 
 
 def units(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """The committed units."""
     return {name: facts for name, facts in written(folder).items() if "/data/" in name}
 
 
@@ -202,20 +195,10 @@ def test_a_killed_evaluation_goes_on_and_decodes_nothing_twice(world, tmp_path, 
     assert evaluated(tmp_path, world.tasks, list(TASKS)) == 0
     after = units(tmp_path)
     assert {name: after[name] for name in before} == before and len(after) > len(before)
-    for name, of_run in receipts(tmp_path).items():
-        assert len(set(of_run)) == len(of_run), f"{name} committed a unit twice"
+    for run in (tmp_path / "eval" / "runs").iterdir():
+        done = [event["unit"] for event in logged(run, "done")]
+        assert len(set(done)) == len(done) > 0, f"{run.name} committed a unit twice"
     assert values(results_of(tmp_path)) == pytest.approx(values(world.expected), abs=1e-4)
-
-
-def receipts(folder: Path) -> dict[str, list[int]]:
-    """The units that each run's log says were committed."""
-    found: dict[str, list[int]] = {}
-    for path in sorted((folder / "eval" / "runs").glob("*/attempts/*-part-*.jsonl")):
-        for line in path.read_text().splitlines():
-            event = json.loads(line)
-            if event["event"] == "done":
-                found.setdefault(path.parts[-3], []).append(event["unit"])
-    return found
 
 
 def test_other_settings_decode_into_directories_of_their_own(world, capsys):
@@ -302,7 +285,7 @@ def test_requests_runs_and_results_may_be_on_s3(world, s3_server, tmp_path):
     assert kinds == {"requests", "runs", "builtin__ar-tiny"} and any("/samples_gen_" in name for name in names)
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict] = {
     "mdm-tiny": {"kind": "ssd", "draft_length": 2},
     "block-tiny": {"kind": "s2d2"},
     "asarm-tiny": {"kind": "assd"},
@@ -395,7 +378,7 @@ def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(world
     assert tokenizer is not None and mask is not None
     task = GENERATES | {"doc_to_text": f"{{{{q}}}}{{{{ '{tokenizer.decode([mask])}' if a == '0' else '' }}}}"}
     tasks = write_tasks(tmp_path / "tasks", {"masked": task})
-    sections: dict[str, Any] = {"model": {"path": "builtin:mdm-tiny", "device": "cpu"}, "decoder": MASKED}
+    sections: dict = {"model": {"path": "builtin:mdm-tiny", "device": "cpu"}, "decoder": MASKED}
     write_eval_spec(tmp_path, **sections)
     assert evaluated(tmp_path, tasks, ["masked"]) == 3
     assert "1 of 6 samples failed" in capsys.readouterr().err and not list((tmp_path / "eval").glob("*/results_*"))

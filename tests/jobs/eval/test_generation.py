@@ -1,7 +1,5 @@
 """generation_kwargs become a job's settings, and what no decoder does is refused with the task's name."""
 
-from typing import Any
-
 import pytest
 
 from draftmill.decoders.common_settings import Sampling
@@ -13,7 +11,7 @@ PLAIN = Sampling(temperature=1.0, top_k=None, top_p=None)
 CUT = Sampling(temperature=1.0, top_k=40, top_p=0.9)
 
 
-def of(given: dict[str, Any], *, sampling: Sampling = PLAIN, **own: Any) -> Generation:
+def of(given: dict, *, sampling: Sampling = PLAIN, **own) -> Generation:
     return generation_of(given, "task", sampling=sampling, temperature=own.get("temperature"), most=own.get("most"))
 
 

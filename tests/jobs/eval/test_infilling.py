@@ -1,8 +1,6 @@
 """Tasks that ask for a hole: the rows that the model gets, the sandbox's pass@1, and what is refused before any work."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +25,7 @@ DOCUMENTS = [
     }
     for number in range(2)
 ]
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict] = {
     "asarm-tiny": {"kind": "assd"},
     "mdm-tiny": {"kind": "stepwise"},
     "fim-tiny": {"kind": "speculative"},
@@ -37,27 +35,27 @@ KNOWN = {"kind": "spans"}
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory: pytest.TempPathFactory):
     """Draftmill's own tasks, under their names, with a data set that is made here."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in DOCUMENTS))
     for file in TASKS.glob("*.yaml"):
         if file.stem != "humaneval_infilling":
-            local: dict[str, Any] = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
+            local: dict = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
             local |= {"dataset_kwargs": {"data_files": {"test": str(data)}}}
             (folder / file.name).write_text(yaml.safe_dump({"include": str(file), "task": file.stem} | local))
     return folder
 
 
-def infilled(tasks: Path, folder: Path, model: str, task: dict[str, Any] | None, *names: str, most: int = 40) -> int:
-    sections: dict[str, Any] = {} if task is None else {"task": {"kind": "infill"} | task}
+def infilled(tasks, folder, model: str, task: dict | None, *names: str, most: int = 40) -> int:
+    sections: dict = {} if task is None else {"task": {"kind": "infill"} | task}
     write_eval_spec(folder, model={"path": f"builtin:{model}", "device": "cpu"}, decoder=MODELS[model], **sections)
     options = ["--confirm_run_unsafe_code", "--gen_kwargs", f"max_gen_toks={most}"]
     return evaluated(folder, tasks, [*names] or [NAME], *options)
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder) -> list[dict]:
     """What the model was asked for this task."""
     files = (folder / "eval" / "requests").glob("infill-*.jsonl")
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]

@@ -4,7 +4,6 @@ import json
 import random
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from draftmill.actors.loop.runner import in_order
@@ -41,7 +40,7 @@ def write_questions(path: Path, count: int, tasks: int = 2) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def spec_for(path: Path, out: str, **more: Any) -> JobSpec:
+def spec_for(path: Path, out: str, **more) -> JobSpec:
     """Scores of the ends by builtin:ar-tiny, in units of up to 32 rows."""
     return check_spec(
         {

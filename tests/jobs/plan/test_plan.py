@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,10 +29,10 @@ from draftmill.storage.stores.store import Store, open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 from tests.jobs.specs import infilling
 
-HASHES: dict[str, Any] = {"model": "weights", "tokenizer": "tokenizer"}
+HASHES: dict = {"model": "weights", "tokenizer": "tokenizer"}
 
 
-def spec_for(path: Path, **changes: Any) -> JobSpec:
+def spec_for(path: Path, **changes) -> JobSpec:
     data = infilling(input={"path": str(path)})
     for key, value in changes.items():
         section, name = key.split("__")
@@ -176,12 +175,11 @@ def test_a_changed_input_is_named(rows):
     with pytest.raises(UserError) as caught:
         compare(made, spec_for(rows))
     assert caught.value.field == "input.path"
-    assert (
-        "b.jsonl (" in str(caught.value) and "c.jsonl (new)" in str(caught.value) and "a.jsonl" not in str(caught.value)
-    )
+    assert "b.jsonl (" in str(caught.value) and "c.jsonl (new)" in str(caught.value)
+    assert "a.jsonl" not in str(caught.value)
 
 
-def small_job(folder: Path, **changes: Any) -> tuple[JobSpec, Store, Path]:
+def small_job(folder: Path, **changes) -> tuple[JobSpec, Store, Path]:
     """A job of the builtin model over one file of two rows, its run directory, and the file."""
     file = folder / "rows.jsonl"
     file.write_text('{"text": "def f"}\n{"text": "def g"}\n')

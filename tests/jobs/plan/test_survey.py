@@ -1,8 +1,6 @@
 """The survey measures several batches at once, and what it says does not depend on that."""
 
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from threading import Barrier, Lock
 
 import pytest
@@ -31,7 +29,7 @@ class Measures:
     def make(self, values: Values, key: int) -> Canvas:
         raise AssertionError("a batch as a whole can be measured")
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
+    def sizes(self, rows) -> list[CanvasSize | RowError]:
         with self.lock:
             self.batches += 1
             is_first = self.batches <= THREADS
@@ -50,7 +48,7 @@ def small_batches_on_three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> JobSpec:
+def spec(tmp_path) -> JobSpec:
     """Two files of 50 rows."""
     for name, first in (("a.jsonl", 0), ("b.jsonl", 50)):
         lines = [json.dumps({"id": f"r{n}", "n": n}) for n in range(first, first + 50)]
@@ -58,7 +56,7 @@ def spec(tmp_path: Path) -> JobSpec:
     return check_spec(infilling(input={"path": str(tmp_path)}))
 
 
-def surveyed(spec: JobSpec, maker: Measures, limit: int | None = None) -> Iterator[tuple[str, int, str | None]]:
+def surveyed(spec: JobSpec, maker: Measures, limit: int | None = None):
     for table in survey(spec.recipe(), maker, list_inputs(spec.input.path), limit=limit):  # type: ignore[arg-type]
         yield from zip(*(table[name].to_pylist() for name in ("id", "length", "error_kind")), strict=True)
 

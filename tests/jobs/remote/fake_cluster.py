@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from draftmill.jobs.remote.cluster import JobExists, NotReady, RayJobs, Unreachable
 
@@ -16,7 +15,7 @@ class FakeJob:
 
     submission_id: str
     entrypoint: str = ""
-    runtime_env: dict[str, Any] = field(default_factory=dict)
+    runtime_env: dict = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     status: str = "RUNNING"
     driver_exit_code: int | None = None
@@ -37,11 +36,11 @@ class FakeCluster(RayJobs):
         self.deaf = 0
         self.unready = 0
         self.reads = 0
-        self.script: Any = lambda asked: None
+        self.script = lambda asked: None
         self.late: list[FakeJob] = []
         """Jobs that another submission starts after our look at the list."""
 
-    def submit(self, name: str, entrypoint: str, environment: Mapping[str, Any], metadata: dict[str, str]) -> None:
+    def submit(self, name: str, entrypoint: str, environment: Mapping, metadata: dict[str, str]) -> None:
         if self.unready:
             self.unready -= 1
             raise NotReady("No available agent")
@@ -52,7 +51,7 @@ class FakeCluster(RayJobs):
             raise JobExists(name)
         self.known[name] = FakeJob(name, entrypoint, dict(environment), metadata)
 
-    def jobs(self) -> list[Any]:
+    def jobs(self) -> list:
         return list(self.known.values())
 
     def info(self, name: str) -> FakeJob:
@@ -85,7 +84,7 @@ def answering(status: int, body: str, seen: list[dict[str, str]] | None = None) 
             self.end_headers()
             self.wfile.write(body.encode())
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -11,7 +10,7 @@ from draftmill.jobs.remote.manifest import MAKERS, Options, read_job
 
 KUBERAY = ("rayjob", "raycluster")
 
-SPEC: dict[str, Any] = {
+SPEC: dict = {
     "name": "nightly",
     "task": {"kind": "complete", "max_new_tokens": 8},
     "input": {"path": "builtin:python-stdlib", "chunk_chars": 200, "limit": 12},
@@ -21,7 +20,7 @@ SPEC: dict[str, Any] = {
     "output": {"path": "s3://bucket/nightly"},
 }
 
-RICH: dict[str, dict[str, Any]] = {
+RICH: dict[str, dict] = {
     "rayjob": {
         "nodes": 2, "image": "registry.example:5000/a/b:1", "service_account": "draftmill", "volume": ("results:/data",),
         "shared_path": ("/models",),
@@ -34,30 +33,30 @@ RICH: dict[str, dict[str, Any]] = {
 """Many options at once, for each kind."""
 
 
-def write_spec(folder: Path, *, name: str = "job.yaml", **changes: Any) -> str:
+def write_spec(folder: Path, *, name: str = "job.yaml", **changes) -> str:
     """A spec file with other values for some sections; returns its path."""
     path = folder / name
     path.write_text(yaml.safe_dump(SPEC | changes, sort_keys=False, allow_unicode=True))
     return str(path)
 
 
-def text_of(spec: str, kind: str, overrides: Sequence[str] = (), **options: Any) -> str:
+def text_of(spec: str, kind: str, overrides: Sequence[str] = (), **options) -> str:
     return MAKERS[kind](read_job(spec, overrides, Options(kind, **options)))
 
 
-def data_of(spec: str, kind: str, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+def data_of(spec: str, kind: str, overrides: Sequence[str] = (), **options) -> dict:
     """The manifest of a kind that is YAML."""
     return dict(yaml.safe_load(text_of(spec, kind, overrides, **options)))
 
 
-def printed(capsys: Any, *words: str) -> tuple[int, str, str]:
+def printed(capsys, *words: str) -> tuple[int, str, str]:
     """Exit code, output and errors of `draftmill manifest`."""
     code = main(["manifest", *words])
     said = capsys.readouterr()
     return code, said.out, said.err
 
 
-def templates(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+def templates(manifest: dict) -> list[dict]:
     if manifest["kind"] == "CronJob":
         return [manifest["spec"]["jobTemplate"]["spec"]["template"]]
     cluster = manifest["spec"].get("rayClusterSpec", manifest["spec"])  # of a RayJob, or a RayCluster

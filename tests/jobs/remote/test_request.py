@@ -1,8 +1,6 @@
 """What a submitted job takes along, and what is refused because the cluster could not find it: always by the key to change."""
 
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,13 +13,13 @@ from draftmill.version import ROOT
 from tests.jobs.specs import completion
 
 
-def spec(**changes: Any) -> JobSpec:
+def spec(**changes) -> JobSpec:
     data = completion(name="job", input={"path": "rows/*.jsonl"}, output={"path": "s3://bucket/run"})
     return check_spec(data | changes)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """The working folder, with rows, a model and a metric."""
     for name in ("rows/a.jsonl", "model/config.json", "my_metric.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -30,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shipped_spec(request: Any) -> dict[str, Any]:
+def shipped_spec(request) -> dict:
     """The checked mapping of the spec in the job's command, which stands between two lines."""
     data = dict(yaml.safe_load(request.entrypoint.split("\n", 1)[1].rpartition("\n")[0]))
     check_spec(dict(data))
@@ -103,7 +101,7 @@ def test_the_command_writes_the_spec_and_becomes_the_driver(folder, tmp_path):
     assert options.strip("]\n") == "'--ray-address', 'auto', '--grace-seconds', '20', '--if-running', 'skip'"
 
 
-def environment_file(folder: Path, **keys: Any) -> str:
+def environment_file(folder, **keys) -> str:
     path = folder / "env.yaml"
     path.write_text(yaml.safe_dump(keys))
     return str(path)

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def installed(request: pytest.FixtureRequest) -> Iterator[Path]:
+def installed(request: pytest.FixtureRequest):
     """A file in /etc/cron.d that is gone after the test, and a cron that reads it."""
     entry = CRON_D / f"draftmill-test-{os.getpid()}"
     daemon = subprocess.Popen(["cron", "-f"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -1,7 +1,6 @@
 """The batch script on a real Slurm with two virtual nodes: Ray over both, a real job, requeues that resume, and cancelling."""
 
 import sys
-from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
 
@@ -20,7 +19,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm(tmp_path_factory: pytest.TempPathFactory):
     with slurm_here(tmp_path_factory.mktemp("slurm")) as running:
         yield running
 

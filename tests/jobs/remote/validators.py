@@ -10,14 +10,13 @@ import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 SCHEMAS = {"RayJob": "rayjobs", "RayCluster": "rayclusters"}
 KUBERNETES = "1.34"
 
 
-def strict(schema: Any) -> Any:
+def strict(schema):
     """The schema as `kubectl --validate=strict` applies it: unknown keys are errors, and defaults fill required keys first."""
     if isinstance(schema, list):
         for one in schema:
@@ -41,21 +40,21 @@ def strict(schema: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def kuberay_schema(kind: str) -> Any:
+def kuberay_schema(kind: str):
     schema = json.loads(gzip.decompress((HERE / "schemas" / f"{SCHEMAS[kind]}.v1.json.gz").read_bytes()))
     schema = strict(schema)
     schema["properties"]["metadata"] = {"type": "object"}
     return schema
 
 
-def kuberay_problems(manifest: dict[str, Any]) -> list[str]:
+def kuberay_problems(manifest: dict) -> list[str]:
     from openapi_schema_validator import OAS30Validator
 
     errors = OAS30Validator(kuberay_schema(manifest["kind"])).iter_errors(manifest)
     return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
 
 
-def kubernetes_problems(manifest: dict[str, Any]) -> list[str]:
+def kubernetes_problems(manifest: dict) -> list[str]:
     import kubernetes_validate
 
     try:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
 from draftmill.storage.stores.store import Place, Store, open_store
 from tests.jobs.results.written_runs import failed, second_pass, spec_for, write_run, write_units
+from tests.runs import jobs_of_tests
 
 ROWS = [
     {"id": name, "prompt": f"p{name}", "answer": f"text of {name}", "label": number}
@@ -26,17 +26,17 @@ BARE = {"id": "id", "prompt": "prompt"}
 COLUMNS = BARE | {"reference": "answer"}
 
 
-def right_but_f(name: str) -> list[dict[str, Any]]:
+def right_but_f(name: str) -> list[dict]:
     return [{"text": f"text of {name}" if name != "f" else "other"}]
 
 
-def write(folder: Path, texts: Any = right_but_f, *, rows: Any = ROWS, **sections: Any) -> Store:
+def write(folder: Path, texts=right_but_f, *, rows=ROWS, **sections) -> Store:
     folder.mkdir(exist_ok=True)
     sections = {"input": input_of(folder, keep=["label"])} | sections
     return write_run(spec_for(folder, rows, **sections), texts)
 
 
-def input_of(folder: Path, columns: dict[str, str] = COLUMNS, **more: Any) -> dict[str, Any]:
+def input_of(folder: Path, columns: dict[str, str] = COLUMNS, **more) -> dict:
     return {"path": str(folder / "rows.jsonl"), "columns": columns} | more
 
 
@@ -51,15 +51,7 @@ def by_id(store: Store, column: str) -> dict[str, float | None]:
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file but the lease, with its time of change."""
-    return {
-        str(path): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "_lease.json"
-    }
-
-
-# ---- values
+    return jobs_of_tests.contents(folder, leases=False)
 
 
 def test_metrics_are_measured_against_the_references_that_travelled_with_the_rows(tmp_path, capsys):
@@ -76,7 +68,7 @@ def test_metrics_are_measured_against_the_references_that_travelled_with_the_row
 
 
 def test_samples_that_were_not_decoded_or_have_no_reference_have_no_value(tmp_path, capsys):
-    rows: list[dict[str, Any]] = [*ROWS[:4], {**ROWS[4], "answer": None}, ROWS[5]]
+    rows: list[dict] = [*ROWS[:4], {**ROWS[4], "answer": None}, ROWS[5]]
     store = write(tmp_path, lambda name: [failed()] if name == "a" else right_but_f(name), rows=rows)
     assert measure(store, "exact_match") == 0
     assert by_id(store, "exact_match") == {"a": None, "b": 1.0, "c": 1.0, "d": 1.0, "e": None, "f": 0.0}
@@ -90,7 +82,7 @@ def test_another_kept_column_can_hold_the_references(tmp_path):
 
 
 def test_several_references_and_numbers_are_references_too(tmp_path):
-    rows: list[dict[str, Any]] = [
+    rows: list[dict] = [
         {"id": "a", "prompt": "p", "answer": ["one", "text"]},
         {"id": "b", "prompt": "p", "answer": ["x"]},
     ]
@@ -105,7 +97,7 @@ def test_several_references_and_numbers_are_references_too(tmp_path):
 def test_an_infilled_text_is_compared_with_the_original(tmp_path):
     """The spec's metrics need references, so that the text itself travels into the results."""
     rows = [{"id": "a", "text": "The original text."}, {"id": "b", "text": "Another text, longer."}]
-    sections: dict[str, Any] = {
+    sections: dict = {
         "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
         "model": {"path": "builtin:asarm-tiny", "device": "cpu"},
         "decoder": {"kind": "any_subset"},
@@ -125,7 +117,7 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path):
         "b": ["assert True", "assert True", None],
     }
 
-    def texts(name: str) -> list[dict[str, Any]]:
+    def texts(name: str) -> list[dict]:
         return [{"sample": n} | (failed() if text is None else {"text": text}) for n, text in enumerate(samples[name])]
 
     store = write(tmp_path, texts, rows=ROWS[:2], input=input_of(tmp_path, BARE), sampling={"n": 3})
@@ -137,9 +129,6 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path):
     assert [rows["a", n]["passed"] for n in range(3)] == [1.0, 0.0, 0.0] and rows["b", 2]["passed"] is None
     assert rows["a", 1]["pass@1"] == pytest.approx(1 / 3) and rows["a", 2]["pass@2"] == pytest.approx(2 / 3)
     assert rows["b", 0]["pass@1"] == 1.0
-
-
-# ---- passes
 
 
 def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path):
@@ -154,9 +143,6 @@ def test_a_later_pass_is_measured_alone_and_its_results_count(tmp_path):
     after = contents(tmp_path / "run")
     assert {name: after[name] for name in before} == before
     assert set(measured_units(store)) == {(1, 0), (1, 1), (1, 2), (2, 0)}
-
-
-# ---- once
 
 
 def test_measuring_again_does_nothing_and_more_metrics_get_files_of_their_own(tmp_path, capsys):
@@ -243,9 +229,6 @@ def test_the_grace_period_ends_a_long_unit(tmp_path):
     assert measured_units(store) == {}
 
 
-# ---- verify
-
-
 def test_verify_finds_damaged_files_of_metrics(tmp_path, capsys):
     store = write(tmp_path)
     assert measure(store, "exact_match") == 0
@@ -259,9 +242,6 @@ def test_verify_finds_damaged_files_of_metrics(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{first}: can't be read" in out and f"{second}: its unit is '2', not '1'" in out
     assert f"{second}: its rows differ from those of the unit's results" in out and "there is no such unit" in out
-
-
-# ---- errors of rows
 
 
 def test_an_error_of_one_row_is_kept_and_stops_nothing(tmp_path, capsys):
@@ -286,9 +266,6 @@ def test_a_metric_that_never_ends_on_a_row_is_stopped_and_all_other_values_are_t
     [(count, [error])] = read_metric_errors(store)
     assert count == 1 and error.id == "c" and "endless" in error.metric
     assert error.message == "TimeoutError: the metric took longer than 1 s"
-
-
-# ---- refusals
 
 
 def refused(capsys: pytest.CaptureFixture[str], store: Store, *words: str) -> str:
@@ -369,9 +346,6 @@ def test_another_driver_is_waited_for_by_nobody(tmp_path, capsys):
     lease.release()
 
 
-# ---- specs
-
-
 def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path):
     plain = input_of(tmp_path, BARE)
     for metrics, message in (
@@ -399,9 +373,6 @@ def test_metrics_do_not_change_a_jobs_fingerprint(tmp_path):
 def test_a_reference_column_that_no_row_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"input.columns.reference: no row has a column 'golden'"):
         write(tmp_path, input=input_of(tmp_path, BARE | {"reference": "golden"}))
-
-
-# ---- S3
 
 
 @pytest.mark.s3

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -19,11 +18,11 @@ from draftmill.storage.runs.records import schema_of, table_from_rows
 from draftmill.storage.stores.store import Store, open_store
 from tests.storage.inputs.tables import result_row
 
-Row = dict[str, Any]
-Written = Sequence[dict[str, Any]]
+Row = dict
+Written = Sequence[dict]
 
 
-def spec_for(folder: Path, rows: Sequence[Row], **sections: Any) -> JobSpec:
+def spec_for(folder: Path, rows: Sequence[Row], **sections) -> JobSpec:
     """A job over these rows; `sections` replace whole sections of its spec."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {
@@ -68,7 +67,7 @@ def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
     write_manifest(plan.store, committed, fingerprint=plan.fingerprint, units=plan.units, rows=total)
 
 
-def failed() -> dict[str, Any]:
+def failed() -> dict:
     return {
         "status": "failed",
         "error_kind": "decode_error",

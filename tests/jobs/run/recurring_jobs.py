@@ -1,19 +1,17 @@
 """Recurring jobs for tests: `draftmill run --local` on a spec with a date in its output path, and drivers as processes."""
 
-import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from draftmill.jobs.cli import main
 from draftmill.storage.failpoints import VARIABLE, FailpointError, reset_failpoints
-from tests.runs.jobs_of_tests import forked, write_rows, write_spec
+from tests.runs.jobs_of_tests import forked, logged, write_rows, write_spec
 
 KILLS = ("ledger.before_cache", "prune.before_mark", "prune.before_delete")
 """Failpoints of recurring jobs alone, at each of which a test here kills."""
@@ -21,7 +19,7 @@ KILLS = ("ledger.before_cache", "prune.before_mark", "prune.before_delete")
 DATED = "{date:%Y-%m-%d}"
 
 
-def nightly(folder: Path, *, rows: Path | None = None, name: str = "nightly", **changes: Any) -> Path:
+def nightly(folder: Path, *, rows: Path | None = None, name: str = "nightly", **changes) -> Path:
     """A spec that writes to `folder`/`name`/DATE."""
     rows = rows or write_rows(folder / "rows.jsonl", 8)
     output = {"path": str(folder / name / DATED), "unit_rows": 4}
@@ -59,6 +57,4 @@ def driver(
 
 def units_decoded(run_dir: Path) -> Counter[int]:
     """How often each unit was committed, by the logs of all drivers."""
-    lines = [line for file in run_dir.glob("attempts/*-part-*.jsonl") for line in file.read_text().splitlines()]
-    events = [json.loads(line) for line in lines]
-    return Counter(event["unit"] for event in events if event["event"] == "done")
+    return Counter(event["unit"] for event in logged(run_dir, "done"))

@@ -2,10 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,10 +39,10 @@ NOW_S = time.time()
 
 
 @pytest.fixture
-def run_work(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def run_work(monkeypatch: pytest.MonkeyPatch):
     """Runs a job that consists of a function, and returns the exit code; `sleep` is called in place of time.sleep."""
 
-    def run_job(work: Callable[[], None], if_running: IfRunning, sleep: Callable[[float], None] = time.sleep) -> int:
+    def run_job(work, if_running: IfRunning, sleep=time.sleep) -> int:
         monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, sleep=sleep))
         monkeypatch.setattr(job, "complete_job", lambda *_: work())
         spec: Any = None
@@ -54,7 +52,7 @@ def run_work(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return run_job
 
 
-def held_elsewhere(base: Path, seconds: float) -> None:
+def held_elsewhere(base, seconds: float) -> None:
     """Let a driver of another machine hold the base path."""
     base.mkdir(parents=True, exist_ok=True)
     lease = {"owner": "elsewhere:boot-1:77", "epoch": 3, "expires_at_s": time.time() + seconds}
@@ -182,20 +180,24 @@ def test_a_run_directory_is_no_base_path(tmp_path, capsys):
     assert "output.path: " in capsys.readouterr().err
 
 
+def start_at_once(spec, date: str, logs: list) -> None:
+    """A driver for each log: all end well, one of them by its work."""
+    options = ("--logical-date", date, "--if-running", "skip")
+    drivers = [driver(spec, log, *options, failpoints=OVERLAP) for log in logs]
+    for process in drivers:
+        process.join(120)
+    said = [log.read_text() for log in logs]
+    assert [process.exitcode for process in drivers] == [OK] * len(logs), said
+    assert sum("draftmill: skipped" in text for text in said) == len(logs) - 1, said
+
+
 @pytest.mark.slow
 def test_of_drivers_started_at_once_one_works_and_nothing_is_decoded_twice(tmp_path):
     spec = nightly(tmp_path)
     for day in range(1, 5):
         date, count = f"2026-11-{day:02d}", 2 + day % 2
-        logs = [tmp_path / f"{day}-{number}.log" for number in range(count)]
-        options = ("--logical-date", date, "--if-running", "skip")
-        drivers = [driver(spec, log, *options, failpoints=OVERLAP) for log in logs]
-        for process in drivers:
-            process.join(120)
-        said = [log.read_text() for log in logs]
-        assert [process.exitcode for process in drivers] == [OK] * count, said
+        start_at_once(spec, date, [tmp_path / f"{day}-{number}.log" for number in range(count)])
         done = tmp_path / "nightly" / date
-        assert sum("draftmill: skipped" in text for text in said) == count - 1, said
         assert units_decoded(done) == {0: 1, 1: 1}
         assert rows_of(done).num_rows == 8
 
@@ -208,14 +210,7 @@ def test_of_drivers_started_at_once_on_s3_one_works(tmp_path, s3_url, s3_options
         output={"path": f"{s3_url}/nightly/{DATED}", "unit_rows": 4},
         s3={"endpoint": s3_options.endpoint, "region": s3_options.region},
     )
-    logs = [tmp_path / f"{number}.log" for number in range(3)]
-    options = ("--logical-date", "2026-11-01", "--if-running", "skip")
-    drivers = [driver(spec, log, *options, failpoints=OVERLAP) for log in logs]
-    for process in drivers:
-        process.join(120)
-    said = [log.read_text() for log in logs]
-    assert [process.exitcode for process in drivers] == [OK] * 3, said
-    assert sum("draftmill: skipped" in text for text in said) == 2, said
+    start_at_once(spec, "2026-11-01", [tmp_path / f"{number}.log" for number in range(3)])
     store = S3Store(f"{s3_url}/nightly/2026-11-01", s3_options)
     assert {stat.name.partition("-part")[0] for stat in store.list("attempts/")} == {
         "attempts/epoch-0001",

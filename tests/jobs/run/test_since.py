@@ -1,16 +1,18 @@
-"""Incremental runs: each takes what no finished run of its name has had, by contents and never by dates, on disk and on S3."""
+"""Incremental runs: what no finished run of the name has had, by contents and never by dates, or by ids that are ok already."""
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from draftmill.jobs.cli import main
+from draftmill.jobs.plan.id_sets import IdIndex, column_of, hashes_in, hashes_of
 from draftmill.jobs.plan.plan import load_plan
 from draftmill.jobs.run.since import difference
 from draftmill.storage.inputs.rows import InputFile
@@ -18,11 +20,12 @@ from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from tests.jobs.run.recurring_jobs import DATED, driver, interrupted, nightly, run, units_decoded
 from tests.runs.jobs_of_tests import rows_of, write_rows
+from tests.runs.test_rerun import sicken
 
 SINCE = {"columns": {"id": "id", "tokens": "tokens"}, "since": "last_success"}
 
 
-def land(folder: Path, name: str, *, rows: int = 4, seed: int = 0) -> Path:
+def land(folder, name: str, *, rows: int = 4, seed: int = 0):
     """A file of rows whose ids begin with its name."""
     folder.mkdir(exist_ok=True)
     file = write_rows(folder / name, rows, seed=seed)
@@ -30,18 +33,18 @@ def land(folder: Path, name: str, *, rows: int = 4, seed: int = 0) -> Path:
     return file
 
 
-def incremental(folder: Path, **changes: Any) -> Path:
+def incremental(folder, **changes):
     """A nightly job over `folder`/landing."""
     return nightly(folder, rows=folder, **{"input": {"path": f"{folder}/landing/*.jsonl"} | SINCE} | changes)
 
 
-def on(spec: Path, day: int, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def on(spec, day: int, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """What a run that ends well on a day of November says."""
     assert run(spec, "--logical-date", f"2026-11-{day:02d}", *options) == 0
     return capsys.readouterr().out
 
 
-def inputs_of(folder: Path, day: int) -> list[str]:
+def inputs_of(folder, day: int) -> list[str]:
     plan = load_plan(open_store(str(folder / "nightly" / f"2026-11-{day:02d}")))
     assert plan is not None
     return [file.name for file in plan.files]
@@ -245,3 +248,140 @@ def test_the_difference_is_that_of_plain_sets():
     assert found.vanished == len(known - {one.uri for one in listed}) == 13
     assert difference([], [], runs=0).files == []
     assert json.dumps(found.text)
+
+
+DEDUPE = {"columns": {"id": "id", "tokens": "tokens"}, "dedupe": "ids"}
+
+
+def rows(*names: str, bad: str = "") -> str:
+    """Lines with these ids; the one named `bad` has an id of a token that does not exist, and fails."""
+    tokens = {name: [7, None, 10**7 if name == bad else 9] for name in names}
+    return "".join(json.dumps({"id": name, "tokens": ids}) + "\n" for name, ids in tokens.items())
+
+
+def growing(folder, **changes):
+    defaults: dict = {"input": {"path": f"{folder}/log.jsonl"} | DEDUPE, "errors": {"max_rate": 1.0}}
+    return nightly(folder, rows=folder, **defaults | changes)
+
+
+def ids_on(folder, day: int) -> list[str]:
+    return sorted(rows_of(folder / "nightly" / f"2026-11-{day:02d}")["id"].to_pylist())
+
+
+def ran_on(spec, day: int) -> int:
+    return run(spec, "--logical-date", f"2026-11-{day:02d}")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("since", [None, "last_success"])
+def test_rows_of_a_growing_file_are_decoded_once_and_failed_ones_again(tmp_path, capsys, since):
+    log = tmp_path / "log.jsonl"
+    spec = growing(tmp_path, input={"path": str(log), "since": since} | DEDUPE)
+    log.write_text(rows("a", "b", "c", bad="b"))
+    assert ran_on(spec, 1) == 0
+    log.write_text(rows("a", "b", "c", "d"))
+    assert ran_on(spec, 2) == 0
+    assert (ids_on(tmp_path, 1), ids_on(tmp_path, 2)) == (["a", "b", "c"], ["b", "d"])
+    done = [str(tmp_path / "nightly" / f"2026-11-0{day}") for day in (1, 2)]
+    assert [main(["verify", one]) for one in done] == [0, 0]
+    capsys.readouterr()
+    log.write_text(rows("d", "c", "b", "a"))
+    assert ran_on(spec, 3) == 0
+    said = capsys.readouterr().out
+    assert "finished runs have all its ids as ok; no run is started" in said
+    assert not (tmp_path / "nightly" / "2026-11-03").exists()
+    log.write_text(rows("d", "c", "b", "a", "e"))
+    assert ran_on(spec, 3) == 0 and ids_on(tmp_path, 3) == ["e"]
+    assert ran_on(spec, 3) == 0, "a finished run stays finished"
+
+
+def test_ids_that_a_rerun_made_ok_are_known_although_the_cache_was_older(tmp_path):
+    first, base = tmp_path / "log-1.jsonl", tmp_path / "nightly"
+    spec = growing(
+        tmp_path, input={"path": f"{tmp_path}/log-*.jsonl", "since": "last_success"} | DEDUPE, sampling={"n": 2}
+    )
+    first.write_text(rows("a", "b"))
+    with pytest.MonkeyPatch.context() as patch:
+        sicken(patch, {"b"})
+        assert ran_on(spec, 1) == 0
+    (tmp_path / "log-2.jsonl").write_text(rows("b", "c"))
+    with pytest.MonkeyPatch.context() as patch:
+        sicken(patch, {"b"})
+        assert ran_on(spec, 2) == 0
+    assert ids_on(tmp_path, 2) == ["b", "b", "c", "c"]
+    assert (base / "_ledger" / "2026-11-01.ids.parquet").exists()
+    assert main(["rerun", str(base / "2026-11-01"), "--failed", "--local", "--quiet"]) == 0
+    first.write_text(rows("a", "b", "d"))
+    assert ran_on(spec, 3) == 0 and ids_on(tmp_path, 3) == ["d", "d"]
+
+
+def test_a_damaged_cache_is_built_again(tmp_path):
+    log, cache = tmp_path / "log.jsonl", tmp_path / "nightly" / "_ledger" / "2026-11-01.ids.parquet"
+    spec = growing(tmp_path)
+    log.write_text(rows("a", "b"))
+    assert ran_on(spec, 1) == 0
+    log.write_text(rows("a", "b", "c"))
+    assert ran_on(spec, 2) == 0 and ids_on(tmp_path, 2) == ["c"]
+    before = cache.read_bytes()
+    for number, damaged in enumerate((None, before[:50], b"")):
+        cache.unlink()
+        if damaged is not None:
+            cache.write_bytes(damaged)
+        log.write_text(rows("a", "b", "c", f"d{number}"))
+        assert ran_on(spec, 3 + number) == 0 and ids_on(tmp_path, 3 + number) == [f"d{number}"]
+        assert cache.read_bytes() == before
+
+
+def test_an_interrupted_run_keeps_its_rows(tmp_path):
+    log = tmp_path / "log.jsonl"
+    spec = growing(tmp_path)
+    log.write_text(rows("a", "b", "c", "d", "e"))
+    assert ran_on(spec, 1) == 0
+    base = tmp_path / "nightly"
+    log.write_text(rows("a", "b", "c", "d", "e", "f", "g"))
+    assert ran_on(spec, 2) == 0
+    for name in ("_SUCCESS", "_manifest.json", "data/unit-00000000.parquet"):
+        (base / "2026-11-02" / name).unlink()
+    assert ran_on(spec, 2) == 0 and ids_on(tmp_path, 2) == ["f", "g"]
+
+
+@pytest.mark.slow
+@pytest.mark.s3
+def test_ids_in_a_bucket(tmp_path, s3_url, s3_options):
+    landing = S3Store(f"{s3_url}/landing", s3_options)
+    spec = growing(
+        tmp_path,
+        input={"path": f"{s3_url}/landing/log.jsonl", "since": "last_success"} | DEDUPE,
+        output={"path": f"{s3_url}/nightly/{DATED}", "unit_rows": 4},
+        s3={"endpoint": s3_options.endpoint, "region": s3_options.region},
+    )
+    landing.put("log.jsonl", rows("a", "b").encode())
+    assert ran_on(spec, 1) == 0
+    landing.put("log.jsonl", rows("a", "b", "c").encode())
+    assert ran_on(spec, 2) == 0
+    found = rows_of(S3Store(f"{s3_url}/nightly/2026-11-02", s3_options))
+    assert found["id"].to_pylist() == ["c"]
+
+
+def test_ids_are_found_as_in_a_plain_set(monkeypatch):
+    rng = random.Random(5)
+    known = {f"id-{rng.randrange(10**9)}" for _ in range(30_000)}
+    asked = [*rng.sample(sorted(known), 4000), *(f"other-{number}" for number in range(4000))]
+    rng.shuffle(asked)
+    with IdIndex() as index:
+        names = sorted(known)
+        for start in range(0, len(names), 7001):  # in parts, some of them twice
+            index.add(hashes_of(names[start : start + 7001]))
+            index.add(hashes_of(names[start : start + 10]))
+        assert index.has(asked).tolist() == [name in known for name in asked]
+        assert index.has([]).tolist() == []
+    with IdIndex() as empty:
+        assert empty.has(["a"]).tolist() == [False]
+
+
+def test_hashes_survive_a_file_sorted_and_without_those_that_are_excluded():
+    one = lambda name: hashes_of([name]).tobytes()  # noqa: E731
+    column = column_of(hashes_of(["a", "b", "a", "c"]), without=hashes_of(["b", "x"]))
+    assert column.to_pylist() == sorted([one("a"), one("c")])
+    read = hashes_in(pa.chunked_array([column.slice(0, 1), column.slice(1)]))
+    assert np.array_equal(np.sort(read), np.sort(hashes_of(["a", "c"])))

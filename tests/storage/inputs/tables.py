@@ -1,14 +1,12 @@
 """Result tables for tests."""
 
-from typing import Any
-
 import pyarrow as pa
 
 from draftmill.storage.runs.records import table_from_rows
 
 
-def result_row(index: int, *, unit: int = 0, **changes: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {
+def result_row(index: int, *, unit: int = 0, **changes) -> dict:
+    row: dict = {
         "id": f"file.jsonl:{index}",
         "unit": unit,
         "pass": 1,
@@ -42,13 +40,13 @@ def result_row(index: int, *, unit: int = 0, **changes: Any) -> dict[str, Any]:
     return row | changes
 
 
-def failed_row(index: int, *, unit: int = 0) -> dict[str, Any]:
+def failed_row(index: int, *, unit: int = 0) -> dict:
     """A row whose sample failed before it was decoded."""
     row = {"id": f"file.jsonl:{index}", "unit": unit, "pass": 1, "attempt": 1, "status": "failed"}
     return row | {"error_kind": "bad_json", "error_stage": "read", "error": "line 3"}
 
 
-def unit_table(rows: int = 4, *, unit: int = 0, failed: int = 1, **changes: Any) -> pa.Table:
+def unit_table(rows: int = 4, *, unit: int = 0, failed: int = 1, **changes) -> pa.Table:
     """A unit's results, the last `failed` rows of them failed."""
     ok = [result_row(index, unit=unit, **changes) for index in range(rows - failed)]
     return table_from_rows(ok + [failed_row(index, unit=unit) for index in range(rows - failed, rows)])

@@ -4,8 +4,6 @@ import errno
 import gzip
 import io
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +38,7 @@ def unpackings(monkeypatch: pytest.MonkeyPatch) -> Unpackings:
     return counter
 
 
-def packed(folder: Path, data: bytes, name: str = "a.txt.gz") -> InputFile:
+def packed(folder, data: bytes, name: str = "a.txt.gz") -> InputFile:
     (folder / name).write_bytes(gzip.compress(data, 1))
     (file,) = list_inputs(str(folder / name))
     return file
@@ -91,7 +89,7 @@ def test_files_that_were_not_read_for_long_are_let_go(tmp_path, unpackings):
 @pytest.mark.parametrize("room", [0, 25_000])
 def test_a_full_disk_ends_nothing(tmp_path, unpackings, monkeypatch, room):
     class Full(io.BytesIO):
-        def write(self, data: Any) -> int:
+        def write(self, data) -> int:
             nonlocal room
             room -= len(data)
             if room < 0:

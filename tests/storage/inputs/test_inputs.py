@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import tracemalloc
-from pathlib import Path
 
 import datasets
 import pytest
@@ -18,7 +17,7 @@ from draftmill.storage.inputs.rows import InputFile, InputFiles, default_id
 from draftmill.storage.stores.store import S3_DEFAULTS, Place, S3Options
 
 
-def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:
+def write(folder, *names: str, text: str = '{"text": "a"}\n'):
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +25,7 @@ def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:
     return folder
 
 
-def names(path: str | Path, s3: S3Options = S3_DEFAULTS) -> list[str]:
+def names(path, s3: S3Options = S3_DEFAULTS) -> list[str]:
     return [file.name for file in list_inputs(Place(str(path), s3))]
 
 
@@ -257,7 +256,7 @@ def test_s3_inputs_are_files_folders_and_globs(s3_store, s3_url, s3_options):
             list_inputs(Place(path, s3_options))
 
 
-def saved(folder: Path) -> datasets.Dataset:
+def saved(folder) -> datasets.Dataset:
     dataset = datasets.Dataset.from_dict({"text": [f"row {index}" for index in range(10)]})
     dataset.save_to_disk(folder, num_shards=2)
     return dataset

@@ -1,26 +1,26 @@
-"""Columns of the inputs in the results: their types, also where files and rows differ, and their values."""
+"""What is kept of the inputs: columns with their types, where files and rows differ, too, and rows as `input.where` says."""
 
 import datetime
 import json
 from decimal import Decimal
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, is_json, kept_values, schema_from_json, schema_to_json, to_json
+from draftmill.storage.inputs.where import parse_where
 from draftmill.storage.parquet import read_parquet, write_parquet
 
 
-def fields_of(rows: list[dict[str, Any]], *names: str) -> pa.Schema:
+def fields_of(rows: list[dict], *names: str) -> pa.Schema:
     types = KeptTypes(names)
     for row in rows:
         types.see(row)
     return types.schema()
 
 
-def round_trip(rows: list[dict[str, Any]], schema: pa.Schema) -> list[Any]:
+def round_trip(rows: list[dict], schema: pa.Schema) -> list:
     """What an export says of rows that were kept and written."""
     table = pa.table({"keep": pa.array([kept_values(row, schema) for row in rows], pa.struct(list(schema)))})
     return [to_json(row, schema) for row in read_parquet(write_parquet(table, {}))["keep"].to_pylist()]
@@ -58,7 +58,7 @@ def test_a_kept_column_has_the_type_of_its_values_or_is_json(values, expected):
     assert json.dumps(round_trip(rows, schema))
 
 
-TYPES: dict[str, tuple[pa.DataType, Any]] = {
+TYPES: dict[str, tuple] = {
     "int8": (pa.int8(), 7),
     "uint64": (pa.uint64(), 2**64 - 1),
     "float32": (pa.float32(), 0.5),
@@ -120,3 +120,55 @@ def test_a_plan_has_the_fields_in_words_and_exactly():
     assert content["columns"] == {"a": "int64", "b": "json", "m.x": "string"}
     again = schema_from_json(content)
     assert again is not None and again.equals(schema, check_metadata=True) and schema_from_json(None) is None
+
+
+ROWS = pa.table(
+    {
+        "n": [1, 2, 3, None],
+        "score": [0.5, -1.0, 1.0, 0.0],
+        "text": ["a", "b", "it's", "d"],
+        "fine": [True, False, True, None],
+        "word": pa.array(["x", "y", "x", "y"]).dictionary_encode(),
+        "keep": [{"lang": "de", "a b": 1}, {"lang": "en", "a b": 2}, {"lang": None, "a b": 3}, None],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "rows"),
+    [
+        ("score >= 0.5", [0, 2]),
+        ("score > -1", [0, 2, 3]),
+        ("n == 2 or text == 'a'", [0, 1]),
+        ("n != 2", [0, 2]),
+        ("not n == 2", [0, 2]),
+        ('0 < n < 3 and not (text == "b")', [0]),
+        ('text == "it\'s"', [2]),
+        ("text in ['a', 'd']", [0, 3]),
+        ("n not in (1, 2)", [2, 3]),
+        ("n is None", [3]),
+        ("n is not None and fine", [0, 2]),
+        ("fine == False", [1]),
+        ("word == 'x'", [0, 2]),
+        ("keep.lang == 'de'", [0]),
+        ("keep['a b'] >= 2", [1, 2]),
+        ("keep.lang is None", [2, 3]),
+        ("n <= score", []),
+    ],
+)
+def test_a_filter_keeps_the_rows_that_it_says(where, rows):
+    kept = ROWS.append_column("row", pa.array(range(4))).filter(parse_where(where))
+    assert kept["row"].to_pylist() == rows
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "n = 1", "n >= 1 AND fine", "", "f(n)", "n + 1 > 2", "__import__('os').system('x')", "text.upper() == 'A'",
+        "[n for n in text]", "n in text", "n is fine", "lambda: 1", "(" * 300 + "n" + ")" * 300, "n == None == 1 if fine else n",
+        "n\0", "x" * 5000, "keep[0] == 1", "n := 1", "b'a' == text", "f'{n}' == text",
+    ],
+)  # fmt: skip
+def test_what_is_no_filter_is_refused(where):
+    with pytest.raises(ValueError, match=r"allowed|brackets"):
+        parse_where(where)

@@ -4,10 +4,8 @@ import gzip
 import json
 import random
 import tracemalloc
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,13 +27,13 @@ def one_file(path: Path, data: bytes) -> InputFile:
     return list_inputs(str(path))[0]
 
 
-def arrow_file(path: Path, table: pa.Table, new: Any = pa.ipc.new_file, **options: Any) -> InputFile:
+def arrow_file(path: Path, table: pa.Table, new=pa.ipc.new_file, **options) -> InputFile:
     with new(path, table.schema, **options) as writer:
         writer.write_table(table, max_chunksize=130)
     return list_inputs(str(path))[0]
 
 
-def rows_of(path: Path, data: bytes, **options: Any) -> list[Row]:
+def rows_of(path: Path, data: bytes, **options) -> list[Row]:
     """The file's rows, after checking that every one is found again by itself."""
     file = one_file(path, data)
     rows = list(iterate(file, **options))
@@ -43,7 +41,7 @@ def rows_of(path: Path, data: bytes, **options: Any) -> list[Row]:
     return rows
 
 
-def check_again(file: InputFile, rows: list[Row], **options: Any) -> None:
+def check_again(file: InputFile, rows: list[Row], **options) -> None:
     mixed = random.Random(0).sample(rows, len(rows))
     for picked in (mixed, mixed[: len(rows) // 3], rows[-1:]):
         for keep in (True, False):
@@ -51,11 +49,11 @@ def check_again(file: InputFile, rows: list[Row], **options: Any) -> None:
             assert [told(row) for row in read_rows(file, wanted, **options)] == [told(row) for row in picked]
 
 
-def told(row: Row) -> tuple[Any, ...]:
+def told(row: Row) -> tuple:
     return row.row, row.offset, row.values, str(row.error)
 
 
-def kinds(rows: list[Row]) -> list[Any]:
+def kinds(rows: list[Row]) -> list:
     """Each row's error kind, or its values."""
     return [row.error.kind if row.error else row.values for row in rows]
 
@@ -312,7 +310,7 @@ def test_compression_that_breaks_off_is_an_error_and_not_an_end(ending, codec, t
             list(iterate(one_file(tmp_path / f"a.jsonl{ending}", broken)))
 
 
-def parquet_file(path: Path, table: pa.Table, **options: Any) -> InputFile:
+def parquet_file(path: Path, table: pa.Table, **options) -> InputFile:
     pq.write_table(table, path, **options)
     return list_inputs(str(path))[0]
 
@@ -323,7 +321,7 @@ TABLE = pa.table({"id": list(range(1000)), "text": [f"row {index}" for index in 
 ZSTD = pa.ipc.IpcWriteOptions(compression="zstd")
 
 
-WRITERS: dict[str, Callable[[Path], InputFile]] = {
+WRITERS: dict = {
     "parquet": lambda folder: parquet_file(folder / "a.parquet", TABLE),
     "parquet in groups": lambda folder: parquet_file(folder / "a.parquet", TABLE, row_group_size=77),
     "arrow stream": lambda folder: arrow_file(folder / "a.arrow", TABLE, pa.ipc.new_stream),

@@ -1,19 +1,19 @@
-"""One unit, one file, once; the manifest and `_SUCCESS` only when nothing is missing."""
+"""One unit, one file, once; the manifest, in a stream or in one piece, and `_SUCCESS` only when nothing is missing."""
 
 import dataclasses
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
-from draftmill.storage.errors import StoreError
+from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import (
@@ -26,10 +26,11 @@ from draftmill.storage.runs.commit import (
     trace_name,
     write_manifest,
 )
+from draftmill.storage.runs.done_units import BLOCK
 from draftmill.storage.runs.lease import LeaseLost, acquire
 from draftmill.storage.runs.records import TRACE_SCHEMA, read_results, table_from_rows
-from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
-from draftmill.storage.stores.store import Store, open_store
+from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
+from draftmill.storage.stores.store import MOST_ETAG, Store, open_store
 from tests.storage.inputs.tables import unit_table
 
 
@@ -37,11 +38,11 @@ from tests.storage.inputs.tables import unit_table
 class StandsStill:
     """A lease whose holder stands still as soon as it has looked at it; `check` is what happens meanwhile."""
 
-    check: Callable[[], Any]
+    check: Callable
 
 
-def commit(store: Store, unit: int = 17, **changes: Any) -> CommittedUnit:
-    arguments: dict[str, Any] = {
+def commit(store: Store, unit: int = 17, **changes) -> CommittedUnit:
+    arguments: dict = {
         "unit": unit,
         "table": unit_table(unit=unit),
         "fingerprint": "f00",
@@ -108,7 +109,7 @@ def test_the_trace_is_there_before_the_data(store, monkeypatch, failpoints):
 
 
 def test_a_units_trace_is_that_of_the_attempt_that_committed(store, monkeypatch, failpoints):
-    def trace(token: int) -> Any:
+    def trace(token: int):
         row = {"id": "a", "unit": 17, "pass": 1, "iteration": 0, "nfe": 1, "committed": [token]}
         return table_from_rows([row], schema=TRACE_SCHEMA)
 
@@ -207,7 +208,7 @@ def test_a_driver_that_lost_its_lease_writes_no_manifest(store):
 
 @pytest.mark.parametrize("present", [False, True])
 def test_a_driver_that_stands_still_behind_its_last_look_writes_over_no_later_manifest(store, present):
-    facts: dict[str, Any] = {"fingerprint": "f00", "units": 1, "rows": 4}
+    facts: dict = {"fingerprint": "f00", "units": 1, "rows": 4}
     if present:  # of an earlier try
         store.put(MANIFEST, b"{}")
     late, found = commit(store, 0), commit(store, 0)
@@ -255,3 +256,91 @@ def test_a_manifest_of_an_earlier_version_does_not_know_whether_it_is_exact(stor
     store.put(MANIFEST, old)
     manifest = read_manifest(store)
     assert manifest is not None and manifest.exact is None
+
+
+def drawn(count: int, seed: int = 0) -> list[CommittedUnit]:
+    """Units in any order."""
+    rng = random.Random(seed)
+    units = []
+    for unit in rng.sample(range(count), count):
+        name, etag = unit_name(unit), f"{rng.getrandbits(128):032x}"
+        if rng.random() < 0.2:
+            etag = rng.choice(["", "a" * 40, "b" * MOST_ETAG, "no-hex-77"])
+        sha256 = f"{rng.getrandbits(256):064x}"
+        counts = (5, rng.randint(0, 5), 0, 0, rng.getrandbits(40))
+        ok = dataclasses.replace(
+            CommittedUnit(unit, name, etag, *counts, sha256, rng.choice([True, False, None])), failed=5 - counts[1]
+        )
+        units.append(ok)
+    return units
+
+
+def test_facts_come_back_as_they_were_added():
+    units = drawn(BLOCK + 300)
+    facts = UnitFacts(units)
+    assert len(facts) == len(units) and list(facts) == units and facts[3] == units[3]
+    assert facts == UnitFacts(units) != UnitFacts(units[:-1]) and facts != UnitFacts([*units[:-1], units[0]])
+    assert list(facts.in_order()) == sorted(units, key=lambda unit: unit.unit)
+    assert facts.numbers().tolist() == [unit.unit for unit in units]
+    assert list(facts.listed) == sorted(unit.unit for unit in units)
+    for fact in ("rows", "ok", "failed", "skipped", "bytes"):
+        assert facts.total(fact) == sum(getattr(unit, fact) for unit in units)
+    assert facts.exacts() == {True, False, None} and UnitFacts([units[0]]).exacts() == {units[0].exact}
+    with pytest.raises(IndexError):
+        facts[len(units)]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"object": "data/unit-00000001.0a.parquet"}, *({"etag": etag} for etag in ("é", "b" * 49, "nul\0"))]
+    + [{"sha256": sha256} for sha256 in ("", "zz", "00")],
+    ids=str,
+)
+def test_facts_of_another_form_are_refused(odd):
+    with pytest.raises(ValueError):
+        UnitFacts([dataclasses.replace(drawn(2)[0], **odd)])
+
+
+def test_a_manifest_written_by_way_of_a_file_has_the_same_bytes(store, monkeypatch):
+    units = drawn(300)
+    facts = {"fingerprint": "f00", "units": 300, "rows": 1500}
+    made = write_manifest(store, units, **facts)  # type: ignore[arg-type]
+    whole = store.get(MANIFEST)
+    rows = [dataclasses.asdict(unit) for unit in sorted(units, key=lambda unit: unit.unit)]
+    lines = ",\n".join(json.dumps({name: row[name] for name in row if name != "sums"}) for row in rows)
+    assert whole.decode().partition("[\n")[2] == f"{lines}\n]}}\n"
+    monkeypatch.setattr("draftmill.storage.runs.commit.MOST_BYTES_HELD", 100)
+    monkeypatch.setattr("draftmill.storage.runs.commit.READ_BYTES", 1000)
+    assert write_manifest(store, units, **facts) == made, "it is there already"  # type: ignore[arg-type]
+    store.put(MANIFEST, whole.replace(b"f00", b"f01"))
+    write_manifest(store, units, **facts)  # type: ignore[arg-type]
+    assert store.get(MANIFEST) == whole, "replaced"
+    store.delete(MANIFEST)
+    store.delete(SUCCESS)
+    write_manifest(store, units, **facts)  # type: ignore[arg-type]
+    assert store.get(MANIFEST) == whole, "created"
+    assert read_manifest(store) == made
+
+
+def test_a_manifest_with_other_line_ends_is_read(store):
+    units = drawn(20)
+    made = write_manifest(store, units, fingerprint="f00", units=20, rows=100)
+    for text in (json.dumps(json.loads(store.get(MANIFEST))), json.dumps(json.loads(store.get(MANIFEST)), indent=2)):
+        store.put(MANIFEST, text.encode())
+        found = read_manifest(store)
+        assert found is not None and found == made and found.totals == json.loads(text)["totals"]
+
+
+def test_damage_in_any_line_is_named(store):
+    write_manifest(store, drawn(9), fingerprint="f00", units=9, rows=45)
+    lines = store.get(MANIFEST).split(b"\n")
+    rng = random.Random(1)
+    damaged = [b"\n".join(lines[:end]) for end in range(len(lines) - 2)] + [b"\n".join([*lines, b"{}"])]
+    for place in range(len(lines) - 1):
+        middle = rng.randrange(1, max(2, len(lines[place]) - 1))
+        damaged.append(b"\n".join([*lines[:place], lines[place][:middle], *lines[place + 1 :]]))
+    damaged.append(b"\n".join(lines).replace(b'"rows"', b'"rowz"', 2))
+    for data in damaged:
+        store.put(MANIFEST, data)
+        with pytest.raises(DamagedRun, match=r"_manifest\.json"):
+            read_manifest(store)

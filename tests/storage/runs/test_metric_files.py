@@ -1,7 +1,5 @@
 """Files of metrics: written once, merged by sample over sets and passes, and estimates over all samples of a row."""
 
-from typing import Any
-
 import pyarrow as pa
 import pytest
 
@@ -24,7 +22,7 @@ from draftmill.storage.runs.metric_files import (
 from draftmill.storage.stores.store import Store, open_store
 
 
-def one_set(*columns: str, **estimates: dict[str, Any]) -> MetricSet:
+def one_set(*columns: str, **estimates: dict) -> MetricSet:
     return MetricSet((MeasuredMetric({"kind": columns[0]}, (*columns, *estimates), estimates),))
 
 
@@ -33,9 +31,9 @@ def rows(keys: list[tuple[str, int]], **columns: list[float | None]) -> pa.Table
     return pa.table({"id": [key[0] for key in keys], "sample": [key[1] for key in keys], **columns}, schema=schema)
 
 
-def commit(store: Store, metric_set: MetricSet, table: pa.Table, **changes: Any) -> str:
+def commit(store: Store, metric_set: MetricSet, table: pa.Table, **changes) -> str:
     record_set(store, metric_set)
-    arguments: dict[str, Any] = {"unit": 3, "fingerprint": "f00", "code_version": "1"} | changes
+    arguments: dict = {"unit": 3, "fingerprint": "f00", "code_version": "1"} | changes
     return commit_metrics(store, metric_set=metric_set, table=table, **arguments)
 
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ class Hub:
         """How many blobs were sent."""
         return sum(line.startswith("PUT /lfs/") for line in self.requests)
 
-    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, body: bytes) -> tuple:
         """The status, and JSON data or bytes."""
         for fault in self.faults:
             if re.search(fault[0], f"{method} {path}"):
@@ -58,7 +57,7 @@ class Hub:
             return 404, {"error": "no such dataset"}
         return self._of_dataset(match[1], match[2], files, body)
 
-    def _of_dataset(self, name: str, rest: str, files: dict[str, bytes], body: bytes) -> tuple[int, Any]:
+    def _of_dataset(self, name: str, rest: str, files: dict[str, bytes], body: bytes) -> tuple:
         if rest.startswith("preupload/"):
             modes = {
                 path["path"]: "lfs" if path["path"].endswith(".parquet") else "regular"
@@ -103,7 +102,7 @@ class Hub:
             return (200, files[path]) if path in files else (404, {"error": "no such file"})
         return 200, {"id": name, "sha": "0" * 40, "private": self.private[name], "siblings": [], "tags": []}
 
-    def _tree(self, rest: str, files: dict[str, bytes]) -> tuple[int, Any]:
+    def _tree(self, rest: str, files: dict[str, bytes]) -> tuple:
         folder = "".join(f"{part}/" for part in rest.split("?", maxsplit=1)[0].replace("%2F", "/").split("/")[2:])
         inside = {path.removeprefix(folder): data for path, data in files.items() if path.startswith(folder)}
         if folder and not inside:
@@ -155,7 +154,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
         do_GET = do_POST = do_PUT = do_HEAD = _answer
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -28,24 +27,24 @@ class Driver(MemoryFileSystem):  # type: ignore[misc]
     wrote: Callable[[str], object] | None = None
     """Called after each write."""
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs) -> None:
         super().pipe_file(path, value)
         self.versions[path] = next(_versions)
         self.dircache.pop(path, None)
         if self.wrote is not None:
             self.wrote(path)
 
-    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+    def info(self, path: str, **kwargs) -> dict:
         found = self.dircache.get(path) or self._as_driver(super().info(path))
         self.dircache[path] = found
         return found
 
-    def find(self, path: str, maxdepth: Any = None, withdirs: bool = False, detail: bool = False, **kwargs: Any) -> Any:
+    def find(self, path: str, maxdepth=None, withdirs: bool = False, detail: bool = False, **kwargs):
         assert detail and not self.isfile(path)  # adlfs gives no details of a file
         infos = map(self._as_driver, super().find(path, detail=True).values())
         return {info["name"]: info for info in infos}
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs) -> bytes:
         if "generation" not in kwargs and path in self.cached:
             return self.cached[path][start:end]
         if kwargs.get("generation", str(self.versions.get(path))) != str(self.versions.get(path)):
@@ -58,7 +57,7 @@ class Driver(MemoryFileSystem):  # type: ignore[misc]
             hook()
         return data
 
-    def _as_driver(self, info: dict[str, Any]) -> dict[str, Any]:
+    def _as_driver(self, info: dict) -> dict:
         info = info | {"name": info["name"].removeprefix("/")}
         if info["type"] == "file":
             info |= {"etag": '"same"', DRIVERS[self.protocol][1]: f'"{self.versions[info["name"]]}"'}

@@ -8,7 +8,6 @@ runs the S3 tests against that server, which must know the key `test` with the s
 import http.client
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 VARIABLE = "DRAFTMILL_TEST_S3"
@@ -23,7 +22,7 @@ class Forwarder:
 
     endpoint: str
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, environ: dict, start_response: Callable) -> Iterable[bytes]:
         there = urlsplit(self.endpoint)
         assert there.hostname is not None
         connection = http.client.HTTPConnection(there.hostname, there.port, timeout=60)
@@ -43,7 +42,7 @@ class Forwarder:
         return [body]
 
 
-def _headers(environ: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _headers(environ: dict) -> Iterable[tuple[str, str]]:
     for name, value in environ.items():
         plain = name.removeprefix("HTTP_").replace("_", "-").lower()
         is_header = name.startswith("HTTP_") or name in {"CONTENT_TYPE", "CONTENT_LENGTH"}

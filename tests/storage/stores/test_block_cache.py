@@ -1,7 +1,6 @@
 """Parts of S3 objects: fetched once, ahead of use and in parallel, with a bound on what is kept."""
 
 from collections import Counter
-from collections.abc import Iterator
 from threading import Barrier, Thread
 
 import pytest
@@ -105,7 +104,7 @@ def test_items_come_in_order_and_no_more_is_under_way_than_allowed():
         for number, size in enumerate(sizes)
     ]
 
-    def drawn() -> Iterator[list[Block]]:
+    def drawn():
         for item in items:
             drawn_so_far.append(item)
             yield item

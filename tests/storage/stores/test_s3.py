@@ -56,13 +56,6 @@ def test_retries_are_logged_once_and_without_secrets(s3_store, s3_server, caplog
     assert "test-secret" not in caplog.text
 
 
-def test_the_probe_notices_a_store_that_ignores_conditions(s3_store, s3_server):
-    s3_server.fail("ignore_conditions", times=1000)
-    with pytest.raises(StoreRefused, match="ignores conditional writes"):
-        probe(s3_store)
-    assert list(s3_store.list()) == []
-
-
 def test_a_missing_bucket_is_the_users_error(s3_options):
     store = S3Store("s3://no-such-bucket-here/run", s3_options)
     with pytest.raises(StoreRefused, match="no-such-bucket-here"):

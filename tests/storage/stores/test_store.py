@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -130,7 +129,7 @@ def test_a_replacer_whose_link_another_renames_has_won(tmp_path, monkeypatch):
     store, plain, found = open_store(str(tmp_path)), local.link_new, list[str]()
     first = store.create("lease", b"1")
 
-    def link_new(temporary: Path, path: Path) -> bool:
+    def link_new(temporary, path) -> bool:
         is_new = plain(temporary, path)
         if not found:
             found.append("another")
@@ -247,7 +246,7 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path, monkeypatch):
 def test_a_link_whose_answer_was_lost_is_a_success(tmp_path, monkeypatch):
     link = os.link
 
-    def lost(source: Path, target: Path) -> None:
+    def lost(source, target) -> None:
         link(source, target)
         raise FileExistsError
 
@@ -256,7 +255,7 @@ def test_a_link_whose_answer_was_lost_is_a_success(tmp_path, monkeypatch):
 
 
 def test_a_file_system_without_links_is_the_users_error(tmp_path, monkeypatch):
-    def refuse(source: Path, target: Path) -> None:
+    def refuse(source, target) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr("os.link", refuse)

@@ -54,7 +54,6 @@ assert after == before, f"{after - before} threads were started"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every kind of file that is read."""
     folder = tmp_path_factory.mktemp("files")
     table = pa.table({name: [f"{name} {row}" for row in range(5000)] for name in "abcdef"})
     pq.write_table(table, folder / "rows.parquet", row_group_size=1000)

@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from types import SimpleNamespace
@@ -285,7 +284,7 @@ def test_uploads_of_the_last_hour_may_be_at_work_by_the_stores_own_clock():
     def one(upload_id: str, key: str, minutes: float) -> dict[str, Any]:
         return {"Key": key, "UploadId": upload_id, "Initiated": stores_now - timedelta(minutes=minutes)}
 
-    def pages() -> Iterator[dict[str, Any]]:
+    def pages():
         heard = {"ResponseMetadata": {"HTTPHeaders": {"date": format_datetime(stores_now, usegmt=True)}}}
         uploads = [one("young", "k", 59), one("old", "k", 61)]
         yield heard | {"Uploads": uploads, "IsTruncated": True, "NextKeyMarker": "k", "NextUploadIdMarker": "old"}
@@ -304,9 +303,7 @@ def test_uploads_of_the_last_hour_may_be_at_work_by_the_stores_own_clock():
     assert aborted == ["old", "older"] and markers == [("k", None, None), ("k", "k", "old")]
 
 
-def test_a_store_that_lists_no_uploads_is_written_all_the_same_and_a_missing_bucket_is_told(
-    s3_store, s3_server, s3_options, caplog
-):
+def test_a_store_that_lists_no_uploads_is_written_all_the_same(s3_store, s3_server, s3_options, caplog):
     s3_server.fail("403", "GET", "uploads")
     assert abort_orphans(s3_store, NAME) == 0 and "can't look for parts that killed exporters left" in caplog.text
     with pytest.raises(StoreRefused, match="no-such-bucket-here"):

@@ -4,7 +4,6 @@ import gzip
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -12,7 +11,7 @@ HERE = Path(__file__).parent
 NAMES = ("rayclusters", "rayjobs")
 
 
-def without_descriptions(schema: Any) -> Any:
+def without_descriptions(schema):
     """The schema without its prose. A property that is itself called `description` stays: its value is a schema."""
     if isinstance(schema, dict):
         return {

@@ -1,16 +1,30 @@
-"""The recipe of the builtin model: corpus, tokenizer, orders, two-stream model, training, draft heads, folder."""
+"""Recipes of the any-subset and the causal models that ship: corpus, tokenizer, orders, packing, training, heads, folders."""
 
+import dataclasses
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 
 from draftmill.decoders.backbones.heads.markov import DraftHeads, load_heads
-from recipes import asarm, corpus, draft_heads, evaluation, folder, head_training, masking, training
+from recipes import (
+    ar,
+    asarm,
+    causal,
+    causal_folder,
+    corpus,
+    draft_heads,
+    evaluation,
+    folder,
+    head_training,
+    masking,
+    training,
+)
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
-from tests.recipes.recipes_of_tests import check_training, check_written, written_twice
+from tests.recipes import recipes_of_tests as shared
 
 MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
 
@@ -197,7 +211,7 @@ def test_training_is_deterministic_and_lowers_the_loss(stream):
     def trainer() -> training.Trainer:
         return training.Trainer(TwoStream(MICRO, torch.Generator().manual_seed(3)), plan, stream, torch.device("cpu"))
 
-    check_training(trainer)
+    shared.check_training(trainer)
 
 
 def test_acceptance_and_both_losses_of_a_draft_law():
@@ -270,4 +284,86 @@ def test_the_folder_loads_in_transformers_and_back(tokenizer, tmp_path):
 def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(tmp_path):
     flags = ["--size", "micro", "--steps", "2", "--head-steps", "2", "--threads", "1", "--batch-tokens", "1024"]
     files = ("model.safetensors", "draft_head.safetensors", "tokenizer.json", "config.json")
-    check_written(written_twice(asarm, flags, tmp_path), files, "| 128 | 50% |", "| 5% | markov |")
+    shared.check_written(shared.written_twice(asarm, flags, tmp_path), files, "| 128 | 50% |", "| 5% | markov |")
+
+
+@pytest.fixture(scope="module")
+def prepared() -> corpus.Prepared:
+    train, held_out = corpus.split(corpus.standard_library())
+    return corpus.prepare(train[:20], held_out[:4], PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
+
+
+@pytest.mark.slow
+def test_packed_files_are_all_there_between_their_ends(prepared):
+    stream = prepared.train
+    ids = causal.pack(stream, seed=0)
+    starts, ends = np.flatnonzero(ids == corpus.BOS_ID), np.flatnonzero(ids == corpus.EOS_ID)
+    assert (ids[starts[1:] - 1] == corpus.EOS_ID).all()
+    found = sorted(ids[a + 1 : b].tolist() for a, b in zip(starts, ends, strict=True))
+    files = sorted(stream.ids[a:b].tolist() for a, b in zip(stream.bounds[:-1], stream.bounds[1:], strict=True))
+    assert found == files
+    assert np.array_equal(ids, causal.pack(stream, seed=0))
+    assert not np.array_equal(ids, causal.pack(stream, seed=1))
+
+
+def test_windows_depend_on_seed_and_step_only_and_reach_both_ends():
+    ids = np.arange(40)
+    draws = [causal.training_windows(ids, seed=0, step=step, count=8, length=36) for step in range(30)]
+    assert np.array_equal(draws[7], causal.training_windows(ids, seed=0, step=7, count=8, length=36))
+    assert draws[0].shape == (8, 37)
+    assert (np.diff(draws[0]) == 1).all()
+    assert {int(row[0]) for draw in draws for row in draw} == set(range(4))
+
+
+@pytest.mark.slow
+def test_the_loss_is_that_of_each_token_given_those_before(prepared):
+    model = causal.new_model(shared.SHAPE, 0)
+    ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))
+    with torch.no_grad():
+        law = model(ids).logits.double().log_softmax(-1)
+    expected = -torch.stack([law[b, t - 1, ids[b, t]] for b in range(2) for t in range(1, 6)]).mean()
+    assert causal.next_token_loss(model, ids).item() == pytest.approx(expected.item(), abs=0.02)  # bfloat16 products
+
+
+@pytest.mark.slow
+def test_training_of_causal_models_is_deterministic_and_lowers_the_loss(prepared):
+    plan, device = dataclasses.replace(shared.short_schedule(30, 0), batch_tokens=256), torch.device("cpu")
+    shared.check_training(lambda: causal.Trainer(causal.new_model(shared.SHAPE, 0), plan, prepared.train, device))
+
+
+def test_perplexity_of_a_uniform_model_is_known(prepared):
+    model = causal.new_model(shared.SHAPE, 0)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    score = causal_folder.quality(model, prepared, length=64, limit=20)
+    assert score.nats_per_token == pytest.approx(np.log(shared.SHAPE.vocab_size), rel=1e-5)
+    assert score.tokens == 20 * 63
+    with pytest.raises(ValueError, match="no held-out file"):
+        causal_folder.quality(model, prepared, length=10**6)
+
+
+@pytest.mark.slow
+def test_the_causal_recipe_writes_a_whole_folder_and_an_interrupted_one_the_same(tmp_path):
+    flags = ["--size", "micro-test", "--steps", "3", "--threads", "1", "--batch-tokens", "1024"]
+    whole, resumed = shared.written_twice(ar, flags, tmp_path)
+    shared.check_written((whole, resumed), shared.MODEL_FILES, "| 512 |")
+    assert shared.has_tokenizer(whole)
+    loaded = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    assert type(loaded).__name__ == "Qwen2ForCausalLM"
+    assert loaded.generation_config.eos_token_id == corpus.EOS_ID
+    assert json.loads((whole / "config.json").read_text())["draftmill"] == {"max_length": 512}
+    trained = causal.load_model(whole, torch.device("cpu"))
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+        assert torch.equal(tensor, tensor.half().float()), name
+
+
+@pytest.mark.slow
+def test_a_later_checkpoint_begins_with_the_weights_of_the_earlier_one(tmp_path):
+    flags = ["--threads", "1", "--batch-tokens", "1024", "--steps"]
+    assert ar.main(["--out", str(tmp_path / "old"), "--size", "micro-test", *flags, "2"]) == 0
+    assert ar.main(["--out", str(tmp_path / "new"), "--start", str(tmp_path / "old"), *flags, "1"]) == 0
+    assert "the weights of `old`" in (tmp_path / "new" / "README.md").read_text()
+    old, new = (causal.load_model(tmp_path / name, torch.device("cpu")).state_dict() for name in ("old", "new"))
+    moved = max(float((new[name] - old[name]).abs().max()) for name in old)
+    assert 0.0 < moved < 0.01
