@@ -27,7 +27,7 @@ def _draftmill(folder: Path, made: Path, form: str, slots: int) -> Run:
     from draftmill.decoders.backbones.load import load_backbone
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dtype, small = ("float32", form) if form == "int8" else (form, "auto")
+    dtype, small = ("float32", form) if form in {"int8", "w8a8"} else (form, "auto")
     backbone = load_backbone(folder, dtype=dtype, device="cpu", small=small)
 
     def run(prompts: list[list[int]], new: list[int]) -> list[list[int]]:

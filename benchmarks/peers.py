@@ -39,6 +39,7 @@ ENGINES = {
     "draftmill float32": ("draftmill", "float32"),
     "draftmill bfloat16": ("draftmill", "bfloat16"),
     "draftmill int8": ("draftmill", "int8"),
+    "draftmill w8a8": ("draftmill", "w8a8"),
     "OpenVINO, Q8_0": ("openvino", ""),
     "vLLM bfloat16": ("vllm", "bfloat16"),
     "ctranslate2 float32": ("ctranslate2", "float32"),

@@ -31,7 +31,7 @@ from draftmill.decoders.backbones.rows import causal_rows
 from tests.real.model import find_model
 
 FORMS = [("float32", "auto"), ("bfloat16", "auto")]
-FORMS += [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("int8", "int4", "fp8")]
+FORMS += [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ("int8", "w8a8", "int4", "fp8")]
 PAGES = [
     "add-a-decoder",
     "analysis",

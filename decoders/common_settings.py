@@ -174,6 +174,11 @@ class DecoderChoice(Settings):
         return self
 
     @property
+    def keeps_bits(self) -> bool:
+        """Whether its forwards have the bits of the baseline's, and not only the tokens."""
+        return True
+
+    @property
     def is_open(self) -> bool:
         """Whether only the model will tell the baseline."""
         return False

@@ -95,6 +95,10 @@ class FastestSettings(MaskedSettings):
         return self
 
     @property
+    def keeps_bits(self) -> bool:
+        return self.like != "block_diffusion"
+
+    @property
     def is_open(self) -> bool:
         return self.like is None
 

@@ -63,9 +63,9 @@ def small_weights(backbone: Any, num_parameters: int) -> dict[str, Any]:
     parts = (part for part in model.modules() if isinstance(part, SmallLinear | SmallEmbedding))
     held = {id(tensor): tensor.numel() * tensor.itemsize for part in parts for tensor in part.buffers()}
     small = sum(held.values())
-    kind = layers[0].kind
-    if kind == "int8" and backbone.device.type == "cpu" and not adds_exactly():
-        kind = "int8 by slower float32 products (no VNNI)"
+    kind = "w8a8" if layers[0].one_code else layers[0].kind
+    if layers[0].kind == "int8" and backbone.device.type == "cpu" and not adds_exactly():
+        kind += " by slower float32 products (no VNNI)"
     return {"weights": kind, "weight_bytes": small + others * backbone.dtype.itemsize}
 
 

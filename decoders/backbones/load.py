@@ -109,6 +109,9 @@ def load_backbone(
     }
     if small != "auto" and any(problems.values()):
         raise ValueError(f"model.weights: {small}, but {next(filter(problems.get, problems))}; allowed: auto")
+    if small == "w8a8" and not getattr(shape, "can_turn", False):
+        reason = "is for networks of our own without mixtures, whose states and heads have multiples of 16 numbers"
+        raise ValueError(f"model.weights: 'w8a8' {reason}; allowed for family {entry.name!r}: auto, int8, int4, fp8")
     if share is not None:
         check_shares(entry.name, shape, share.count)
         shape = share_of_shape(shape, share)

@@ -35,12 +35,11 @@ from draftmill.decoders.backbones.families.rotary import RotaryShape
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.backbones.rows import TokenRows
-from draftmill.decoders.backbones.small_weights import block_size, turn_rows
+from draftmill.decoders.backbones.small_weights import turn_rows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
 from draftmill.decoders.kernels.find import find_layers
 
 Rowwise = Callable[[Tensor], Tensor]
-_LEAST_BLOCK: Final = 16  # numbers over which an outlier must spread, if a row is to have one code a number
 _AT_ONCE: Final = 512  # rows of a prompt whose inner products stay in a processor's cache
 _tanh_gelu: Final = partial(functional.gelu, approximate="tanh")
 ACTIVATE: Final[dict[str, Rowwise]] = {
@@ -200,10 +199,7 @@ class RotaryNetwork(nn.Module):
     def turn(self, kind: Callable[..., nn.Module]) -> None:
         """Let states and values of heads run turned (`turn_rows`): then one code of 8 bits is enough for a number of a row. Each
         product becomes `kind` of a weight and a bias that hold the turns, and the weights of the norm before it. Rows of
-        `down_proj` are not turned. Networks with mixtures or odd widths stay as they are."""
-        sizes = self.shape.hidden_size, self.shape.head_dim
-        if self.shape.mixture is not None or min(map(block_size, sizes)) < _LEAST_BLOCK:
-            return
+        `down_proj` are not turned. Only for a shape that `can_turn`."""
         layers: Any = self.layers
         for index, layer in enumerate(layers):
             norms = {"qkv_proj": layer.input_layernorm, "gate_up_proj": layer.post_attention_layernorm}

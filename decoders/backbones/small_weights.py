@@ -1,12 +1,13 @@
 """Linear layers that keep their weights in 8 or 4 bits a number (`model.weights`).
 
-    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits, or to 8 where they are turned (network.py),
-            and multiplied as integers. The only kind that also holds the output layer, and embeddings tied to it
+    int8    code * scale, one scale a row of the matrix; rows are rounded to 16 bits and multiplied as integers. This kind and
+            the next one also hold the output layer, and embeddings tied to it
+    w8a8    the same with rows of 8 bits, which are turned first to spread their outliers (network.py); `down_proj` has 16
     fp8     code * scale as int8, with codes of e4m3, and rows as they are
     int4    code * scale + low, for each 64 (or 32) columns of a row. Numbers that are on such a grid, as those of checkpoints of
             4 bits, stay what they are
 
-A sum of integers is the same in any order: a row of int8 has the same bits in any batch, on any processor. The other kinds
+A sum of integers is the same in any order: a row of integers has the same bits in any batch, on any processor. Other kinds
 compute in the model's dtype: a forward writes a layer's codes into a buffer that all layers share, and multiplies by it as any
 layer does, so rows agree by the shape rules of other products. Codes of weights are computed on the CPU: they are the same on
 every device.
@@ -42,17 +43,13 @@ def turn_rows(rows: Tensor, width: int | None = None) -> Tensor:
 
     Source: Ashkboos et al., "QuaRot" (2024), section 3.
     """
-    size = block_size(width or rows.shape[-1])
+    width = width or rows.shape[-1]
+    size = width & -width
     out = rows.float().unflatten(-1, (-1, size))
     for _ in range(size.bit_length() - 1):
         one, two = out.unflatten(-1, (-1, 2)).unbind(-1)
         out = torch.cat([one + two, one - two], -1)
     return (out * size**-0.5).flatten(-2).to(rows.dtype)
-
-
-def block_size(width: int) -> int:
-    """The numbers of a row over which `turn_rows` spreads an outlier."""
-    return width & -width
 
 
 class SmallLinear(nn.Module):
@@ -255,7 +252,7 @@ def _small(weight_MK: Tensor, bias_M: Tensor | None, *, device: torch.device, **
     return SmallLinear(weight_MK, bias_M, **how).to(device)
 
 
-def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
+def shrink_products(base: Any, kind: str, device: torch.device) -> None:
     """Make the linear layers of a model small and move them to a device, in place; routers stay.
     Experts that transformers has in one tensor get the numbers of small ones, and become small in a second call, once they are
     layers. ValueError where weights can't be made small."""
@@ -267,13 +264,12 @@ def shrink_products(base: nn.Module, kind: str, device: torch.device) -> None:
                 rounded = SmallLinear(weight_MK, None, kind)
                 rounded.buffer = torch.empty(weight_MK.numel(), dtype=weight.dtype)
                 weight_MK.copy_(rounded.weight_MK())
-    small = partial(_small, kind=kind, dtype=next(base.parameters()).dtype, device=device)
-    turn = getattr(base, "turn", None)
-    if kind == "int8" and turn is not None:
-        turn(small)
+    small = partial(_small, kind="int8" if kind == "w8a8" else kind, dtype=next(base.parameters()).dtype, device=device)
+    if kind == "w8a8":
+        base.turn(small)
     replace_products(base, small, but=_ROUTERS)
     layers = [part for part in base.modules() if isinstance(part, SmallLinear)]
-    size = 0 if kind == "int8" else max(part.out_features * part.in_features for part in layers)
+    size = 0 if kind in {"int8", "w8a8"} else max(part.out_features * part.in_features for part in layers)
     buffer = torch.empty(size, dtype=layers[0].dtype, device=device)
     for part in layers:
         part.buffer = buffer

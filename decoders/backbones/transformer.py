@@ -218,8 +218,8 @@ class NetworkBackbone(ModuleBackbone):
         network.eval().requires_grad_(False)
         if how.small != "auto":
             shrink_products(network.model, how.small, how.device)
-        if how.small == "int8":
-            output, embeddings, turns = network.lm_head, network.model.word_embeddings, network.model.is_turned
+        if how.small in {"int8", "w8a8"}:
+            output, embeddings, turns = network.lm_head, network.model.word_embeddings, how.small == "w8a8"
             network.lm_head = SmallLinear(output.weight, output.bias, "int8", turns=turns).to(how.device)
             if output.weight.data_ptr() == embeddings.weight.data_ptr():  # they are tied
                 network.model.word_embeddings = SmallEmbedding(network.lm_head)

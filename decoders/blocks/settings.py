@@ -267,6 +267,10 @@ class S2d2Settings(BlockSettings):
     head: Head = Field(default="auto", description="with fused, auto: the model's own; none; or a draft head's folder")
 
     @property
+    def keeps_bits(self) -> bool:
+        return False
+
+    @property
     def draft_head(self) -> str:
         return self.head if self.drafts_in_verifications else "none"
 

@@ -201,3 +201,7 @@ class MultiblockJacobiSettings(CausalSettings):
     spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0, description="accepted share when the next block starts")
     verify_size: int = Field(default=4, ge=1, le=16, description="the draft and its candidates")
     pool_size: int = Field(default=4, ge=0, le=256, description="rejected runs of tokens kept as candidates")
+
+    @property
+    def keeps_bits(self) -> bool:
+        return False

@@ -109,7 +109,7 @@ class ModelSettings(Settings):
         default="auto", description="auto (the model's), a folder, or none (rows give tokens)"
     )
     dtype: Dtype = Field(default="auto", description="auto: float32, which is exact, on CPU; bfloat16 on GPU")
-    weights: Literal["auto", "int8", "int4", "fp8"] = Field(
+    weights: Literal["auto", "int8", "w8a8", "int4", "fp8"] = Field(
         default="auto", description="the layers' matrices; auto: in dtype"
     )
     device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto prefers GPU; cpu; cuda:N")

@@ -265,6 +265,11 @@ def _of_weights(spec: JobSpec) -> str | None:
         "model.exact has other products on a GPU": model.exact and model.device.startswith("cuda"),
     }
     reason = next((reason for reason, is_so in reasons.items() if is_so), None)
+    if model.weights == "w8a8" and not spec.decoder.keeps_bits:
+        return (
+            f"model.weights: w8a8, but decoder.kind is {spec.decoder.kind}, whose sums may differ from the baseline's in the "
+            "last bits, which rows of 8 bits turn into other tokens; allowed: auto, int8, int4, fp8"
+        )
     return (
         None
         if model.weights == "auto" or not reason

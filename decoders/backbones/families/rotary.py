@@ -84,6 +84,11 @@ class RotaryShape:
         return self.mixture is not None and self.mixture.groups is not None
 
     @property
+    def can_turn(self) -> bool:
+        """Whether outliers of states and of heads can spread over 16 numbers at least (small_weights.py, turn_rows)."""
+        return self.mixture is None and (self.hidden_size | self.head_dim) % 16 == 0
+
+    @property
     def max_length(self) -> int:
         return self.longest or self.max_position_embeddings
 

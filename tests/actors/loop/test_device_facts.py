@@ -83,11 +83,12 @@ def test_the_facts_say_what_runs_the_layers_of_each_model(on_gpu, monkeypatch):
 
 
 def test_the_facts_say_where_int8_has_no_instructions(monkeypatch):
-    model = torch.nn.Sequential(SmallLinear(torch.ones(8, 16), None, "int8"))
-    backbone = SimpleNamespace(model=model, device=torch.device("cpu"), dtype=torch.float32)
-    for adds, kind in ((True, "int8"), (False, "int8 by slower float32 products (no VNNI)")):
-        monkeypatch.setattr(facts, "adds_exactly", lambda adds=adds: adds)
-        assert facts.small_weights(backbone, 128)["weights"] == kind
+    for one_code, kind in ((False, "int8"), (True, "w8a8")):
+        model = torch.nn.Sequential(SmallLinear(torch.ones(8, 16), None, "int8", one_code=one_code))
+        backbone = SimpleNamespace(model=model, device=torch.device("cpu"), dtype=torch.float32)
+        for adds, more in ((True, ""), (False, " by slower float32 products (no VNNI)")):
+            monkeypatch.setattr(facts, "adds_exactly", lambda adds=adds: adds)
+            assert facts.small_weights(backbone, 128)["weights"] == kind + more
 
 
 HALF, SHORT = torch.bfloat16, torch.float16

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -213,12 +214,14 @@ def load(folder, kind, dtype="float32"):
     return load_backbone(folder, dtype=dtype, device="cpu", small=kind)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neo"])
-@pytest.mark.parametrize("kind", KINDS)
+NAMES = ("llama", "qwen3", "gpt2", "gpt_neo")
+
+
+@pytest.mark.parametrize(("name", "kind"), [*product(NAMES, KINDS), ("llama", "w8a8"), ("qwen3", "w8a8")])
 def test_rows_have_the_same_bits_in_any_batch(tmp_path, name, kind):
     sizes = {"n_embd": 96} if name == "gpt2" else {"hidden_size": 96, "intermediate_size": 64, "num_heads": 3}
     sizes = {key: value for key, value in sizes.items() if key != "num_heads" or name == "gpt_neo"}
-    save_random(tmp_path, name, **sizes)
+    save_random(tmp_path, name, **sizes, **({"head_dim": 16} if kind == "w8a8" else {}))
     backbone, full = load(tmp_path, kind), load(tmp_path, "auto")
     assert backbone.exact
     layers = [part for part in backbone.base.modules() if isinstance(part, SmallLinear)]
@@ -230,15 +233,16 @@ def test_rows_have_the_same_bits_in_any_batch(tmp_path, name, kind):
     assert torch.equal(backbone.logits(together[1])[:1], backbone.logits(alone[1][:1]))
     exact = decode_with_rejections(full, texts, prompts={0: 4, 1: 2, 2: 7})
     error = (together[0] - exact[0]).norm() / exact[0].norm()
-    assert 0 < error < {"int8": 0.2, "fp8": 0.5, "int4": 0.9}[kind]
+    assert 0 < error < {"int8": 0.2, "w8a8": 0.2, "fp8": 0.5, "int4": 0.9}[kind]
 
 
+@pytest.mark.parametrize("kind", ["int8", "w8a8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_tied_embeddings_share_the_codes_of_the_output_layer(tmp_path, is_tied, dtype):
+def test_tied_embeddings_share_the_codes_of_the_output_layer(tmp_path, is_tied, dtype, kind):
     save_random(tmp_path, "llama", tie_word_embeddings=is_tied, **SIZES)
     name = str(dtype).removeprefix("torch.")
-    backbone, full = load(tmp_path, "int8", name), load(tmp_path, "auto", name)
+    backbone, full = load(tmp_path, kind, name), load(tmp_path, "auto", name)
     head, tokens = backbone.head, torch.arange(61)
     assert isinstance(head, SmallLinear) and head is backbone.model.lm_head
     table = backbone.base.word_embeddings
@@ -246,8 +250,9 @@ def test_tied_embeddings_share_the_codes_of_the_output_layer(tmp_path, is_tied, 
     if is_tied:
         assert torch.equal(backbone.embed(tokens), head.weight_MK())
     expected = full.embed(tokens).float()
-    # A turned number has half a step of its row, and turning a block back adds up to a root of its width of those.
-    step = turn_rows(expected).abs().amax(1, keepdim=True) * (8 / 254 + 8 * torch.finfo(dtype).eps if is_tied else 0)
+    # A code is half a step off; turning a block back adds up to a root of its width of those.
+    largest, steps = (turn_rows(expected), 8) if kind == "w8a8" else (expected, 1)
+    step = largest.abs().amax(1, keepdim=True) * (steps / 254 + 8 * torch.finfo(dtype).eps if is_tied else 0)
     assert ((backbone.embed(tokens).float() - expected).abs() <= step).all()
     assert torch.equal(backbone.embed(tokens), table(tokens))
 
@@ -270,6 +275,12 @@ def test_what_has_no_small_form_is_refused(tmp_path):
     save_random(tmp_path, "gpt2")  # its width is 24
     with pytest.raises(ValueError, match=r"^model.weights: int4, but a layer has 24 inputs; allowed: auto, int8, fp8$"):
         load_backbone(tmp_path, device="cpu", small="int4")
+    save_random(tmp_path / "odd", "qwen3")  # its heads are 24 wide
+    for folder, family in ((tmp_path, "gpt2"), (tmp_path / "odd", "qwen3")):
+        with pytest.raises(
+            ValueError, match=f"'w8a8' is for networks of our own .*; allowed for family '{family}': auto, int8"
+        ):
+            load_backbone(folder, device="cpu", small="w8a8")
     with pytest.raises(ValueError, match=r"model.weights: int8, but Conv1d has no small form; allowed: auto"):
         shrink_products(nn.Sequential(nn.Conv1d(2, 3, 4)), "int8", torch.device("cpu"))
 

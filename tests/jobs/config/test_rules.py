@@ -207,6 +207,20 @@ def test_small_weights_and_exact_models_are_refused_where_no_product_is_so(asked
     spec_of(COMPLETE, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("decoder", "like"),
+    [("multiblock_jacobi", None), ("s2d2", None), ("fastest", "block_diffusion"), ("jacobi", None), ("fastest", None)],
+)
+def test_rows_of_8_bits_are_refused_where_last_bits_may_differ_from_the_baselines(decoder, like):
+    overrides = [f"decoder.kind={decoder}", *([f"decoder.like={like}"] if like else [])]
+    spec_of(COMPLETE, "model.weights=int8", *overrides)
+    if decoder == "jacobi" or (decoder == "fastest" and like is None):
+        spec_of(COMPLETE, "model.weights=w8a8", *overrides)
+        return
+    with pytest.raises(UserError, match=f"model.weights: w8a8, but decoder.kind is {decoder}, .*; allowed: auto, int8"):
+        spec_of(COMPLETE, "model.weights=w8a8", *overrides)
+
+
 def test_prompt_and_chat_are_in_the_fingerprint_only_where_they_are_set():
     plain = spec_of(COMPLETE).results_key()
     assert not {"prompt", "chat"} & plain.keys() and plain["input"] == {}

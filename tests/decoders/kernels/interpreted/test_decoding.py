@@ -87,9 +87,10 @@ def test_exact_texts_have_the_same_bits_in_any_batch(name):
 
 
 @pytest.mark.slow
-def test_layers_with_small_weights_run_between_the_kernels(tmp_path):
-    save_random(tmp_path, "qwen3", hidden_size=64, intermediate_size=32, num_hidden_layers=1)
-    backbone = load(tmp_path, small="int8")
+@pytest.mark.parametrize("kind", ["int8", "w8a8"])
+def test_layers_with_small_weights_run_between_the_kernels(tmp_path, kind):
+    save_random(tmp_path, "qwen3", hidden_size=64, head_dim=16, intermediate_size=32, num_hidden_layers=1)
+    backbone = load(tmp_path, small=kind)
     texts = {0: random_tokens(3, seed=1), 2: random_tokens(5, seed=3)}
     found = []
     for kernels in (False, True):
