@@ -34,7 +34,8 @@ def device_facts(decoder: Decoder) -> dict[str, Any]:
         facts["drafter"] = _layers(decoder.models[1].backbone)
     if device.type != "cuda":
         kind = torch.backends.cpu.get_cpu_capability()  # sums are rounded otherwise on another one
-        return {"name": "CPU", **facts, "capability": kind, **_price_of_half(decoder)}
+        price = {} if "weights" in facts else _price_of_half(decoder)  # integers multiply in any dtype
+        return {"name": "CPU", **facts, "capability": kind, **price}
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,

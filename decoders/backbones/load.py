@@ -136,7 +136,7 @@ def load_backbone(
         backbone.kernels = kernels
     if exact and not backbone.exact:
         raise ValueError(
-            f"model.exact: true, but in {str(torch_dtype).removeprefix('torch.')} on this CPU the batch changes last bits; use "
-            "model.dtype: float32, if it is another one, or leave it out"
+            f"model.exact: true, but in {str(torch_dtype).removeprefix('torch.')} on this CPU the batch changes last bits; "
+            "allowed: model.exact: false, or, from another dtype, model.dtype: float32"
         )
     return backbone
