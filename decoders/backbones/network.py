@@ -35,7 +35,7 @@ from draftmill.decoders.backbones.families.rotary import RotaryShape
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import UnsetLinear
 from draftmill.decoders.backbones.rows import TokenRows
-from draftmill.decoders.backbones.small_weights import turn_rows
+from draftmill.decoders.backbones.small_weights import SmallEmbedding, turn_rows
 from draftmill.decoders.backbones.transformer import NetworkBackbone
 from draftmill.decoders.kernels.find import find_layers
 
@@ -232,10 +232,6 @@ class RotaryNetwork(nn.Module):
         """Note what a forward calls, after products have been replaced. `kernels` as in decoders/kernels/layers.py."""
         shape, self.kernels = self.shape, kernels
         self._parts = [_parts(layer) for layer in self.layers]
-        table = self.word_embeddings
-        self._embed: Rowwise = table.forward
-        if self.is_turned:
-            self._embed = getattr(table, "turned", lambda tokens_P: turn_rows(table(tokens_P)))
         self._rotation, self._scores = rotation, Scores(shape.head_dim**-0.5)
         self._activation = ACTIVATE[shape.hidden_act]
         num_heads, num_keys = shape.num_attention_heads, shape.num_key_value_heads
@@ -243,7 +239,7 @@ class RotaryNetwork(nn.Module):
 
     def forward(self, tokens_P: Tensor, positions_P: Tensor, layout: AnyLayout) -> Tensor:
         """Run flat rows; final normed states [P, D]."""
-        states_PD: Tensor = self._embed(tokens_P)
+        states_PD: Tensor = self.word_embeddings(tokens_P) if not self.is_turned else self._turned_states(tokens_P)
         norms = [*(layer.attention_norm for layer in self._parts), self.norm]
         rows_PD = self._add_norm(states_PD, None, norms[0])
         turns_2P1d = None if self.kernels is not None else self._rotation.of(positions_P, layout).unsqueeze(2)
@@ -261,6 +257,10 @@ class RotaryNetwork(nn.Module):
                 # The next layer adds in place.
                 self.tapped[index + 1] = turn_rows(states_PD) if self.is_turned else states_PD.clone()
         return self._add_norm(turn_rows(states_PD), None, self.norm) if self.is_turned else rows_PD
+
+    def _turned_states(self, tokens_P: Tensor) -> Tensor:
+        table = self.word_embeddings
+        return table.turned(tokens_P) if isinstance(table, SmallEmbedding) else turn_rows(table(tokens_P))
 
     def _add_norm(self, states_PD: Tensor, added_PD: Tensor | None, norm: Any) -> Any:
         """Add to the states, in place, and return them normed."""
