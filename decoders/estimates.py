@@ -48,8 +48,8 @@ from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import DecoderChoice, Estimate
 from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
-from draftmill.decoders.engine.asks import SCORE, Answer, Ask, Ints, Span, runs_of
-from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.asks import SCORE, Answer, Ask, Ints, Span
+from draftmill.decoders.engine.samples import Sample, runs_of
 
 
 class Mask(NamedTuple):

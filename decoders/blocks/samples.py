@@ -72,7 +72,7 @@ class BlockSample(Sample):
         """End an iteration: write what it reveals, in this order, up to the end of the completion (if it looks for stops)."""
         if self.may_clash and len(news) > 1:
             news = [news[index] for index in self.fitting([(new.position, new.token) for new in news])]
-        if stops and self.stops.any:
+        if stops and self.can_stop:
             news = news[: self.until_end(news)]
         new = 0
         for position, token, log_p in news:
@@ -121,7 +121,7 @@ class BlockSample(Sample):
 
     def end_edited(self, start: int, end: int) -> None:
         """Look for an end in a finished block, from left to right."""
-        if not self.stops.any:
+        if not self.can_stop:
             return
         start = max(start, self.prompt)
         tokens = self.tokens[start:end]

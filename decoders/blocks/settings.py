@@ -361,6 +361,8 @@ class Rules:
         self.causal_draft = isinstance(settings, S2d2Settings) and settings.causal_draft
         self.fresh, self.most_entropy = settings.draws_anew, max(math.log(info.vocab_size), 1e-12)
         self._max_length = info.max_length
+        # Whether the last row of decided blocks predicts the first token after them.
+        self.predicts_next = bool(self.shift or (self.left_shift and self.grain == 1))
 
     def start(self, prompt: int) -> int:
         """Where the first block begins that is to be filled."""
@@ -377,11 +379,6 @@ class Rules:
         as any other."""
         whole = length + self.size - 1 if self.prompt_block else self.full(length, 0)
         return whole + 2 * self.size
-
-    @property
-    def predicts_next(self) -> bool:
-        """Whether the last row of decided blocks predicts the first token after them."""
-        return bool(self.shift or (self.left_shift and self.grain == 1))
 
     @property
     def takes_all_steps(self) -> bool:

@@ -38,9 +38,9 @@ from draftmill.decoders.causal.speculative import Drafter, Drafting, speculative
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.schedule import noise_of_share
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Span, runs_of
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Span
 from draftmill.decoders.engine.auto import AutoLength, Way
-from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.samples import Sample, runs_of
 from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 32

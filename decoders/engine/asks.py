@@ -77,17 +77,6 @@ class Run(NamedTuple):
     bank: int = 0
 
 
-def runs_of(row_R: Ints, rank_R: Ints, kind: int, draw_R: Ints | int = 0) -> Ints:
-    """Sampled rows, in any order, their ranks and draws as flat runs."""
-    draw_R = np.broadcast_to(draw_R, row_R.shape)
-    breaks = np.flatnonzero((np.diff(row_R) != 1) | (np.diff(rank_R) != 1) | (np.diff(draw_R) != 0)) + 1
-    starts = np.concatenate([[0], breaks])[: len(row_R)]
-    runs_UF = np.zeros((len(starts), len(Run._fields)), dtype=np.int64)
-    runs_UF[:, 0], runs_UF[:, 1], runs_UF[:, 2] = row_R[starts], np.diff(starts, append=len(row_R)), rank_R[starts]
-    runs_UF[:, 3], runs_UF[:, 4] = kind, draw_R[starts]
-    return runs_UF.reshape(-1)
-
-
 MOST_STRETCHES: Final = 5
 """How many stretches of columns a row may see; a node of `ssd` needs no more (masked/ssd.py)."""
 

@@ -25,11 +25,6 @@ class Stops:
     ids: tuple[int, ...] = ()
     text: StopText | None = None
 
-    @property
-    def any(self) -> bool:
-        """Whether anything can end a completion."""
-        return bool(self.ids) or self.text is not None
-
     def first(self, text: Sequence[int], num_checked: int) -> tuple[int, int] | None:
         """(number of tokens to keep, EOS or STOP) for a text that ends after its first `num_checked` tokens; None if it does
         not end."""

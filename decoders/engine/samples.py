@@ -119,6 +119,7 @@ class Sample:
         if stops is not None:
             text = stops.text if own.stop_text is None else own.stop_text
             self.stops = Stops((*stops.ids, *own.stop_ids), text)
+        self.can_stop = bool(self.stops.ids) or self.stops.text is not None
         self.trace: list[TraceStep] | None = [] if traced else None
         # What the text must match, and what changes its logits; None if nothing does.
         self.tracker: Tracker | None = None
@@ -263,7 +264,7 @@ class Sample:
         """How many of the first `count` tokens are kept, and whether the text ends with them."""
         # Only stop strings read the text before.
         known = [] if self.stops.text is None else self.tokens[self.prompt : self.decided]
-        end = self.stops.first([*known, *tokens[:count]], len(known)) if self.stops.any else None
+        end = self.stops.first([*known, *tokens[:count]], len(known)) if self.can_stop else None
         if end is None:
             return count, False
         keep, self.end = end
@@ -367,3 +368,14 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         self._set(slot, self._usual)
+
+
+def runs_of(row_R: Ints, rank_R: Ints, kind: int, draw_R: Ints | int = 0) -> Ints:
+    """Sampled rows, in any order, their ranks and draws as flat runs."""
+    draw_R = np.broadcast_to(draw_R, row_R.shape)
+    breaks = np.flatnonzero((np.diff(row_R) != 1) | (np.diff(rank_R) != 1) | (np.diff(draw_R) != 0)) + 1
+    starts = np.concatenate([[0], breaks])[: len(row_R)]
+    runs_UF = np.zeros((len(starts), len(Run._fields)), dtype=np.int64)
+    runs_UF[:, 0], runs_UF[:, 1], runs_UF[:, 2] = row_R[starts], np.diff(starts, append=len(row_R)), rank_R[starts]
+    runs_UF[:, 3], runs_UF[:, 4] = kind, draw_R[starts]
+    return runs_UF.reshape(-1)

@@ -45,9 +45,9 @@ from numpy.typing import NDArray
 
 from draftmill.decoders.base import HOLE, Outcome, TraceStep
 from draftmill.decoders.draws import keys
-from draftmill.decoders.engine.asks import FAR, MOST_STRETCHES, NO_DRAFT, TARGET, Answer, Ask, Ints, Span, runs_of
+from draftmill.decoders.engine.asks import FAR, MOST_STRETCHES, NO_DRAFT, TARGET, Answer, Ask, Ints, Span
 from draftmill.decoders.engine.ends import EOS, STOP, ending
-from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.samples import Sample, runs_of
 
 Pick = tuple[float, int, int, float]
 """(-how sure, position, token, log-probability under the model itself): so pairs of tuples compare as the surest first."""
@@ -117,7 +117,7 @@ class Canvas(Sample):
         return self.tokens[position] == HOLE
 
     def _until_end(self, picks: Sequence[Pick]) -> int:
-        if self.end is None or not self.stops.any:
+        if self.end is None or not self.can_stop:
             return len(picks)
         news = [(position - self.origin, token) for _, position, token, _ in picks]
         end = ending(self.tokens[self.origin :], news, self.stops)

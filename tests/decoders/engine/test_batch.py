@@ -20,11 +20,10 @@ from draftmill.decoders.engine.asks import (
     Ints,
     Run,
     Span,
-    runs_of,
 )
 from draftmill.decoders.engine.batch import Layout, Rule, count_leading, pack
 from draftmill.decoders.engine.engine import Engine
-from draftmill.decoders.engine.samples import Sample, SlotTable
+from draftmill.decoders.engine.samples import Sample, SlotTable, runs_of
 from draftmill.decoders.engine.setup import Setup
 from tests.decoders.references.token_table import TokenTable
 
