@@ -328,12 +328,15 @@ def check_bfloat16(bench: Bench) -> list[Finding]:
 
 
 def check_int8(bench: Bench) -> list[Finding]:
-    """With weights of int8 a small batch changes no row."""
-    model = {"weights": "int8", "exact": True}
-    rows = few_rows(bench, "int8", model=model)
-    small = few_rows(bench, "int8-small", model=model, batching={"max_rows": 3})
-    first = Finding("int8, exact, 3 slots: one with 16", same(rows, small, RESULT), len(rows))
-    return [first, like_float32(bench, "int8", rows)]
+    """With products of integers a small batch changes no row."""
+    found = list[Finding]()
+    for kind in ("int8", "w8a8"):
+        model = {"weights": kind, "exact": True}
+        rows = few_rows(bench, kind, model=model)
+        small = few_rows(bench, f"{kind}-small", model=model, batching={"max_rows": 3})
+        found.append(Finding(f"{kind}, exact, 3 slots: one with 16", same(rows, small, RESULT), len(rows)))
+        found.append(like_float32(bench, kind, rows))
+    return found
 
 
 def few_rows(bench: Bench, name: str, **changes) -> dict[str, Row]:
