@@ -357,7 +357,7 @@ command(
     "results.runs:logs",
     *RUN_DIR,
     flag("--json", "one JSON object a line", dest="as_json"),
-    flag("--follow", "go on printing while a driver works on the run"),
+    flag("--follow", "follow the log while a driver works on the run"),
 )
 command(
     "verify",

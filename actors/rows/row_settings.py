@@ -289,7 +289,7 @@ class RowRules:
             for stop in stops:
                 if text in stop and token not in self.recipe.ends:
                     return (
-                        f"{brief(stop)} contains the special token {text!r}, which the text leaves out; "
+                        f"{brief(stop)} contains the special token {text!r}, which the text does not have; "
                         "allowed: other texts, or any text with task.skip_special_tokens: false"
                     )
         return None

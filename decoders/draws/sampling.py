@@ -300,7 +300,7 @@ def measure(name: str, law_RV: Tensor, token_R: Tensor) -> Tensor:
 
 
 def _log_scores(logits_RV: Tensor, mask_id: int) -> Tensor:
-    assert mask_id >= 0, "scores leave out the mask"
+    assert mask_id >= 0, "scores have no mask"
     mask = torch.full((1,), mask_id, dtype=torch.int64, device=logits_RV.device)
     return logits_RV.to(torch.float64).index_fill(1, mask, -torch.inf).logsumexp(1)
 

@@ -431,7 +431,7 @@ def sample(
 ) -> Tensor:
     """See draws/sampling.py; logits in float32 or half precision, which stay as they are. All rows have the top-k of
     `warp.uses`; their own, their min-p and changes of their logits are ignored."""
-    assert mask_id >= 0 or "scores" not in wanted, "scores leave out the mask"
+    assert mask_id >= 0 or "scores" not in wanted, "scores have no mask"
     assert logits_RV.stride(1) == 1, "the logits of a row follow each other"
     (num_rows, vocab_size), device = logits_RV.shape, logits_RV.device
     top_k, has_top_p = warp.uses.top_k, warp.uses.top_p

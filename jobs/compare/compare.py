@@ -160,7 +160,7 @@ def notes(comparisons: Comparisons) -> list[str]:
     if any(comparison.pairs.num_rows < MIN_ROWS for comparison in comparisons.against):
         lines.append(f"Fewer than {MIN_ROWS} rows in a comparison: its intervals may be too narrow.")
     if comparisons.unfinished:
-        lines.append(f"Not finished, and left out: {', '.join(comparisons.unfinished)}.")
+        lines.append(f"Not finished, and skipped: {', '.join(comparisons.unfinished)}.")
     return lines
 
 

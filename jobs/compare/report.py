@@ -506,9 +506,9 @@ def _lead(cases: Sequence[RunStatistics], unfinished: Sequence[str]) -> str:
     if len(cases) == 1:
         spec = cases[0].run.plan.spec
         return f"{spec.decoder.kind} on {spec.model.path}, task {spec.task.kind}, {counted(cases[0].figures.samples, 'sample')}"
-    left_out = f" Not finished, and left out: {', '.join(unfinished)}." if unfinished else ""
+    skipped = f" Not finished, and skipped: {', '.join(unfinished)}." if unfinished else ""
     samples = sum(case.figures.samples for case in cases)
-    return f"{counted(len(cases), 'case')}, {samples:,} samples.{left_out}"
+    return f"{counted(len(cases), 'case')}, {samples:,} samples.{skipped}"
 
 
 def _results(cases: Sequence[RunStatistics]) -> Part:

@@ -261,7 +261,7 @@ class Driver:
                 call(watcher)
             except Exception as error:  # noqa: BLE001 - a run does not depend on its watchers
                 self.watchers.remove(watcher)
-                self.display.note(f"{watcher.name} end here, the run goes on: {type(error).__name__}: {error}")
+                self.display.note(f"{watcher.name} end here, the run continues: {type(error).__name__}: {error}")
 
     def _advance_clock(self) -> float:
         """Seconds in which workers could report. Excludes time in which the driver itself was suspended: their silence in
@@ -337,7 +337,7 @@ class Driver:
             if item.kind != "TASK" and kind not in self._reported:
                 self._reported.add(kind)
                 what = "stored" if item.stage == "store" else "read"
-                message = f"unit {item.unit} can't be {what}: {item.error}; it is tried again"
+                message = f"unit {item.unit} can't be {what}: {item.error}; it is retried"
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
             self.display.event("failed", message, level=logging.WARNING, unit=item.unit, worker=item.worker, **facts)
             self._tell(item)

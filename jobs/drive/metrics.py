@@ -66,7 +66,7 @@ METRICS = (
     Metric("draftmill_workers", "gauge", "workers by state", ("status",)),
     Metric("draftmill_worker_deaths", "counter", "workers that died or were killed; each is replaced"),
     Metric("draftmill_errors", "counter", "failed samples in committed units, by class", ("error_class",)),
-    Metric("draftmill_unit_failures", "counter", "units that failed on a worker and are tried again, by class", ("error_class",)),
+    Metric("draftmill_unit_failures", "counter", "units that failed on a worker and are retried, by class", ("error_class",)),
     Metric("draftmill_commit_seconds", "histogram", "seconds to write a unit's file"),
     Metric("draftmill_seconds_without_progress", "gauge", "seconds since a token was committed or a sample ended"),
     Metric("draftmill_device_seconds", "counter", "seconds for which workers held their devices"),

@@ -107,7 +107,9 @@ class RunLog(logging.Handler):
         self._flushed_s = self._clock()
         for name in sorted(LOST.keys() - self._lost):
             self._lost.add(name)
-            self.add("note", f"{name} can't be written any more, the run goes on: {LOST[name]}", level=logging.WARNING)
+            self.add(
+                "note", f"{name} can't be written any more, the run continues: {LOST[name]}", level=logging.WARNING
+            )
         if totals is not None and totals.started_s is not None:
             self._session = json.dumps(session_record(totals)) + "\n"
         if self._store is not None and not (self._writer is not None and self._writer.is_alive()):

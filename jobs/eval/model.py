@@ -380,7 +380,7 @@ def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, opti
         infills = hole_of(name, task) is not None
         if infills and (options.apply_chat_template or options.num_fewshot):
             raise UserError(
-                f"{name!r} asks for a hole between two texts, without a conversation or examples; leave out "
+                f"{name!r} asks for a hole between two texts, without a conversation or examples; omit "
                 "--apply_chat_template and --num_fewshot",
                 field=FIELD,
             )

@@ -123,7 +123,7 @@ def follow(client: RayJobs, name: str) -> int:
             code, message = end_of(print_log(client, name))
     except KeyboardInterrupt:
         _log.info(
-            f"not following any more; {name} goes on. Follow it again: the same command. "
+            f"not following any more; {name} continues. Follow it again: the same command. "
             f"Stop it: draftmill stop {name} --address {client.url}"
         )
         return INTERRUPTED

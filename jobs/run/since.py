@@ -173,7 +173,7 @@ def sifting(base: Store, runs: Sequence[FoundRun], display: Notes) -> Iterator[S
 
         yield sift
     display.note(
-        f"dedupe: {counted(skipped, 'row')} left out, whose ids {counted(len(runs), 'finished run')} have as ok"
+        f"dedupe: {counted(skipped, 'row')} skipped, whose ids {counted(len(runs), 'finished run')} have as ok"
     )
 
 

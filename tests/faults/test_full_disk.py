@@ -43,7 +43,7 @@ def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_next_one_finishes_i
         room[0] = 2
         assert main(["run", str(spec)]) == 4
         first, *_, last = [line for line in capsys.readouterr().err.splitlines() if "No space left on device" in line]
-        assert re.match(r"unit \d+ can't be stored: .*: No space left on device; it is tried again$", first)
+        assert re.match(r"unit \d+ can't be stored: .*: No space left on device; it is retried$", first)
         assert re.match(r"draftmill: unit \d+ failed 3 times: .*make room, then run it again to continue$", last)
         assert len(done_units(open_store(str(run)))) == 2
         assert not [path for path in run.rglob("*") if path.name.startswith(TEMPORARY)]

@@ -189,7 +189,7 @@ def test_a_display_that_can_not_be_written_ends_no_run_and_is_noted_in_its_log(t
     said = [note for note in notes if "can't be written" in note]
     reason = "No space left on device" if out == FULL else "Broken pipe"
     lost = ["stdout"] if err == "shown" else ["stderr", "stdout"]
-    assert sorted(said) == [f"{name} can't be written any more, the run goes on: {reason}" for name in lost]
+    assert sorted(said) == [f"{name} can't be written any more, the run continues: {reason}" for name in lost]
     if err == "shown":
         assert "planned: 8 samples" in Path(shown).read_text()
 

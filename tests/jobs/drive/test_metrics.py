@@ -184,7 +184,7 @@ def test_an_exporter_that_fails_is_told_nothing_more_and_says_so_once():
         driver.watch(lambda watcher: watcher.look(totals, scheduler))
         clock.now_s += 1.0
     driver.watch(lambda watcher: watcher.over(totals, scheduler))
-    assert notes == ["metrics end here, the run goes on: RuntimeError: no exporter"]
+    assert notes == ["metrics end here, the run continues: RuntimeError: no exporter"]
 
 
 def log_in(store: Store, epoch: int = 1, *, clock=time.monotonic) -> RunLog:

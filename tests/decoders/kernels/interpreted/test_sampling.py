@@ -236,7 +236,7 @@ def test_no_rows_and_what_must_be_given():
         found = sampling.sample(logits[:0], warp, keys[:0], positions[:0], wanted=wanted, ahead=1)
         assert found.shape == (2, 2 + len(wanted), 0)
     for draw in (sampling.sample, sample):
-        with pytest.raises(AssertionError, match="scores leave out the mask"):
+        with pytest.raises(AssertionError, match="scores have no mask"):
             draw(logits, warp, keys, positions, wanted=("scores",))
 
 
@@ -315,7 +315,7 @@ def test_a_row_is_read_a_few_times(monkeypatch, name, wanted, warped, more):
     monkeypatch.setattr(triton.runtime.interpreter.InterpreterBuilder, "create_masked_load", counted)
     sampling.sample(logits, *asked, wanted=wanted, warped=warped, mask_id=MASK, ahead=1)
     passes += more - (warped and "greedy" in name)  # which has no warped distribution
-    read = 4 * (300 * passes - ("scores" in wanted))  # scores leave out the mask
+    read = 4 * (300 * passes - ("scores" in wanted))  # scores have no mask
     assert read < sum(loads) <= read + 4 * 3
 
 
