@@ -44,7 +44,6 @@ from draftmill.decoders.fastest import FastestSettings
 from draftmill.decoders.settings import check_model
 from draftmill.jobs.config.dates import read_date
 from draftmill.jobs.config.paths import absolute
-from draftmill.jobs.config.rules import sampling_problem
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.checks import check_chat, check_constraint, check_penalties, check_stop, check_task
@@ -261,11 +260,7 @@ def with_sampling(spec: JobSpec, recipe: RowRecipe, found: Sampling | Path) -> R
     try:
         if isinstance(found, Path):
             found = from_checkpoint(spec.sampling, read_generation(found), found / GENERATION_FILE)
-        spec.decoder.check_sampling(found)
-        has_tokenizer = spec.model.tokenizer != "none"
-        problem = sampling_problem(recipe.task, found, recipe.columns, has_tokenizer=has_tokenizer)
-        if problem is not None:
-            raise ValueError(problem)
+        spec.model_copy(update={"sampling": found}).check_together()
     except ValueError as error:
         raise user_error(error, "sampling.from_checkpoint") from None
     return replace(recipe, sampling=found)
