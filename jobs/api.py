@@ -30,7 +30,7 @@ from draftmill.jobs.compare.runs import FinishedRun
 from draftmill.jobs.compare.runs import open_run as find_run
 from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.sections import S3Settings
-from draftmill.jobs.config.spec import JobSpec, check_changed
+from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
@@ -215,7 +215,7 @@ def run(
         data = dict(spec)
     else:
         data = {"name": Path(spec).stem} | read_mapping(Path(spec))
-    job = check_changed(data, changes or {})
+    job = check_spec(data, (changes or {}).items())
     with _as_a_guest() as stop:
         place = complete_job(job, RunOptions(ray_address, local), stop=stop)
     return RunResults(find_run(job.place(place)))
@@ -344,12 +344,12 @@ def _spec_of(model: str | Mapping[str, Any], sections: Mapping[str, Any], folder
         "output": {"path": str(folder / "run")},
     }
     if "decoder" in sections:
-        return check_changed(data, {})
+        return check_spec(data)
     # Any decoder that does the task serves to check the rest of the spec; then the model's family is known.
     kind = task.get("kind", "complete") if isinstance(task, dict) else "complete"
-    job = check_changed(data, {"decoder": {"kind": decoders_for(kind)[0] if decoders_for(kind) else "autoregressive"}})
+    job = check_spec(data | {"decoder": {"kind": decoders_for(kind)[0] if decoders_for(kind) else "autoregressive"}})
     able = [one for one in decoders_of(_model_kind(job)) if one in decoders_for(job.task.kind)]
-    return check_changed(data, {"decoder": {"kind": able[0]}}) if able else job
+    return check_spec(data | {"decoder": {"kind": able[0]}}) if able else job
 
 
 def _model_kind(job: JobSpec) -> ModelKind:

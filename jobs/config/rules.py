@@ -123,7 +123,8 @@ def _of_prompt(spec: JobSpec) -> Iterator[str]:
             names = columns_of(prompt.template)
         except ValueError as error:
             yield f"prompt.template: {error}"
-        given, what = ("prompt", "messages"), "prompt"
+        given: tuple[str, ...] = ("prompt", "messages")
+        what = "prompt"
         if getattr(task, "mask", None) is not None:
             given, what = _INFILL_COLUMNS, "text"
         elif isinstance(task, Complete):

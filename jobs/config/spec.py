@@ -5,7 +5,7 @@ Specs are frozen, and unknown keys are errors at every level. docs/specs.md expl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from datetime import datetime
@@ -20,7 +20,7 @@ from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Prompt, Task
 from draftmill.decoders.common_settings import Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.config.dates import format_date, has_date, read_date, with_date
-from draftmill.jobs.config.errors import kind_changed, on_command_line, spec_error
+from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.paths import with_absolute
 from draftmill.jobs.config.rules import kept_names, problems
 from draftmill.jobs.config.sections import (
@@ -35,7 +35,7 @@ from draftmill.jobs.config.sections import (
     Shapes,
     WorkerShape,
 )
-from draftmill.jobs.config.yaml_file import apply_change, read_mapping, split_override
+from draftmill.jobs.config.yaml_file import apply_changes, read_mapping, read_overrides
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import Place, S3Options
 
@@ -169,7 +169,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 
     Raises UserError with the field's path, the value and the allowed values.
     """
-    return check_overridden({"name": Path(path).stem} | read_mapping(Path(path)), overrides)
+    return check_spec({"name": Path(path).stem} | read_mapping(Path(path)), read_overrides(overrides))
 
 
 def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
@@ -206,32 +206,11 @@ def at_date(spec: JobSpec, now: datetime) -> JobSpec:
     return dated.with_drafting_runs(tuple(with_date(path, chosen) for path in dated.decoder.drafting_runs))
 
 
-def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
-    """Return the spec for a mapping with `a.b=VALUE` overrides; changes `data`. Raises UserError as `load_spec` does."""
-    return _check_with(data, [split_override(override) for override in overrides], on_command_line, "--set ")
-
-
-def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
-    """Return the spec for a mapping with other values for dotted keys. Raises UserError as `load_spec` does."""
-    copied = deepcopy((data, list(changes.items())))
-    return _check_with(*copied, lambda section, fresh: f'"{section}: {fresh}"')
-
-
-def _check_with(
-    data: dict[str, Any], changes: Sequence[tuple[str, Any]], how: Callable[[str, str], str], what: str = ""
-) -> JobSpec:
-    before = deepcopy(data)
-    for key, value in changes:
-        apply_change(data, key, value, f"{what}{key}: " if what else "")
-    try:
-        return check_spec(data)
-    except UserError as error:
-        raise kind_changed(before, data, [key for key, _ in changes], error, how=how) or error from None
-
-
-def check_spec(data: dict[str, Any]) -> JobSpec:
-    """Return the spec for a mapping; raises UserError as `load_spec` does."""
+def check_spec(data: dict[str, Any], changes: Iterable[tuple[str, Any]] = ()) -> JobSpec:
+    """Return the spec for a mapping with other values for dotted keys; raises UserError as `load_spec` does."""
+    data, changes = deepcopy((data, list(changes)))
+    apply_changes(data, changes)
     try:
         return JobSpec.model_validate(data, strict=True)
     except ValidationError as error:
-        raise spec_error(JobSpec, data, error) from None
+        raise spec_error(JobSpec, data, error, changes) from None

@@ -32,9 +32,9 @@ from draftmill.actors.task import NO_CHAT, Chat
 from draftmill.decoders.common_settings import DecoderChoice
 from draftmill.decoders.settings import DECODERS, scorer_of
 from draftmill.jobs.config.dates import has_date
-from draftmill.jobs.config.errors import kind_changed, spec_error
+from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.config.yaml_file import apply_override, read_mapping
+from draftmill.jobs.config.yaml_file import apply_changes, read_mapping, read_overrides
 from draftmill.jobs.eval.requests import Generation, ScoredTokens
 from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.results.passes import latest_rows, passes_of
@@ -150,10 +150,8 @@ class EvalSpec:
 
 def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
     """Read a spec file, apply `a.b=VALUE` overrides and check it. UserError with the field's path, also for what tasks decide."""
-    before = {"name": Path(path).stem} | read_mapping(Path(path))
-    data = deepcopy(before)
-    for override in overrides:
-        apply_override(data, override)
+    data = {"name": Path(path).stem} | read_mapping(Path(path))
+    apply_changes(data, read_overrides(overrides))
     task = data.pop("task", None)
     _check_task(task)
     chat = _chat_of(data.pop("chat", None) or {})
@@ -181,16 +179,13 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
             field="output.path",
         )
     spec = EvalSpec(data, task or {}, chat)
-    try:
-        if not isinstance(decoder, dict) or decoder.get("kind") not in DECODERS or not isinstance(output, dict):
-            check_spec({**data, "task": {"kind": "complete"}, "input": {"path": PLACE}})  # it says what is wrong
-        spec.any_job()
-        if spec.task.get("kind") == "score":
-            spec.scoring(PLACE)
-        if spec.task.get("kind") == "infill":
-            spec.infilling(Generation(1, (), 0.0), PLACE)
-    except UserError as error:
-        raise kind_changed(before, data, overrides, error) or error from None
+    if not isinstance(decoder, dict) or decoder.get("kind") not in DECODERS or not isinstance(output, dict):
+        check_spec({**data, "task": {"kind": "complete"}, "input": {"path": PLACE}})  # it says what is wrong
+    spec.any_job()
+    if spec.task.get("kind") == "score":
+        spec.scoring(PLACE)
+    if spec.task.get("kind") == "infill":
+        spec.infilling(Generation(1, (), 0.0), PLACE)
     return spec
 
 

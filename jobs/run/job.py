@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 
 from draftmill.jobs.config.dates import floor_date, following, format_date, has_date, period_of
 from draftmill.jobs.config.paths import check_places
-from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden, with_logical_date
+from draftmill.jobs.config.spec import JobSpec, at_date, check_spec, with_logical_date
+from draftmill.jobs.config.yaml_file import read_overrides
 from draftmill.jobs.drive.backend import Backend, backend_of
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import base_lease, gives_way, hold_lease
@@ -218,7 +219,8 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     """
     store = open_store(place)
     # The place's S3 options apply to the workers, too.
-    spec = check_overridden(require_plan(store).spec.with_s3(place.s3).model_dump(mode="json"), overrides)
+    planned = require_plan(store).spec.with_s3(place.s3)
+    spec = check_spec(planned.model_dump(mode="json"), read_overrides(overrides))
     finished_passes(passes_of(store))
     with Display() as display:
         resolved = resolve(spec, store, display)

@@ -1,6 +1,5 @@
 """A task that its rows' columns, its decoder or its model do not fit is refused before any work, by the key to change."""
 
-import copy
 from typing import Any, get_args
 
 import pytest
@@ -10,7 +9,7 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.paths import with_absolute
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.config.yaml_file import apply_override
+from draftmill.jobs.config.yaml_file import read_overrides
 from draftmill.jobs.plan.checks import check_task
 from draftmill.jobs.plan.fingerprint import digest, results_key
 from draftmill.storage.errors import UserError
@@ -37,10 +36,7 @@ CAUSAL = ModelInfo("qwen2", 300, None, 64, "causal", 1000)
 
 
 def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
-    data = copy.deepcopy(base)
-    for override in overrides:
-        apply_override(data, override)
-    return check_spec(data)
+    return check_spec(base, read_overrides(overrides))
 
 
 @pytest.mark.parametrize(
