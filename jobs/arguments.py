@@ -20,8 +20,7 @@ from operator import attrgetter
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
-from draftmill.jobs.eval.options import HINT, SEEDS, EvalOptions, documents, parse_settings, seeds
-from draftmill.storage.errors import UserError
+from draftmill.jobs.eval.options import HINT, SEEDS, documents, parse_settings, seeds, truth
 from draftmill.storage.stores.store import Place, S3Options
 
 if TYPE_CHECKING:
@@ -130,6 +129,12 @@ def _seconds(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a number from 0")
     return value
+
+
+def _positive(text: str) -> float:
+    if not _seconds(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a number above 0")
+    return float(text)
 
 
 def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:
@@ -490,27 +495,6 @@ command(
 # ---- eval
 
 
-def _eval_options(arguments: argparse.Namespace) -> EvalOptions:
-    multiturn, why = arguments.fewshot_as_multiturn, " (templates have no names here: the tokenizer's own is used)"
-    given = {field.name: getattr(arguments, field.name) for field in fields(EvalOptions) if field.name in arguments}
-    given |= {
-        "tasks": tuple(name for names in arguments.tasks for name in names.split(",") if name),
-        "samples": documents(arguments.samples),
-        "gen_kwargs": parse_settings(arguments.gen_kwargs, "--gen_kwargs"),
-        "apply_chat_template": _truth(arguments.apply_chat_template, "--apply_chat_template", why),
-        "fewshot_as_multiturn": None if multiturn is None else _truth(multiturn, "--fewshot_as_multiturn"),
-        "seeds": SEEDS if arguments.seed is None else seeds(arguments.seed),
-        "metadata": parse_settings(arguments.metadata, "--metadata"),
-    }
-    return EvalOptions(**given)
-
-
-def _truth(text: str, name: str, why: str = "") -> bool:
-    if text.lower() not in {"true", "false"}:
-        raise UserError(f"{text!r} is not allowed; allowed: true, false{why}", field=name)
-    return text.lower() == "true"
-
-
 command(
     "eval",
     "run lm-evaluation-harness's tasks with a spec's model and decoder, or resume that",
@@ -519,14 +503,19 @@ command(
     *DRIVER,
     option("--tasks", "T", "names, patterns, files or folders", nargs="+", required=True),
     option("--include_path", "FOLDER", "tasks of your own"),
-    option("--num_fewshot", "N", type=int),
-    option("--limit", "N", "documents of each task, or a share below 1; for trials", type=float),
-    option("--samples", "JSON", 'documents of each task: {"task": [0, 5]}, or a file'),
+    option("--num_fewshot", "N", type=_whole(0)),
+    group(
+        None,
+        option("--limit", "N", "documents of each task, or a share below 1; for trials", type=_positive),
+        option("--samples", "JSON", 'documents of each task: {"task": [0, 5]}, or a file'),
+    ),
     option("--gen_kwargs", "KEY=VALUE", "override generation_kwargs", nargs="+", default=[]),
-    option("--apply_chat_template", "true|false", nargs="?", const="true", default="false"),
-    option("--fewshot_as_multiturn", "true|false", nargs="?", const="true"),
+    option("--apply_chat_template", "true|false", nargs="?", const=True, default=False, type=truth),
+    option("--fewshot_as_multiturn", "true|false", nargs="?", const=True, type=truth),
     option("--system_instruction", "TEXT"),
-    option("--seed", "N", "of Python, numpy, torch, few-shot: one or four numbers"),
+    option(
+        "--seed", "N", "of Python, numpy, torch, few-shot: one or four numbers", dest="seeds", type=seeds, default=SEEDS
+    ),
     flag("--confirm_run_unsafe_code", "allow tasks that run generated code"),
     flag("--predict_only", "answers without scores"),
     flag("--log_samples", "has no effect: samples are always written"),
@@ -535,7 +524,13 @@ command(
     resumes=True,
     hint=HINT,
     settings={"allow_abbrev": False},
-    options=_eval_options,
+    options=_built(
+        "eval.options:EvalOptions",
+        tasks=lambda arguments: tuple(name for names in arguments.tasks for name in _names(names)),
+        samples=lambda arguments: documents(arguments.samples),
+        gen_kwargs=lambda arguments: parse_settings(arguments.gen_kwargs, "--gen_kwargs"),
+        metadata=lambda arguments: parse_settings(arguments.metadata, "--metadata"),
+    ),
     run_options=RUN_OPTIONS,
 )
 

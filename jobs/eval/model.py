@@ -316,18 +316,11 @@ def _managers(options: EvalOptions, note: Callable[[str], None]) -> Iterator[Cho
 
 
 def _load_from(manager: ChosenTasks, options: EvalOptions) -> ChosenTasks:
-    chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-    for name in dict.fromkeys(name for given in options.tasks for name in _names(manager, given, options)):
-        try:
-            loaded = dict(TaskManager.load(manager, [name]))
-        except Exception as error:  # lm_eval and the libraries under it raise anything
-            raise _unloadable(name, error) from error
-        twice = sorted(set(loaded["tasks"]) & set(chosen["tasks"]))
-        if twice:
-            raise UserError(f"{twice[0]!r} is named twice, once as a part of a group", field=FIELD)
-        for part, of_part in chosen.items():
-            of_part.update(loaded[part])
-    manager.chosen = chosen
+    names = dict.fromkeys(name for given in options.tasks for name in _names(manager, given, options))
+    try:
+        manager.chosen = dict(TaskManager.load(manager, list(names)))
+    except Exception as error:  # lm_eval and the libraries under it raise anything
+        raise _unloadable(error) from error
     return manager
 
 
@@ -348,8 +341,8 @@ def _names(manager: ChosenTasks, given: str, options: EvalOptions) -> list[str]:
     return list(names)
 
 
-def _unloadable(name: str, error: Exception) -> UserError:
-    """One line for a task that can't be loaded: mostly its data set, or a metric, is on the hub and there is no network."""
+def _unloadable(error: Exception) -> UserError:
+    """One line for tasks that can't be loaded: mostly a data set, or a metric, is on the hub and there is no network."""
     texts = []
     cause: BaseException | None = error
     while cause is not None:
@@ -357,11 +350,10 @@ def _unloadable(name: str, error: Exception) -> UserError:
         cause = cause.__cause__ or cause.__context__
     if any(part in text.lower() for text in texts for part in NO_NETWORK):
         return UserError(
-            f"{name}: its data set or metric is on the Hugging Face hub, which can't be reached and has no copy here: "
-            f"{texts[0][:200]}",
+            f"a data set or metric is on the Hugging Face hub, which can't be reached and has no copy here: {texts[0][:200]}",
             field=FIELD,
         )
-    return UserError(f"{name} can't be loaded: {type(error).__name__}: {texts[0][:300]}", field=FIELD)
+    return UserError(f"can't be loaded: {type(error).__name__}: {texts[0][:300]}", field=FIELD)
 
 
 # ---- what the model can't do
