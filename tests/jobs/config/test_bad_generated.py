@@ -114,7 +114,7 @@ def task_of(name: str, path) -> tuple[JobSpec, Maker]:
 
 def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict]:
     recipe = spec.recipe()
-    tables = check_survey(survey(recipe, maker, files), spec, recipe, files)
+    tables = check_survey(survey(recipe, maker, files), spec, recipe, maker, files)
     return [row for table in tables for row in table.to_pylist()]
 
 
