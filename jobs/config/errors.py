@@ -137,12 +137,6 @@ def _range(item: Any) -> str:
     return ", ".join(bounds) or _TYPES.get(item["type"], item["msg"])
 
 
-UNSUPPORTED = {
-    "echo", "guided_json", "guided_regex", "logprobs", "min_tokens", "num_beams", "prompt_logprobs", "response_format",
-    "stop_token_ids", "structured_outputs", "tools", "typical_p",
-}  # fmt: skip
-"""Keys of other software that a user may expect."""
-
 ELSEWHERE = {
     "chat_template_kwargs": "chat.template_kwargs",
     "system_prompt": "prompt.system",
@@ -161,8 +155,6 @@ def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
     if nearest:
         suggestion = nearest[0] if nearest[0] not in known else ".".join(filter(None, [section, nearest[0]]))
         hint = f" did you mean {suggestion}?"
-    elif name in UNSUPPORTED:
-        hint = " this is not supported;"
     return f"unknown key;{hint} known {f'under {section}' if section else 'keys'}: {', '.join(known)}"
 
 

@@ -78,7 +78,6 @@ class DraftmillLM(LM):  # type: ignore[misc]
         self._unchecked, self._chosen = tasks, chosen
         self._sampling = spec.any_job().sampling
         self._holes = {name: hole for name, task in tasks.items() if (hole := hole_of(name, task)) is not None}
-        self._generations: dict[tuple[str, str], Generation] = {}
 
     # ---- generate_until
 
@@ -119,24 +118,20 @@ class DraftmillLM(LM):  # type: ignore[misc]
 
     def generation(self, task: str, given: Mapping[str, Any]) -> Generation:
         """The settings for a task's generation_kwargs; UserError if they can't be met."""
-        name = (task, repr(given))
-        if name not in self._generations:
-            own, most = self._spec, self._info.max_length
-            generation = generation_of(
-                given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
+        own, most, kind = self._spec, self._info.max_length, self._kind(task)
+        generation = generation_of(
+            given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
+        )
+        is_used = kind == "complete" or self._info.kind == "causal"  # the mask says it to other models that infill
+        if is_used and most is not None and generation.max_new_tokens >= most:
+            raise UserError(
+                f"{generation.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
+                "--gen_kwargs max_gen_toks=N changes it",
+                field=f"{task}: generation_kwargs.max_gen_toks",
             )
-            kind = self._kind(task)
-            is_used = kind == "complete" or self._info.kind == "causal"  # the mask says it to other models that infill
-            if is_used and most is not None and generation.max_new_tokens >= most:
-                raise UserError(
-                    f"{generation.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
-                    "--gen_kwargs max_gen_toks=N changes it",
-                    field=f"{task}: generation_kwargs.max_gen_toks",
-                )
-            if generation.constraint or (own.task.get("kind") == kind and own.task.get("constraint")):
-                generation = replace(generation, stop=())  # a text ends where it matches; `until` could cut it before
-            self._generations[name] = generation
-        return self._generations[name]
+        if generation.constraint or (own.task.get("kind") == kind and own.task.get("constraint")):
+            return replace(generation, stop=())  # a text ends where it matches; `until` could cut it before
+        return generation
 
     def job_for(self, kind: Kind, generation: Generation) -> Callable[[str, str | None], JobSpec]:
         """Make the spec of the job that generates so."""
