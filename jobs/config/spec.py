@@ -21,7 +21,7 @@ from draftmill.decoders.common_settings import Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.config.dates import format_date, has_date, read_date, with_date
 from draftmill.jobs.config.errors import spec_error
-from draftmill.jobs.config.paths import with_absolute
+from draftmill.jobs.config.paths import FoundPlace, check_places, with_absolute, with_places
 from draftmill.jobs.config.rules import kept_names, problems
 from draftmill.jobs.config.sections import (
     BatchingSettings,
@@ -188,22 +188,22 @@ def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
 
 def at_date(spec: JobSpec, now: datetime) -> JobSpec:
     """The job with the date filled into its output path, `input.path`, `input.run` and the runs that draft: its logical date, or
-    else `now`.
+    else `now`. UserError if one of them then is no place.
 
     Without a date in its output path, `spec` itself.
     """
     if not has_date(spec.output.path):
         return spec
     chosen = now if spec.output.logical_date is None else read_date(spec.output.logical_date)
-    filled = {"path": with_date(spec.output.path, chosen), "logical_date": format_date(chosen)}
-    paths = tuple(with_date(path, chosen) for path in spec.input.paths)
-    given = {
-        "path": paths[0] if isinstance(spec.input.path, str) else paths or None,
-        "run": None if spec.input.run is None else with_date(spec.input.run, chosen),
-    }
-    sections = {"output": spec.output.model_copy(update=filled), "input": spec.input.model_copy(update=given)}
-    dated = spec.model_copy(update=sections)
-    return dated.with_drafting_runs(tuple(with_date(path, chosen) for path in dated.decoder.drafting_runs))
+
+    def filled(found: FoundPlace) -> str:
+        return with_date(found.value, chosen) if found.keys[0] in {"input", "output", "decoder"} else found.value
+
+    dated = with_places(spec, filled)
+    output = dated.output.model_copy(update={"logical_date": format_date(chosen)})
+    dated = dated.model_copy(update={"output": output})
+    check_places(dated)
+    return dated
 
 
 def check_spec(data: dict[str, Any], changes: Iterable[tuple[str, Any]] = ()) -> JobSpec:

@@ -65,29 +65,22 @@ def length_note(task: Task, info: ModelInfo) -> str | None:
     return f"task.max_new_tokens is {asked:,}, but the model takes {most:,} tokens with the prompt: texts end there"
 
 
-def check_chat(task: Task, tokenizer: Tokenizer | None) -> None:
-    """Raise UserError if the task is a chat and the tokenizer has no chat template."""
+def check_recipe(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) -> None:
+    """Raise UserError if the tokenizer has no chat template for a chat, if a stop string or an end token can never occur, or if
+    sampling settings name tokens that the model does not have."""
+    task = recipe.task
     if not isinstance(task, Infill) and task.chat and (tokenizer is None or tokenizer.chat is None):
         reason = "the tokenizer has no chat template (no file chat_template.jinja, and none in tokenizer_config.json)"
         raise UserError(f"{reason}; allowed: false", field="task.chat")
-
-
-def check_stop(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) -> None:
-    """Raise UserError if a stop string of the task, or an end token, can never occur."""
     if info.mask_id in recipe.ends:
         reason = (
             "is an end token of the model, and a mask is never generated; allowed: other ids, or task.ignore_eos: true"
         )
         raise UserError(f"{info.mask_id} {reason}", field="model.mask_id")
-    task = recipe.task
     if isinstance(task, Complete) and task.stop:
         problem = RowRules(recipe, tokenizer, info).unseen_stop(task.stop)
         if problem is not None:
             raise UserError(problem, field="task.stop")
-
-
-def check_penalties(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) -> None:
-    """Raise UserError if sampling settings name tokens that the model does not have."""
     try:
         penalties_of(recipe.sampling, tokenizer, info.vocab_size, recipe.ends)
     except ValueError as error:

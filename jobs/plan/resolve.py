@@ -46,7 +46,7 @@ from draftmill.jobs.config.dates import read_date
 from draftmill.jobs.config.paths import absolute
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
-from draftmill.jobs.plan.checks import check_chat, check_constraint, check_penalties, check_stop, check_task
+from draftmill.jobs.plan.checks import check_constraint, check_recipe, check_task
 from draftmill.jobs.plan.fingerprint import digest, results_key, with_files
 from draftmill.jobs.plan.plan import Plan, compare_inputs, compare_plan, compare_settings, earlier_runs, load_plan
 from draftmill.jobs.schedule.unit_leases import Limits
@@ -126,7 +126,6 @@ def resolve(
     if spec.sampling.from_checkpoint:
         recipe = with_sampling(spec, recipe, folder)
     tokenizer = load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
-    check_chat(recipe.task, tokenizer)
     planned = None if plan is None else plan.results["input"].get("run")
     run = None if spec.input.run is None else run_state(spec.place(spec.input.run), planned)
     if run is not None:
@@ -162,8 +161,7 @@ def resolve(
         fim=fim,
         run=run,
     )
-    check_stop(recipe, tokenizer, info)
-    check_penalties(recipe, tokenizer, info)
+    check_recipe(recipe, tokenizer, info)
     constraints = check_constraint(recipe, tokenizer, info)
     if plan is not None:
         compare_plan(plan, recorded(spec, recipe), with_files(results, inputs), inputs)

@@ -18,7 +18,6 @@ from contextlib import ExitStack, nullcontext
 from datetime import UTC, datetime
 
 from draftmill.jobs.config.dates import floor_date, following, format_date, has_date, period_of
-from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date, check_spec, with_logical_date
 from draftmill.jobs.config.yaml_file import read_overrides
 from draftmill.jobs.drive.backend import Backend, backend_of
@@ -105,7 +104,6 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
     job, path, stop = at_date(spec, now or datetime.now(UTC)), spec.output.path, stop or StopFlag()
     with ExitStack() as stack:
         if has_date(path):
-            check_places(job)
             stack.enter_context(base_lease(runs_store(spec, path), stop.set))
         store = open_store(job.place(job.output.path))
         job = with_last_run(job, store, path)

@@ -28,7 +28,6 @@ from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.common_settings import DecoderChoice
-from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date
 from draftmill.jobs.drive.notify import check_receivers
 from draftmill.jobs.drive.totals import exactness
@@ -205,7 +204,6 @@ def rows_per_unit(spec: JobSpec, rows: int) -> int:
 def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
     path, spec = spec.output.path, at_date(spec, datetime.now(UTC))
-    check_places(spec)
     store = open_store(spec.place(spec.output.path))
     spec, new_inputs = with_last_run(spec, store, path), new_files(spec, store, path)
     if new_inputs is not None:
