@@ -352,7 +352,7 @@ def _decode(job: JobSpec) -> list[Row]:
 def _forget_changed(resolved: Resolved) -> None:
     """Drop what is kept if a checkpoint of the job has changed since."""
     drafter = resolved.results["decoder"].get("drafter", {})
-    hashes = {resolved.folder: resolved.results["model"]["checkpoint"]}
+    hashes: dict[Any, str] = {resolved.folder: resolved.results["model"]["checkpoint"]}
     if isinstance(drafter, dict) and "weights" in drafter:
         hashes[fetch_drafter(resolved.spec.decoder, resolved.spec.s3.options())] = drafter["weights"]
     if any(_HASHES.get(place, now) != now for place, now in hashes.items()):

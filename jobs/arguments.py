@@ -25,7 +25,6 @@ from draftmill.storage.stores.store import Place, S3Options
 
 if TYPE_CHECKING:
     from draftmill.jobs.config.spec import JobSpec
-    from draftmill.jobs.run.pruning import KeepRule
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
@@ -538,14 +537,6 @@ command(
 # ---- recurring jobs
 
 
-def _keep(arguments: argparse.Namespace) -> KeepRule:
-    from draftmill.jobs.run.pruning import KeepRule
-
-    counts = [value for value in arguments.keep if isinstance(value, int)]
-    ages = [value for value in arguments.keep if isinstance(value, timedelta)]
-    return KeepRule(max(counts, default=None), max(ages, default=None))
-
-
 command(
     "prune",
     "delete the results of old runs of a recurring job",
@@ -564,7 +555,6 @@ command(
     S3_ENDPOINT,
     writes=True,
     base=_place,
-    keep=_keep,
 )
 
 
