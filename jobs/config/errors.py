@@ -75,24 +75,17 @@ def _path(item: Any, data: Any) -> str:
     return ".".join(keys)
 
 
-_OF_WORDS: Final = ("literal_error", "int_type")
-
-
 def _without_consequences(errors: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Drop errors that follow from another error.
+    """Drop that a mapping is not a number, or a word such as `auto`, if keys of this mapping are wrong."""
+    return {
+        path: items
+        for path, items in errors.items()
+        if any(item["type"] not in _OF_WORDS or not isinstance(item["input"], Mapping) for item in items)
+        or not any(other.startswith(f"{path}.") for other in errors)
+    }
 
-    If a `kind` is wrong, other errors in its section are meaningless. If keys of a mapping are wrong, the error that the
-    mapping is not a number, or a word such as `auto`, is meaningless.
-    """
-    bad = [path.removesuffix("kind") for path in errors if path.rpartition(".")[2] == "kind"]
 
-    def follows(path: str, items: list[Any]) -> bool:
-        is_no_word = all(item["type"] in _OF_WORDS and isinstance(item["input"], Mapping) for item in items)
-        if is_no_word and any(other.startswith(f"{path}.") for other in errors):
-            return True
-        return path.rpartition(".")[2] != "kind" and any(path.startswith(section) for section in bad)
-
-    return {path: items for path, items in errors.items() if not follows(path, items)}
+_OF_WORDS: Final = ("literal_error", "int_type")
 
 
 def _problem(model: type[BaseModel], path: str, items: list[Any]) -> tuple[str, str]:
