@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from datetime import datetime, timedelta
@@ -172,27 +172,6 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-class PrintSchema(argparse.Action):
-    """Prints a schema, from which an editor completes keys, and ends the program, as --help does."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **given: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", const="job", choices=["job", "sweep"], **given)
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, given: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        import json
-
-        if given.path is not None:
-            parser.error(f"argument --schema: it checks no spec, and {given.path} is one; allowed: only one of both")
-
-        from draftmill.jobs.config.spec import json_schema
-        from draftmill.jobs.config.sweep_spec import sweep_schema
-
-        print(json.dumps(sweep_schema() if values == "sweep" else json_schema(), indent=2, ensure_ascii=False))
-        parser.exit()
-
-
 # ---- options of several commands
 
 
@@ -336,10 +315,21 @@ command(
 command(
     "validate",
     "dry run: check the spec, show the first canvas",
-    "run.validate:validate",
-    *SPEC,
+    lambda arguments: "run.validate:validate" if arguments.schema is None else "config.sweep_spec:print_schema",
+    group(
+        None,
+        option("path", "SPEC.yaml", nargs="?"),
+        option(
+            "--schema",
+            help="print the JSON Schema of a spec (job) or a sweep file (sweep)",
+            nargs="?",
+            const="job",
+            choices=["job", "sweep"],
+        ),
+        required=True,
+    ),
+    SET,
     LOGICAL_DATE,
-    option("--schema", "KIND", "print the JSON Schema of a spec (job) or a sweep file (sweep)", action=PrintSchema),
     spec=_spec,
 )
 

@@ -31,7 +31,7 @@ from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.paths import path_problem
 from draftmill.jobs.config.sections import Name
-from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, check_spec
+from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, check_spec, json_schema
 from draftmill.jobs.config.yaml_file import apply_changes, read_mapping, read_overrides
 from draftmill.storage.errors import UserError
 
@@ -177,6 +177,12 @@ def sweep_schema() -> dict[str, Any]:
     schema["properties"]["base"]["anyOf"] = [{"type": "string"}, _without_required(job)]
     kinds = [{"required": ["cases"]}, {"required": ["grid"]}]
     return {"$schema": SCHEMA_URL, **schema, "oneOf": kinds}
+
+
+def print_schema(schema: str) -> int:
+    """Print the JSON Schema of a `job` or a `sweep`, from which an editor completes keys; returns the exit code."""
+    print(json.dumps(sweep_schema() if schema == "sweep" else json_schema(), indent=2, ensure_ascii=False))
+    return 0
 
 
 def _without_required(schema: Mapping[str, Any]) -> dict[str, Any]:
