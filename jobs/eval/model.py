@@ -25,8 +25,7 @@ from lm_eval.tasks import TaskManager
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.sandbox.sandbox import find_sandbox
-from draftmill.actors.task import Complete, Infill, Score
-from draftmill.actors.task import Task as JobTask
+from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.spec import JobSpec
@@ -203,12 +202,51 @@ class DraftmillLM(LM):  # type: ignore[misc]
             "draftmill": job.model_dump(mode="json", include={"seed", "decoder", "sampling", "model"}),
         }
 
+    # ---- what the model can't do
+
+    def check(self, options: EvalOptions) -> None:
+        """UserError for a task that this model or this spec can't do, by the task's name."""
+        for name, task in self._unchecked.items():
+            is_unsafe, infills = getattr(task, "UNSAFE_CODE", False), name in self._holes
+            if getattr(task, "MULTIMODAL", False):
+                raise UserError(f"{name!r} needs images, sound or video; models here read text", field=FIELD)
+            if is_unsafe and not options.confirm_run_unsafe_code:
+                raise UserError(
+                    f"{name!r} runs code that the model writes, on this machine; --confirm_run_unsafe_code allows it",
+                    field=FIELD,
+                )
+            if infills and (options.apply_chat_template or options.num_fewshot):
+                raise UserError(
+                    f"{name!r} asks for a hole between two texts, without a conversation or examples; leave out "
+                    "--apply_chat_template and --num_fewshot",
+                    field=FIELD,
+                )
+            if infills and is_unsafe:
+                find_sandbox(field=FIELD)
+            if str(task.OUTPUT_TYPE) in KINDS:
+                self._check_kind(name, str(task.OUTPUT_TYPE))
+
+    def _check_kind(self, name: str, request: str) -> None:
+        """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
+        own, kind = self._spec.baseline, "infill" if name in self._holes else KINDS[request]
+        try:
+            check_task(kind, self._info)
+            if kind != "score" and kind not in own.tasks:
+                allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
+                goal = "fill holes" if kind == "infill" else "complete texts"
+                raise UserError(
+                    f"the decoder {self._spec.decoder!r} does not {goal}; decoders of its models that do: "
+                    f"{', '.join(allowed) or 'none'}"
+                )
+        except UserError as error:
+            raise UserError(f"{name} ({request}): {error.message}", field=FIELD) from None
+
     def _begin(self, requests: Sequence[Any]) -> list[AskedAnswer]:
         """Number the requests. First UserError for one of all tasks' that the model or the decoder can't do."""
         tasks, self._unchecked = self._unchecked, {}
         for name, task in tasks.items():
             for kind in dict.fromkeys(request.request_type for request in task.instances):
-                check_kind(name, kind, self._spec, self._info, infills=name in self._holes)
+                self._check_kind(name, kind)
         asked = [request for task in tasks.values() for request in task.instances]
         prompts = [request for request in asked if request.request_type == "generate_until"]
         for name, generation in {(each.task_name, self.generation(each.task_name, each.args[1])) for each in prompts}:
@@ -349,50 +387,3 @@ def _unloadable(error: Exception) -> UserError:
             field=FIELD,
         )
     return UserError(f"can't be loaded: {type(error).__name__}: {texts[0][:300]}", field=FIELD)
-
-
-# ---- what the model can't do
-
-
-def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, options: EvalOptions) -> None:
-    """UserError for a task that this model or this spec can't do, by the task's name."""
-    for name, task in tasks.items():
-        if getattr(task, "MULTIMODAL", False):
-            raise UserError(f"{name!r} needs images, sound or video; models here read text", field=FIELD)
-        if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
-            raise UserError(
-                f"{name!r} runs code that the model writes, on this machine; --confirm_run_unsafe_code allows it",
-                field=FIELD,
-            )
-        infills = hole_of(name, task) is not None
-        if infills and (options.apply_chat_template or options.num_fewshot):
-            raise UserError(
-                f"{name!r} asks for a hole between two texts, without a conversation or examples; leave out "
-                "--apply_chat_template and --num_fewshot",
-                field=FIELD,
-            )
-        if infills and getattr(task, "UNSAFE_CODE", False):
-            find_sandbox(field=FIELD)
-        if str(task.OUTPUT_TYPE) in KINDS:
-            check_kind(name, str(task.OUTPUT_TYPE), spec, info, infills=infills)
-
-
-def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo, *, infills: bool = False) -> None:
-    """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
-    own, kind = spec.baseline, "infill" if infills else KINDS[request]
-    goal = "fill holes" if infills else "complete texts"
-    tasks: dict[str, JobTask] = {
-        "complete": Complete(kind="complete"),
-        "infill": Infill.model_validate(spec.holes),
-        "score": Score(kind="score"),
-    }
-    try:
-        check_task(tasks[kind], info)
-        if kind != "score" and kind not in own.tasks:
-            allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
-            raise UserError(
-                f"the decoder {spec.decoder!r} does not {goal}; decoders of its models that do: "
-                f"{', '.join(allowed) or 'none'}"
-            )
-    except UserError as error:
-        raise UserError(f"{name} ({request}): {error.message}", field=FIELD) from None

@@ -40,18 +40,18 @@ def check_constraint(recipe: RowRecipe, tokenizer: Tokenizer | None, info: Model
     return tuple(lines)
 
 
-def check_task(task: Task, info: ModelInfo) -> None:
-    """Raise UserError if no decoder for the model's family supports the task."""
+def check_task(task: str, info: ModelInfo) -> None:
+    """Raise UserError if no decoder for the model's family supports this kind of task."""
     from draftmill.decoders.backbones.families.table import FAMILIES
 
-    kinds = {decoder.runs_on for decoder in DECODERS.values() if task.kind in decoder.tasks}
+    kinds = {decoder.runs_on for decoder in DECODERS.values() if task in decoder.tasks}
     if info.kind not in kinds:
         families = sorted(name for name, family in FAMILIES.items() if family.kind in kinds)
         tasks = dict.fromkeys(
             name for decoder in DECODERS.values() if decoder.runs_on == info.kind for name in decoder.tasks
         )
         raise UserError(
-            f"models of family {info.family!r} do not support {task.kind!r}; tasks they support: "
+            f"models of family {info.family!r} do not support {task!r}; tasks they support: "
             f"{', '.join(tasks) or 'none yet'}; families that support it: {', '.join(families) or 'none'}",
             field="task.kind",
         )

@@ -391,7 +391,7 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
 
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
-        check_task(spec.task, info)
+        check_task(spec.task.kind, info)
         decoder = with_baseline(spec, info).decoder
         check_model(decoder, info, spec.task.kind)
         if not isinstance(getattr(decoder, "drafter", None), DrafterPlace):  # else the head is the drafter's
