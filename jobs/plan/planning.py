@@ -36,7 +36,6 @@ from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Score
-from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.fingerprint import digest, with_files
@@ -139,9 +138,8 @@ def make_plan(
     kept = KeptTypes(spec.kept) if spec.kept else None
     rows = said = 0
     try:
-        maker = resolved.maker()
-        tables = survey(recipe, maker, inputs, kept, spec.input.limit)
-        for table in check_survey(tables, spec, recipe, maker, inputs):
+        tables = survey(recipe, resolved.maker(), inputs, kept, spec.input.limit)
+        for table in check_survey(tables, resolved):
             for samples in each_sample(table if sift is None else sift(table), recipe.sampling.n):
                 writer.add(samples)
             rows += table.num_rows
@@ -167,12 +165,10 @@ def make_plan(
     return plan
 
 
-def check_survey(
-    tables: Iterable[pa.Table], spec: JobSpec, recipe: RowRecipe, maker: Maker, inputs: Sequence[InputFile]
-) -> Iterator[pa.Table]:
+def check_survey(tables: Iterable[pa.Table], resolved: Resolved) -> Iterator[pa.Table]:
     """Pass the survey's tables through; UserError for no rows, a duplicate id, a column that no readable row has, or names of
     constraints that no marker has."""
-    rows, kinds, is_constrained = 0, Counter[str | None](), False
+    rows, kinds, is_constrained, window = 0, Counter[str | None](), False, resolved.spec.batching.window
     with DuplicateFinder() as finder:
         for table in tables:
             is_hashed = HASH.name in table.column_names
@@ -180,35 +176,28 @@ def check_survey(
             finder.add(hashes, table["file"].to_numpy(), table["row"].to_numpy())
             before, rows = rows, rows + table.num_rows
             # As soon as the first window is there, whatever the tables' sizes.
-            first = table["error_kind"][: spec.batching.window - before]
-            if before < spec.batching.window <= rows and lacks_a_column(kinds + kinds_of(first)):
-                raise no_column(recipe, maker, inputs)
+            first = table["error_kind"][: window - before]
+            if before < window <= rows and lacks_a_column(kinds + kinds_of(first)):
+                raise no_column(resolved)
             kinds += kinds_of(table["error_kind"])
             is_constrained |= bool(pc.any(table[CONSTRAINED.name]).as_py())
             yield table.select(SURVEYED.names)
-        check_kinds(kinds, spec, recipe, maker, inputs, is_constrained=is_constrained)
+        check_kinds(kinds, resolved, is_constrained=is_constrained)
         twice = finder.first()
         if twice is not None:
-            raise _twice(recipe, inputs, *twice)
+            raise _twice(resolved, *twice)
 
 
-def check_kinds(
-    kinds: Counter[str | None],
-    spec: JobSpec,
-    recipe: RowRecipe,
-    maker: Maker,
-    inputs: Sequence[InputFile],
-    *,
-    is_constrained: bool,
-) -> None:
+def check_kinds(kinds: Counter[str | None], resolved: Resolved, *, is_constrained: bool) -> None:
     """UserError if the error kinds of rows, None for valid ones, say that the spec is wrong, not the rows.
 
     `is_constrained` is whether a hole of any row has a constraint.
     """
+    recipe, inputs = resolved.recipe, resolved.inputs
     if not kinds:
-        raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
+        raise UserError(f"{resolved.spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
     if lacks_a_column(kinds):
-        raise no_column(recipe, maker, inputs)
+        raise no_column(resolved)
     if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
         raise UserError(f"none of {kinds.total():,} rows can be read{hint}", field="input.delimiter")
     given = getattr(recipe.task, "constraint", None)
@@ -244,11 +233,10 @@ class FirstRow:
         return self.made.kind if isinstance(self.made, RowError) else None
 
 
-def first_rows(
-    recipe: RowRecipe, maker: Maker, inputs: Sequence[InputFile], columns: dict[str, str] | None
-) -> Iterator[FirstRow]:
+def first_rows(resolved: Resolved, columns: dict[str, str] | None) -> Iterator[FirstRow]:
     """All rows of the inputs, in order; of a table only these columns are read, None for all."""
-    for number, file in enumerate(inputs):
+    recipe, maker = resolved.recipe, resolved.maker()
+    for number, file in enumerate(resolved.inputs):
         for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars):
             name, key = name_row(recipe, file, row)
             if isinstance(key, RowError):
@@ -258,14 +246,15 @@ def first_rows(
                 yield FirstRow(number, row.offset, name, key, made)
 
 
-def no_column(recipe: RowRecipe, maker: Maker, inputs: Sequence[InputFile]) -> UserError:
+def no_column(resolved: Resolved) -> UserError:
     """The error of a job whose rows all lack a needed column: then the spec is wrong, not the rows."""
-    errors = (row.made for row in first_rows(recipe, maker, inputs, None) if isinstance(row.made, RowError))
+    errors = (row.made for row in first_rows(resolved, None) if isinstance(row.made, RowError))
     first = next((error.message for error in errors if error.kind == "missing_column"), "")
-    return UserError(f"no row has all columns: {first}{delimiter_hint(inputs)}", field="input.columns")
+    return UserError(f"no row has all columns: {first}{delimiter_hint(resolved.inputs)}", field="input.columns")
 
 
-def _twice(recipe: RowRecipe, inputs: Sequence[InputFile], first: RowPlace, second: RowPlace) -> UserError:
+def _twice(resolved: Resolved, first: RowPlace, second: RowPlace) -> UserError:
+    recipe, inputs = resolved.recipe, resolved.inputs
     file, row = inputs[second[0]], [(second[1], None)]
     found = next(read_rows(file, row, columns=read_columns(recipe), chunk_chars=recipe.chunk_chars))
     name = row_id(found.values or {}, recipe.columns) or default_id(file, second[1])

@@ -275,13 +275,12 @@ class RowSample:
 
 def take_sample(resolved: Resolved) -> RowSample:
     """Make the canvases of the first rows; UserError if there are no rows, or none has the columns."""
-    spec, recipe, maker, inputs = resolved.spec, resolved.recipe, resolved.maker(), resolved.inputs
-    most = spec.input.limit
+    recipe, inputs, most = resolved.recipe, resolved.inputs, resolved.spec.input.limit
     limit = min(SAMPLE_ROWS, most or SAMPLE_ROWS)
-    rows = list(islice(first_rows(recipe, maker, inputs, read_columns(recipe)), limit))
+    rows = list(islice(first_rows(resolved, read_columns(recipe)), limit))
     exact = len(rows) < limit or limit == most
     is_constrained = not exact or any(isinstance(row.made, Canvas) and any(row.made.rules) for row in rows)
-    check_kinds(Counter(row.error for row in rows), spec, recipe, maker, inputs, is_constrained=is_constrained)
+    check_kinds(Counter(row.error for row in rows), resolved, is_constrained=is_constrained)
     total = len(rows) if exact else estimate_rows(inputs, rows)
     return RowSample(rows, recipe.sampling.n * min(total, most or total), exact)
 

@@ -122,8 +122,7 @@ def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = check_spec(yaml.safe_load(job))
     resolved = resolve(spec, open_store(spec.output.path))
-    rows = first_rows(resolved.recipe, resolved.maker(), resolved.inputs, None)
-    (first, second), tokenizer = islice(rows, 2), resolved.tokenizer
+    (first, second), tokenizer = islice(first_rows(resolved, None), 2), resolved.tokenizer
     assert shown.splitlines() == list(canvas_lines(resolved, [first]))[2:]
     assert tokenizer is not None and isinstance(second.made, Canvas)
     assert "(count down)\nAnswer:[8]" in prompt_text(second.made, tokenizer)
