@@ -56,7 +56,7 @@ TOTALS: Final = ("new_tokens", "nfe", "nfe_draft", "proposed", "accepted", "devi
 
 SEED_NAMES: Final = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 SAME_NAMES: Final = (
-    "num_fewshot", "limit", "samples", "write_out", "system_instruction", "apply_chat_template",
+    "num_fewshot", "limit", "samples", "bootstrap_iters", "write_out", "system_instruction", "apply_chat_template",
     "predict_only", "confirm_run_unsafe_code",
 )  # fmt: skip
 """Arguments of lm_eval's simple_evaluate that our options have under the same name."""

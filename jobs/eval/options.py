@@ -47,6 +47,7 @@ class EvalOptions:
     predict_only: bool = False
     write_out: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
+    bootstrap_iters: int = 100_000
 
     def __post_init__(self) -> None:
         if self.fewshot_as_multiturn and not self.apply_chat_template:

@@ -158,7 +158,7 @@ def make_plan(
         raise
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
-    results, table = with_files(resolved.results, inputs), (writer.totals, writer.unit_table())
+    results, table = with_files(resolved.results, inputs), (writer.totals, writer.parts)
     plan = create_plan(store, resolved.recorded, results, inputs, *table, keep=keep)
     samples, units = counted(plan.rows, "sample"), counted(plan.units, "unit")
     display.note(f"planned: {samples}, {plan.totals.holes:,} tokens {recipe.task.goal}, {units}")

@@ -252,7 +252,7 @@ def plan_pass(passes: Sequence[Pass], display: Display, *, epoch: int) -> Plan |
     for table in failed_rows(last):
         writer.add(table)
     writer.finish()
-    table, number = (writer.totals, writer.unit_table()), last.number + 1
+    table, number = (writer.totals, writer.parts), last.number + 1
     plan = create_plan(store, first.spec, first.results, first.files, *table, pass_=number, keep=first.keep)
     display.note(f"pass {plan.pass_}: {counted(plan.rows, 'failed sample')} in {counted(plan.units, 'unit')}")
     return plan

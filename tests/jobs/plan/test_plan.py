@@ -24,7 +24,7 @@ from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.inputs.sources import with_hashes
-from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
+from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name, parts_of
 from draftmill.storage.stores.store import Store, open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 from tests.jobs.specs import infilling
@@ -386,8 +386,8 @@ def test_windows_and_parts_hold_every_unit(monkeypatch):
     for start in range(0, 42, 7):
         writer.add(rows_table([(start + n) % 9 for n in range(7)], start))
     writer.finish()
-    assert [(part.first, part.units) for part in writer.parts] == [(0, 3), (3, 3), (6, 3), (9, 3), (12, 1)]
-    table = PlanTable(store, writer.parts)
+    assert [(part["first"], part["units"]) for part in writer.parts] == [(0, 3), (3, 3), (6, 3), (9, 3), (12, 1)]
+    table = PlanTable(store, parts_of(writer.parts))
     units = [table.unit_rows(unit) for unit in range(13)]
     assert sorted(row.row for rows in units for row in rows) == list(range(42))
     for number, rows in enumerate(units):
@@ -395,7 +395,7 @@ def test_windows_and_parts_hold_every_unit(monkeypatch):
         assert [row.length for row in rows] == sorted((row.length for row in rows), reverse=True)
     with pytest.raises(StoreError, match="no unit 13"):
         table.unit_rows(13)
-    listed = writer.unit_table()
+    listed = writer.parts
     assert [list(part["windows"]) for part in listed] == [[0], [3], [6], [9], [12]]
     assert listed[0]["unit_rows"].itemsize + listed[0]["unit_tokens"].itemsize == 12, "there may be millions of units"
 
@@ -415,7 +415,7 @@ def test_a_window_ends_early_where_its_rows_are_long(monkeypatch):
     for start in range(0, len(lengths), 3):
         writer.add(rows_table(lengths[start : start + 3], start))
     writer.finish()
-    table = PlanTable(store, writer.parts)
+    table = PlanTable(store, parts_of(writer.parts))
     windows = [sorted(row.row for row in table.unit_rows(unit)) for unit in range(5)]
     # ten rows; 1 + 1 + 30 + 5 + 5 tokens; a row that has more than all by itself; 7 + 5 * 8; the rest
     assert windows == [[*range(10)], [*range(10, 15)], [15], [*range(16, 22)], [22]]
