@@ -43,7 +43,7 @@ from draftmill.jobs.eval.spec import (
     finish_job,
     number_repeats,
 )
-from draftmill.jobs.plan.checks import check_task
+from draftmill.jobs.plan.resolve import check_task
 from draftmill.storage.errors import UserError, brief
 
 SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")

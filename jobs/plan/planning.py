@@ -37,12 +37,11 @@ from draftmill.actors.rows.row import row_id
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Score
 from draftmill.jobs.formatting import Notes, counted, size_text
-from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.fingerprint import digest, with_files
 from draftmill.jobs.plan.id_sets import DuplicateFinder, RowPlace, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, compare_plan, create_plan, load_plan
-from draftmill.jobs.plan.resolve import Resolved, begins_with_request
+from draftmill.jobs.plan.resolve import Resolved, begins_with_request, length_note
 from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KeptTypes

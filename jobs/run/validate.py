@@ -33,10 +33,9 @@ from draftmill.jobs.drive.notify import check_receivers
 from draftmill.jobs.drive.totals import exactness
 from draftmill.jobs.exit_codes import OK, failed_text, too_many_failed
 from draftmill.jobs.formatting import counted, device_text, size_text
-from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.planning import FirstRow, check_kinds, first_rows
-from draftmill.jobs.plan.resolve import Resolved, resolve, weight_bytes
+from draftmill.jobs.plan.resolve import Resolved, length_note, resolve, weight_bytes
 from draftmill.jobs.results.measure import ready_for
 from draftmill.jobs.results.run_input import source_of, with_run_rows
 from draftmill.jobs.results.summary import error_rows

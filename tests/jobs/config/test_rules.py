@@ -10,8 +10,8 @@ from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.paths import with_absolute
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.config.yaml_file import read_overrides
-from draftmill.jobs.plan.checks import check_task
 from draftmill.jobs.plan.fingerprint import digest, results_key
+from draftmill.jobs.plan.resolve import check_task
 from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import model_info
 from tests.jobs.specs import completion
