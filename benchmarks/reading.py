@@ -28,7 +28,7 @@ from draftmill.jobs.schedule.units import UnitSize, UnitSizes, WaitingUnits
 from draftmill.storage.inputs.inputs import list_inputs
 from draftmill.storage.inputs.reader import iterate, read_rows
 from draftmill.storage.inputs.rows import InputFile
-from draftmill.storage.runs.unit_table import ROW_SCHEMA, PlanTable
+from draftmill.storage.runs.unit_table import ROW_SCHEMA, PlanTable, parts_of
 from draftmill.storage.stores.store import open_store
 
 WINDOW = 16384
@@ -86,13 +86,13 @@ def time_plan(file: InputFile) -> tuple[float, PlanTable, list[UnitSize]]:
     writer.add(pa.Table.from_arrays(columns, schema=ROW_SCHEMA))
     writer.finish()
     units, window = [], 0
-    for part in writer.unit_table():
+    for part in writer.parts:
         for number, (rows, tokens) in enumerate(
             zip(part["unit_rows"], part["unit_tokens"], strict=True), part["first"]
         ):
             window += number > 0 and number in part["windows"]
             units.append(UnitSize(number, rows, tokens, window))
-    return took_s, PlanTable(store, writer.parts), units
+    return took_s, PlanTable(store, parts_of(writer.parts)), units
 
 
 def read_s(file: InputFile, table: PlanTable, order: Iterable[int]) -> float:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -30,11 +30,12 @@ from draftmill.jobs.compare.runs import FinishedRun
 from draftmill.jobs.compare.runs import open_run as find_run
 from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.sections import S3Settings
-from draftmill.jobs.config.spec import JobSpec, check_changed
+from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.config.yaml_file import read_mapping
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.exit_codes import Ended
+from draftmill.jobs.plan.resolve import Resolved
 from draftmill.jobs.results.export import columns_of, own_columns, tables_of
 from draftmill.jobs.results.formats import plain_rows
 from draftmill.jobs.results.passes import count_failed
@@ -215,7 +216,7 @@ def run(
         data = dict(spec)
     else:
         data = {"name": Path(spec).stem} | read_mapping(Path(spec))
-    job = check_changed(data, changes or {})
+    job = check_spec(data, (changes or {}).items())
     with _as_a_guest() as stop:
         place = complete_job(job, RunOptions(ray_address, local), stop=stop)
     return RunResults(find_run(job.place(place)))
@@ -261,31 +262,11 @@ SECTIONS: Final = ("seed", "task", "decoder", "sampling", "batching", "input", "
 ROWS: Final = "prompts.jsonl"
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What stays in memory from one call of `generate` to the next: networks.
-
-    `files` are those of all checkpoints since, with their sizes and times.
-    """
-
-    backend: LocalBackend = field(default_factory=lambda: LocalBackend(keep=True))
-    files: dict[Path, tuple[int, int]] = field(default_factory=dict)
-
-    def refresh(self, job: JobSpec) -> None:
-        """Forget all of it if a file of the job's checkpoints has changed since."""
-        model = job.model
-        model_folder = fetch_model(job.place(model.path), model.revision, adapter=model.adapter)
-        folders = filter(None, (model_folder, fetch_drafter(job.decoder, job.s3.options())))
-        stats = {path: path.stat() for folder in folders for path in folder.iterdir()}
-        files = {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
-        if any(self.files.get(path, now) != now for path, now in files.items()):
-            self.backend.end_spare()
-            self.files = {}
-        self.files |= files
-
-
 _LOCK = threading.Lock()
-_KEPT = _Kept()
+_BACKEND: Final = LocalBackend(keep=True)
+"""What stays in memory from one call to the next: networks."""
+_HASHES: Final[dict[Any, str]] = {}
+"""The hash of each checkpoint since, by its place."""
 
 
 def generate(
@@ -344,12 +325,12 @@ def _spec_of(model: str | Mapping[str, Any], sections: Mapping[str, Any], folder
         "output": {"path": str(folder / "run")},
     }
     if "decoder" in sections:
-        return check_changed(data, {})
+        return check_spec(data)
     # Any decoder that does the task serves to check the rest of the spec; then the model's family is known.
     kind = task.get("kind", "complete") if isinstance(task, dict) else "complete"
-    job = check_changed(data, {"decoder": {"kind": decoders_for(kind)[0] if decoders_for(kind) else "autoregressive"}})
+    job = check_spec(data | {"decoder": {"kind": decoders_for(kind)[0] if decoders_for(kind) else "autoregressive"}})
     able = [one for one in decoders_of(_model_kind(job)) if one in decoders_for(job.task.kind)]
-    return check_changed(data, {"decoder": {"kind": able[0]}}) if able else job
+    return check_spec(data | {"decoder": {"kind": able[0]}}) if able else job
 
 
 def _model_kind(job: JobSpec) -> ModelKind:
@@ -362,8 +343,18 @@ def _model_kind(job: JobSpec) -> ModelKind:
 
 
 def _decode(job: JobSpec) -> list[Row]:
-    _KEPT.refresh(job)
-    passes = decode_here(job, _KEPT.backend)
+    passes = decode_here(job, _BACKEND, check=_forget_changed)
     plan = passes[0].plan
     tables = tables_of(passes, plan.schema.names, order="input")
     return [row for table in tables for row in plain_rows(table, plan.keep)]
+
+
+def _forget_changed(resolved: Resolved) -> None:
+    """Drop what is kept if a checkpoint of the job has changed since."""
+    drafter = resolved.results["decoder"].get("drafter", {})
+    hashes: dict[Any, str] = {resolved.folder: resolved.results["model"]["checkpoint"]}
+    if isinstance(drafter, dict) and "weights" in drafter:
+        hashes[fetch_drafter(resolved.spec.decoder, resolved.spec.s3.options())] = drafter["weights"]
+    if any(_HASHES.get(place, now) != now for place, now in hashes.items()):
+        _BACKEND.end_spare()
+    _HASHES.update(hashes)

@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from datetime import datetime, timedelta
@@ -20,13 +20,11 @@ from operator import attrgetter
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
-from draftmill.jobs.eval.options import HINT, SEEDS, EvalOptions, documents, parse_settings, seeds
-from draftmill.storage.errors import UserError
+from draftmill.jobs.eval.options import HINT, SEEDS, documents, parse_settings, seeds, truth
 from draftmill.storage.stores.store import Place, S3Options
 
 if TYPE_CHECKING:
     from draftmill.jobs.config.spec import JobSpec
-    from draftmill.jobs.run.pruning import KeepRule
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
@@ -132,6 +130,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _positive(text: str) -> float:
+    if not _seconds(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a number above 0")
+    return float(text)
+
+
 def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:
     """The type of an option that is a whole number in this range."""
     allowed = f"a whole number from {least}" if most == math.inf else f"{least} to {most}"
@@ -166,27 +170,6 @@ def _runs_or_age(text: str) -> int | timedelta:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-class PrintSchema(argparse.Action):
-    """Prints a schema, from which an editor completes keys, and ends the program, as --help does."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **given: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", const="job", choices=["job", "sweep"], **given)
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, given: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        import json
-
-        if given.path is not None:
-            parser.error(f"argument --schema: it checks no spec, and {given.path} is one; allowed: only one of both")
-
-        from draftmill.jobs.config.spec import json_schema
-        from draftmill.jobs.config.sweep_spec import sweep_schema
-
-        print(json.dumps(sweep_schema() if values == "sweep" else json_schema(), indent=2, ensure_ascii=False))
-        parser.exit()
 
 
 # ---- options of several commands
@@ -332,10 +315,21 @@ command(
 command(
     "validate",
     "dry run: check the spec, show the first canvas",
-    "run.validate:validate",
-    *SPEC,
+    lambda arguments: "run.validate:validate" if arguments.schema is None else "config.sweep_spec:print_schema",
+    group(
+        None,
+        option("path", "SPEC.yaml", nargs="?"),
+        option(
+            "--schema",
+            help="print the JSON Schema of a spec (job) or a sweep file (sweep)",
+            nargs="?",
+            const="job",
+            choices=["job", "sweep"],
+        ),
+        required=True,
+    ),
+    SET,
     LOGICAL_DATE,
-    option("--schema", "KIND", "print the JSON Schema of a spec (job) or a sweep file (sweep)", action=PrintSchema),
     spec=_spec,
 )
 
@@ -490,27 +484,6 @@ command(
 # ---- eval
 
 
-def _eval_options(arguments: argparse.Namespace) -> EvalOptions:
-    multiturn, why = arguments.fewshot_as_multiturn, " (templates have no names here: the tokenizer's own is used)"
-    given = {field.name: getattr(arguments, field.name) for field in fields(EvalOptions) if field.name in arguments}
-    given |= {
-        "tasks": tuple(name for names in arguments.tasks for name in names.split(",") if name),
-        "samples": documents(arguments.samples),
-        "gen_kwargs": parse_settings(arguments.gen_kwargs, "--gen_kwargs"),
-        "apply_chat_template": _truth(arguments.apply_chat_template, "--apply_chat_template", why),
-        "fewshot_as_multiturn": None if multiturn is None else _truth(multiturn, "--fewshot_as_multiturn"),
-        "seeds": SEEDS if arguments.seed is None else seeds(arguments.seed),
-        "metadata": parse_settings(arguments.metadata, "--metadata"),
-    }
-    return EvalOptions(**given)
-
-
-def _truth(text: str, name: str, why: str = "") -> bool:
-    if text.lower() not in {"true", "false"}:
-        raise UserError(f"{text!r} is not allowed; allowed: true, false{why}", field=name)
-    return text.lower() == "true"
-
-
 command(
     "eval",
     "run lm-evaluation-harness's tasks with a spec's model and decoder, or resume that",
@@ -519,14 +492,19 @@ command(
     *DRIVER,
     option("--tasks", "T", "names, patterns, files or folders", nargs="+", required=True),
     option("--include_path", "FOLDER", "tasks of your own"),
-    option("--num_fewshot", "N", type=int),
-    option("--limit", "N", "documents of each task, or a share below 1; for trials", type=float),
-    option("--samples", "JSON", 'documents of each task: {"task": [0, 5]}, or a file'),
+    option("--num_fewshot", "N", type=_whole(0)),
+    group(
+        None,
+        option("--limit", "N", "documents of each task, or a share below 1; for trials", type=_positive),
+        option("--samples", "JSON", 'documents of each task: {"task": [0, 5]}, or a file'),
+    ),
     option("--gen_kwargs", "KEY=VALUE", "override generation_kwargs", nargs="+", default=[]),
-    option("--apply_chat_template", "true|false", nargs="?", const="true", default="false"),
-    option("--fewshot_as_multiturn", "true|false", nargs="?", const="true"),
+    option("--apply_chat_template", "true|false", nargs="?", const=True, default=False, type=truth),
+    option("--fewshot_as_multiturn", "true|false", nargs="?", const=True, type=truth),
     option("--system_instruction", "TEXT"),
-    option("--seed", "N", "of Python, numpy, torch, few-shot: one or four numbers"),
+    option(
+        "--seed", "N", "of Python, numpy, torch, few-shot: one or four numbers", dest="seeds", type=seeds, default=SEEDS
+    ),
     flag("--confirm_run_unsafe_code", "allow tasks that run generated code"),
     flag("--predict_only", "answers without scores"),
     flag("--log_samples", "has no effect: samples are always written"),
@@ -535,20 +513,18 @@ command(
     resumes=True,
     hint=HINT,
     settings={"allow_abbrev": False},
-    options=_eval_options,
+    options=_built(
+        "eval.options:EvalOptions",
+        tasks=lambda arguments: tuple(name for names in arguments.tasks for name in _names(names)),
+        samples=lambda arguments: documents(arguments.samples),
+        gen_kwargs=lambda arguments: parse_settings(arguments.gen_kwargs, "--gen_kwargs"),
+        metadata=lambda arguments: parse_settings(arguments.metadata, "--metadata"),
+    ),
     run_options=RUN_OPTIONS,
 )
 
 
 # ---- recurring jobs
-
-
-def _keep(arguments: argparse.Namespace) -> KeepRule:
-    from draftmill.jobs.run.pruning import KeepRule
-
-    counts = [value for value in arguments.keep if isinstance(value, int)]
-    ages = [value for value in arguments.keep if isinstance(value, timedelta)]
-    return KeepRule(max(counts, default=None), max(ages, default=None))
 
 
 command(
@@ -569,7 +545,6 @@ command(
     S3_ENDPOINT,
     writes=True,
     base=_place,
-    keep=_keep,
 )
 
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, *, is_program: bool = False) -> int:
     try:
         arguments, unknown = top.parse_known_args(argv)
     except BrokenPipeError:
-        return UNEXPECTED  # as in _run: the reader of --help or --schema has exited
+        return UNEXPECTED  # as in _run: the reader of --help has exited
     if unknown:
         top.error(f"unrecognized arguments: {' '.join(unknown)}{arguments.hint}")
     arguments.is_program = is_program

@@ -27,12 +27,10 @@ def rate_text(rate: float) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """A size in bytes, kB, MB or GB."""
-    for unit in ("bytes", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
+    """A size in bytes, kB, MB, GB or TB."""
+    from rich.filesize import decimal
+
+    return str(decimal(round(num_bytes)))
 
 
 def duration(seconds: float) -> str:

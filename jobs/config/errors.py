@@ -6,9 +6,8 @@ Turns the locations of pydantic's errors, which also name union members, into pa
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -38,8 +37,14 @@ _TYPES = {
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "a length of at least", "pattern": "of the form"}
 
 
-def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: ValidationError) -> UserError:
-    """Return a UserError that names every problem, one line per key."""
+def spec_error(
+    model: type[BaseModel], data: Mapping[str, Any], error: ValidationError, changed: Iterable[tuple[str, Any]] = ()
+) -> UserError:
+    """Return a UserError that names every problem, one line per key.
+
+    Of the dotted keys that were `changed`, a `kind` may have left the settings of another kind in its section: a last line says
+    how to drop them.
+    """
     errors: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         errors.setdefault(_path(item, data), []).append(item)
@@ -47,52 +52,10 @@ def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: Validatio
     if len(problems) > MOST:
         problems = [*problems[:MOST], ("", f"and {len(problems) - MOST} more problems")]
     lines = [f"{path}: {text}" if path else text for path, text in problems[1:]]
+    for section, kind in ((key.removesuffix(".kind"), kind) for key, kind in changed if key.endswith(".kind")):
+        if any(path.startswith(f"{section}.") and path != f"{section}.kind" for path, _ in problems):
+            lines.append(f"settings of the old kind go if the whole section is changed: {section}={{kind: {kind}}}")
     return UserError("\n".join([problems[0][1], *lines]), field=problems[0][0] or None)
-
-
-def on_command_line(section: str, fresh: str) -> str:
-    """How to replace a whole section on the command line."""
-    return f'--set "{section}={fresh}"'
-
-
-def kind_changed(
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    keys: Iterable[str],
-    error: UserError,
-    *,
-    how: Callable[[str, str], str] = on_command_line,
-) -> UserError | None:
-    """A clearer error if a change of a section's `kind` left the old kind's settings there; None for other errors.
-
-    `before` and `after` are the spec's mapping without and with the changes of these dotted `keys`; `error` is the original
-    error. `how` says how to replace a section by a value in YAML.
-    """
-    set_here = set(keys)
-    paths = map(_LED_BY_PATH.match, str(error).splitlines())
-    wrong = {error.field or ""} | {path[0][:-2] for path in paths if path}
-    for key in sorted(set_here):
-        section, _, name = key.rpartition(".")
-        old, new = _at(before, section), _at(after, section)
-        if name != "kind" or not isinstance(old, Mapping) or old.get("kind", new["kind"]) == new["kind"]:
-            continue
-        stayed = [inner for inner in old if inner != "kind" and f"{section}.{inner}" not in set_here]
-        bad = [inner for inner in stayed if any(f"{path}.".startswith(f"{section}.{inner}.") for path in wrong)]
-        if bad:
-            fits = [f"{inner}: {json.dumps(new[inner])}" for inner in new if inner not in {"kind", *stayed}]
-            fresh = ", ".join([f"kind: {new['kind']}", *fits])
-            return UserError(
-                f"{', '.join(stayed)} of the spec belong to the old kind, {old['kind']!r}, and {', '.join(bad)} don't work with "
-                f"{new['kind']!r}; to drop them all, write {how(section, '{' + fresh + '}')}",
-                field=f"{section}.kind",
-            )
-    return None
-
-
-def _at(data: Any, section: str) -> Any:
-    for key in section.split("."):
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
 
 
 def _path(item: Any, data: Any) -> str:
@@ -112,24 +75,17 @@ def _path(item: Any, data: Any) -> str:
     return ".".join(keys)
 
 
-_OF_WORDS: Final = ("literal_error", "int_type")
-
-
 def _without_consequences(errors: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Drop errors that follow from another error.
+    """Drop that a mapping is not a number, or a word such as `auto`, if keys of this mapping are wrong."""
+    return {
+        path: items
+        for path, items in errors.items()
+        if any(item["type"] not in _OF_WORDS or not isinstance(item["input"], Mapping) for item in items)
+        or not any(other.startswith(f"{path}.") for other in errors)
+    }
 
-    If a `kind` is wrong, other errors in its section are meaningless. If keys of a mapping are wrong, the error that the
-    mapping is not a number, or a word such as `auto`, is meaningless.
-    """
-    bad = [path.removesuffix("kind") for path in errors if path.rpartition(".")[2] == "kind"]
 
-    def follows(path: str, items: list[Any]) -> bool:
-        is_no_word = all(item["type"] in _OF_WORDS and isinstance(item["input"], Mapping) for item in items)
-        if is_no_word and any(other.startswith(f"{path}.") for other in errors):
-            return True
-        return path.rpartition(".")[2] != "kind" and any(path.startswith(section) for section in bad)
-
-    return {path: items for path, items in errors.items() if not follows(path, items)}
+_OF_WORDS: Final = ("literal_error", "int_type")
 
 
 def _problem(model: type[BaseModel], path: str, items: list[Any]) -> tuple[str, str]:
@@ -174,12 +130,6 @@ def _range(item: Any) -> str:
     return ", ".join(bounds) or _TYPES.get(item["type"], item["msg"])
 
 
-UNSUPPORTED = {
-    "echo", "guided_json", "guided_regex", "logprobs", "min_tokens", "num_beams", "prompt_logprobs", "response_format",
-    "stop_token_ids", "structured_outputs", "tools", "typical_p",
-}  # fmt: skip
-"""Keys of other software that a user may expect."""
-
 ELSEWHERE = {
     "chat_template_kwargs": "chat.template_kwargs",
     "system_prompt": "prompt.system",
@@ -198,8 +148,6 @@ def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
     if nearest:
         suggestion = nearest[0] if nearest[0] not in known else ".".join(filter(None, [section, nearest[0]]))
         hint = f" did you mean {suggestion}?"
-    elif name in UNSUPPORTED:
-        hint = " this is not supported;"
     return f"unknown key;{hint} known {f'under {section}' if section else 'keys'}: {', '.join(known)}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,12 +137,16 @@ def places_of(data: Any, *keys: str | int) -> Iterator[FoundPlace]:
 Given = TypeVar("Given", bound=BaseModel)
 
 
+def with_places(settings: Given, change: Callable[[FoundPlace], str]) -> Given:
+    """The settings with other values for their paths and URLs."""
+    for found in places_of(settings):
+        settings = _with(settings, found.keys, change(found))
+    return settings
+
+
 def with_absolute(settings: Given) -> Given:
     """The settings with absolute paths where they are paths of this machine: a worker may have another working directory."""
-    for found in places_of(settings):
-        if found.is_here:
-            settings = _with(settings, found.keys, absolute(found.value))
-    return settings
+    return with_places(settings, lambda found: absolute(found.value) if found.is_here else found.value)
 
 
 def _with(settings: Any, keys: Sequence[str | int], value: str) -> Any:

@@ -5,7 +5,7 @@ Specs are frozen, and unknown keys are errors at every level. docs/specs.md expl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from datetime import datetime
@@ -17,21 +17,12 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from draftmill.actors.job import ModelPlace, RowRecipe
 from draftmill.actors.metrics.settings import Metrics
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Prompt, Task
-from draftmill.decoders.causal.settings import HeadDrafterSettings
 from draftmill.decoders.common_settings import Sampling, Settings
 from draftmill.decoders.settings import DecoderSettings
 from draftmill.jobs.config.dates import format_date, has_date, read_date, with_date
-from draftmill.jobs.config.errors import kind_changed, on_command_line, spec_error
-from draftmill.jobs.config.paths import place_problem, with_absolute
-from draftmill.jobs.config.rules import (
-    kept_names,
-    metric_problem,
-    reference_of,
-    sampling_problem,
-    task_problem,
-    template_problem,
-    truncate_problem,
-)
+from draftmill.jobs.config.errors import spec_error
+from draftmill.jobs.config.paths import FoundPlace, check_places, with_absolute, with_places
+from draftmill.jobs.config.rules import kept_names, problems
 from draftmill.jobs.config.sections import (
     BatchingSettings,
     ErrorSettings,
@@ -44,7 +35,7 @@ from draftmill.jobs.config.sections import (
     Shapes,
     WorkerShape,
 )
-from draftmill.jobs.config.yaml_file import apply_change, read_mapping, split_override
+from draftmill.jobs.config.yaml_file import apply_changes, read_mapping, read_overrides
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import Place, S3Options
 
@@ -137,9 +128,8 @@ class JobSpec(Settings):
 
     def check_together(self) -> None:
         """Raise ValueError, with the key's path, if keys of several sections do not fit together."""
-        for rule in _RULES:
-            if problem := rule(self):
-                raise ValueError(problem)
+        for problem in problems(self):
+            raise ValueError(problem)
         self.decoder.check_sampling(self.sampling)
 
     def results_key(self) -> dict[str, Any]:
@@ -163,123 +153,6 @@ class JobSpec(Settings):
         return key | {"input": given, "model": model}
 
 
-# ---- what must fit together: rules that join several keys. Each returns what is wrong, led by the key's path.
-
-
-def _of_places(spec: JobSpec) -> str | None:
-    if (problem := place_problem(spec)) or None in (spec.input.path, spec.input.run):
-        return problem
-    return "input.run: the rows are those of a run or of input.path; use only one of them"
-
-
-def _of_increments(spec: JobSpec) -> str | None:
-    for key in ("since", "dedupe"):
-        value = getattr(spec.input, key)
-        if value is None:
-            continue
-        if not has_date(spec.output.path) and spec.output.logical_date is None:
-            return (
-                f"input.{key}: {value!r} needs a run directory for each date: write {{date:%Y-%m-%d}} in output.path "
-                "(not in sweeps); allowed: null"
-            )
-        if any(map(has_date, spec.input.paths)):
-            if key == "since":
-                return "input.since: input.path has a date, so each run reads the files of its own date; allowed: null"
-            if spec.input.columns.id is None:
-                return (
-                    "input.dedupe: input.path has a date, and rows without a column of ids have the same ids on each date; "
-                    "name the column in input.columns.id"
-                )
-        if spec.input.limit is not None:
-            return (
-                f"input.limit: {spec.input.limit}, but input.{key} takes all that is new: rows beyond the limit would count "
-                "as done; allowed: null"
-            )
-    return None
-
-
-def _of_task(spec: JobSpec) -> str | None:
-    task, columns, has_tokenizer = spec.task, spec.input.columns, spec.model.tokenizer != "none"
-    has_template = spec.prompt.template is not None
-    return (
-        template_problem(spec.prompt, spec.chat, task, columns)
-        or task_problem(task, columns, spec.decoder, has_tokenizer=has_tokenizer)
-        or (spec.input.truncate and truncate_problem(task, columns, has_template=has_template))
-        or sampling_problem(task, spec.sampling, columns, has_tokenizer=has_tokenizer)
-    )
-
-
-def _of_metrics(spec: JobSpec) -> str | None:
-    problem = metric_problem(
-        spec.metrics,
-        [f"metrics.{index}" for index in range(len(spec.metrics))],
-        kept=spec.kept,
-        has_reference=reference_of(spec.input.columns, spec.task, spec.kept, spec.prompt)[0] is not None,
-        has_tokenizer=spec.model.tokenizer != "none",
-        samples=spec.sampling.n,
-    )
-    return ": ".join(problem) if problem else None
-
-
-def _of_samples(spec: JobSpec) -> str | None:
-    if spec.task.kind != "score" or spec.sampling.n == 1:
-        return None
-    return f"sampling.n: {spec.sampling.n}, but the task 'score' draws nothing: a text has one score; allowed: 1"
-
-
-def _of_workers(spec: JobSpec) -> str | None:
-    counts = [shape.gpus_per_model for shape in spec.shapes]
-    if len(set(counts)) > 1:
-        return (
-            f"workers: gpus_per_model is {', '.join(map(str, counts))}; allowed: the same for all kinds of workers, "
-            "since it changes how sums are rounded"
-        )
-    if counts[0] > 1 and isinstance(getattr(spec.decoder, "drafter", None), HeadDrafterSettings):
-        return (
-            f"workers.gpus_per_model: {counts[0]}, but decoder.drafter.kind 'head' reads states of a model in one process; "
-            "allowed: 1"
-        )
-    return None
-
-
-def _of_exactness(spec: JobSpec) -> str | None:
-    model, is_half = spec.model, spec.model.dtype in {"bfloat16", "float16"}
-    if not model.exact:
-        return None
-    if model.device == "cpu":
-        return (
-            f"model.exact: true, but model.dtype is {model.dtype}; allowed on a CPU: auto, float32" if is_half else None
-        )
-    if model.dtype == "float64" and model.device != "auto":
-        return "model.exact: true, but model.dtype is float64; allowed on a GPU: auto, bfloat16, float16, float32"
-    if any(shape.gpus_per_model > 1 and shape.gpus != 0 for shape in spec.shapes):
-        return "model.exact: true, but workers.gpus_per_model is above 1: the sums of several GPUs are not fixed; allowed: 1"
-    return None
-
-
-def _of_weights(spec: JobSpec) -> str | None:
-    model = spec.model
-    reasons = {
-        "model.dtype is float64": model.dtype == "float64",
-        "workers.gpus_per_model is above 1": any(shape.gpus_per_model > 1 for shape in spec.shapes),
-        "model.exact has other products on a GPU": model.exact and model.device.startswith("cuda"),
-    }
-    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
-    if model.weights == "w8a8" and not spec.decoder.keeps_bits:
-        return (
-            f"model.weights: w8a8, but decoder.kind is {spec.decoder.kind}, whose sums may differ from the baseline's in the "
-            "last bits, which rows of 8 bits turn into other tokens; allowed: auto, int8, int4, fp8"
-        )
-    return (
-        None
-        if model.weights == "auto" or not reason
-        else f"model.weights: {model.weights}, but {reason}; allowed: auto"
-    )
-
-
-_RULES = (*(_of_places, _of_increments, _of_task, _of_metrics, _of_samples, _of_workers, _of_exactness, _of_weights),)
-
-
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -296,7 +169,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 
     Raises UserError with the field's path, the value and the allowed values.
     """
-    return check_overridden({"name": Path(path).stem} | read_mapping(Path(path)), overrides)
+    return check_spec({"name": Path(path).stem} | read_mapping(Path(path)), read_overrides(overrides))
 
 
 def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
@@ -315,50 +188,29 @@ def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
 
 def at_date(spec: JobSpec, now: datetime) -> JobSpec:
     """The job with the date filled into its output path, `input.path`, `input.run` and the runs that draft: its logical date, or
-    else `now`.
+    else `now`. UserError if one of them then is no place.
 
     Without a date in its output path, `spec` itself.
     """
     if not has_date(spec.output.path):
         return spec
     chosen = now if spec.output.logical_date is None else read_date(spec.output.logical_date)
-    filled = {"path": with_date(spec.output.path, chosen), "logical_date": format_date(chosen)}
-    paths = tuple(with_date(path, chosen) for path in spec.input.paths)
-    given = {
-        "path": paths[0] if isinstance(spec.input.path, str) else paths or None,
-        "run": None if spec.input.run is None else with_date(spec.input.run, chosen),
-    }
-    sections = {"output": spec.output.model_copy(update=filled), "input": spec.input.model_copy(update=given)}
-    dated = spec.model_copy(update=sections)
-    return dated.with_drafting_runs(tuple(with_date(path, chosen) for path in dated.decoder.drafting_runs))
+
+    def filled(found: FoundPlace) -> str:
+        return with_date(found.value, chosen) if found.keys[0] in {"input", "output", "decoder"} else found.value
+
+    dated = with_places(spec, filled)
+    output = dated.output.model_copy(update={"logical_date": format_date(chosen)})
+    dated = dated.model_copy(update={"output": output})
+    check_places(dated)
+    return dated
 
 
-def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
-    """Return the spec for a mapping with `a.b=VALUE` overrides; changes `data`. Raises UserError as `load_spec` does."""
-    return _check_with(data, [split_override(override) for override in overrides], on_command_line, "--set ")
-
-
-def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
-    """Return the spec for a mapping with other values for dotted keys. Raises UserError as `load_spec` does."""
-    copied = deepcopy((data, list(changes.items())))
-    return _check_with(*copied, lambda section, fresh: f'"{section}: {fresh}"')
-
-
-def _check_with(
-    data: dict[str, Any], changes: Sequence[tuple[str, Any]], how: Callable[[str, str], str], what: str = ""
-) -> JobSpec:
-    before = deepcopy(data)
-    for key, value in changes:
-        apply_change(data, key, value, f"{what}{key}: " if what else "")
-    try:
-        return check_spec(data)
-    except UserError as error:
-        raise kind_changed(before, data, [key for key, _ in changes], error, how=how) or error from None
-
-
-def check_spec(data: dict[str, Any]) -> JobSpec:
-    """Return the spec for a mapping; raises UserError as `load_spec` does."""
+def check_spec(data: dict[str, Any], changes: Iterable[tuple[str, Any]] = ()) -> JobSpec:
+    """Return the spec for a mapping with other values for dotted keys; raises UserError as `load_spec` does."""
+    data, changes = deepcopy((data, list(changes)))
+    apply_changes(data, changes)
     try:
         return JobSpec.model_validate(data, strict=True)
     except ValidationError as error:
-        raise spec_error(JobSpec, data, error) from None
+        raise spec_error(JobSpec, data, error, changes) from None

@@ -31,8 +31,8 @@ from draftmill.jobs.config.dates import has_date
 from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.paths import path_problem
 from draftmill.jobs.config.sections import Name
-from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, check_changed
-from draftmill.jobs.config.yaml_file import apply_change, read_mapping, split_override
+from draftmill.jobs.config.spec import SCHEMA_URL, JobSpec, check_spec, json_schema
+from draftmill.jobs.config.yaml_file import apply_changes, read_mapping, read_overrides
 from draftmill.storage.errors import UserError
 
 MOST_CASES: Final = 1000
@@ -151,10 +151,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     the file as a whole. A problem of one case is that case's `error`.
     """
     data = read_mapping(Path(path))
-    changed = [split_override(override) for override in overrides]
-    for key, value in changed:
-        if key in {"name", "output.path"}:
-            apply_change(data, key, value, f"--set {key}: ")
+    changed, own = read_overrides(overrides), {"name", "output.path"}
+    apply_changes(data, (change for change in changed if change[0] in own))
     for key in data.keys() - SweepFile.model_fields.keys() & JobSpec.model_fields.keys():
         raise UserError(f"unknown key; did you mean base.{key}? keys of the job are under base", field=key)
     try:
@@ -163,10 +161,10 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
         raise spec_error(SweepFile, data, error) from None
     base = _base(sweep.base, Path(path)) | ({} if sweep.metrics is None else {"metrics": data["metrics"]})
     changes = _grid(sweep.grid) if sweep.cases is None else {name: case or {} for name, case in sweep.cases.items()}
-    for key, value in changed:
-        if key not in {"name", "output.path"}:
-            apply_change(base, key.removeprefix("base."), value, f"--set {key}: ")
-            _check_not_varied(key, changes)
+    of_base = [(key.removeprefix("base."), value) for key, value in changed if key not in own]
+    for key, _ in of_base:
+        _check_not_varied(key, changes)
+    apply_changes(base, of_base)
     name, place = sweep.name or Path(path).stem, sweep.output.path.rstrip("/")
     cases = [_case(case, changes[case], base, f"{name}/{case}", f"{place}/{CASES}/{case}") for case in changes]
     return Sweep(name, sweep.output.path, tuple(cases))
@@ -179,6 +177,12 @@ def sweep_schema() -> dict[str, Any]:
     schema["properties"]["base"]["anyOf"] = [{"type": "string"}, _without_required(job)]
     kinds = [{"required": ["cases"]}, {"required": ["grid"]}]
     return {"$schema": SCHEMA_URL, **schema, "oneOf": kinds}
+
+
+def print_schema(schema: str) -> int:
+    """Print the JSON Schema of a `job` or a `sweep`, from which an editor completes keys; returns the exit code."""
+    print(json.dumps(sweep_schema() if schema == "sweep" else json_schema(), indent=2, ensure_ascii=False))
+    return 0
 
 
 def _without_required(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,7 +308,6 @@ def _fitting(name: str) -> str:
 
 def _check_not_varied(key: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse an override of a key that cases set: it would have no effect on them."""
-    key = key.removeprefix("base.")
     for name, case in changes.items():
         for varied in case:
             if f"{varied}.".startswith(f"{key}.") or f"{key}.".startswith(f"{varied}."):
@@ -318,7 +321,7 @@ def _case(name: str, changes: Mapping[str, Any], base: Mapping[str, Any], title:
     data = dict(base) | {"name": title}
     data["output"] = output | {"path": place} if isinstance(output, dict) else output
     try:
-        return CaseSpec(name, changes, check_changed(data, changes))
+        return CaseSpec(name, changes, check_spec(data, changes.items()))
     except UserError as error:
         return CaseSpec(name, changes, None, error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,31 +80,30 @@ def read_mapping(path: Path, what: str = "spec") -> dict[str, Any]:
     return data
 
 
-def apply_override(data: dict[str, Any], override: str) -> None:
-    """Set one dotted key in place; VALUE is read as YAML. Raises UserError without '=', or if the parent is not a mapping."""
-    key, value = split_override(override)
-    apply_change(data, key, value, f"--set {override!r}: ")
+def read_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """The dotted key and the value of each KEY=VALUE; VALUE is read as YAML. Raises UserError without '='."""
+    read = []
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals or not all(dotted.strip().split(".")):
+            raise UserError(f"--set {override!r}: write KEY=VALUE, for example decoder.k=4")
+        read.append((dotted.strip(), parse(text, f"--set {override!r}")))
+    return read
 
 
-def split_override(override: str) -> tuple[str, Any]:
-    """The dotted key and the value of KEY=VALUE; VALUE is read as YAML. Raises UserError without '='."""
-    dotted, equals, text = override.partition("=")
-    if not equals or not all(dotted.strip().split(".")):
-        raise UserError(f"--set {override!r}: write KEY=VALUE, for example decoder.k=4")
-    return dotted.strip(), parse(text, f"--set {override!r}")
-
-
-def apply_change(data: dict[str, Any], dotted: str, value: Any, what: str = "") -> None:
-    """Set one dotted key in place; UserError, whose message `what` begins, if the parent is not a mapping."""
-    keys = dotted.split(".")
-    for index, key in enumerate(keys[:-1]):
-        inner = data.setdefault(key, {})
-        if key == "decoder" and isinstance(inner, str):  # its kind alone
-            inner = data[key] = {"kind": inner}
-        if not isinstance(inner, dict):
-            raise UserError(f"{what}{inner!r} is not a mapping", field=".".join(keys[: index + 1]))
-        data = inner
-    data[keys[-1]] = value
+def apply_changes(data: dict[str, Any], changes: Iterable[tuple[str, Any]]) -> None:
+    """Set dotted keys in place, one after another; UserError if the parent of one is not a mapping."""
+    for dotted, value in changes:
+        inner, keys = data, dotted.split(".")
+        for index, key in enumerate(keys[:-1]):
+            if key == "decoder" and isinstance(inner.get(key), str):  # its kind alone
+                inner[key] = {"kind": inner[key]}
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise UserError(
+                    f"{inner!r} is not a mapping, so {dotted} can't be set", field=".".join(keys[: index + 1])
+                )
+        inner[keys[-1]] = value
 
 
 def parse(text: str, what: str) -> Any:

@@ -69,13 +69,13 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
     if not shows_progress():
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     info, tokenizer = _load_model(spec, options)
-    from draftmill.jobs.eval.model import DraftmillLM, check_tasks, load_tasks
+    from draftmill.jobs.eval.model import DraftmillLM, load_tasks
 
     tasks = load_tasks(options, Display().note)
-    check_tasks(tasks.tasks, spec, info, options)
     with ExitStack() as stack:
         run = _runner(run_options, stack)
         asker = DraftmillLM(spec, info, tokenizer, run, tasks=tasks.tasks, chosen=options.samples or {})
+        asker.check(options)
         _evaluate(spec, options, asker, tasks)
     return OK
 

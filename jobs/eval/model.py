@@ -25,8 +25,7 @@ from lm_eval.tasks import TaskManager
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.sandbox.sandbox import find_sandbox
-from draftmill.actors.task import Complete, Infill, Score
-from draftmill.actors.task import Task as JobTask
+from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.spec import JobSpec
@@ -44,7 +43,7 @@ from draftmill.jobs.eval.spec import (
     finish_job,
     number_repeats,
 )
-from draftmill.jobs.plan.checks import check_task
+from draftmill.jobs.plan.resolve import check_task
 from draftmill.storage.errors import UserError, brief
 
 SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")
@@ -78,7 +77,6 @@ class DraftmillLM(LM):  # type: ignore[misc]
         self._unchecked, self._chosen = tasks, chosen
         self._sampling = spec.any_job().sampling
         self._holes = {name: hole for name, task in tasks.items() if (hole := hole_of(name, task)) is not None}
-        self._generations: dict[tuple[str, str], Generation] = {}
 
     # ---- generate_until
 
@@ -119,24 +117,20 @@ class DraftmillLM(LM):  # type: ignore[misc]
 
     def generation(self, task: str, given: Mapping[str, Any]) -> Generation:
         """The settings for a task's generation_kwargs; UserError if they can't be met."""
-        name = (task, repr(given))
-        if name not in self._generations:
-            own, most = self._spec, self._info.max_length
-            generation = generation_of(
-                given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
+        own, most, kind = self._spec, self._info.max_length, self._kind(task)
+        generation = generation_of(
+            given, task, sampling=self._sampling, temperature=own.temperature, most=own.max_new_tokens
+        )
+        is_used = kind == "complete" or self._info.kind == "causal"  # the mask says it to other models that infill
+        if is_used and most is not None and generation.max_new_tokens >= most:
+            raise UserError(
+                f"{generation.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
+                "--gen_kwargs max_gen_toks=N changes it",
+                field=f"{task}: generation_kwargs.max_gen_toks",
             )
-            kind = self._kind(task)
-            is_used = kind == "complete" or self._info.kind == "causal"  # the mask says it to other models that infill
-            if is_used and most is not None and generation.max_new_tokens >= most:
-                raise UserError(
-                    f"{generation.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
-                    "--gen_kwargs max_gen_toks=N changes it",
-                    field=f"{task}: generation_kwargs.max_gen_toks",
-                )
-            if generation.constraint or (own.task.get("kind") == kind and own.task.get("constraint")):
-                generation = replace(generation, stop=())  # a text ends where it matches; `until` could cut it before
-            self._generations[name] = generation
-        return self._generations[name]
+        if generation.constraint or (own.task.get("kind") == kind and own.task.get("constraint")):
+            return replace(generation, stop=())  # a text ends where it matches; `until` could cut it before
+        return generation
 
     def job_for(self, kind: Kind, generation: Generation) -> Callable[[str, str | None], JobSpec]:
         """Make the spec of the job that generates so."""
@@ -208,12 +202,51 @@ class DraftmillLM(LM):  # type: ignore[misc]
             "draftmill": job.model_dump(mode="json", include={"seed", "decoder", "sampling", "model"}),
         }
 
+    # ---- what the model can't do
+
+    def check(self, options: EvalOptions) -> None:
+        """UserError for a task that this model or this spec can't do, by the task's name."""
+        for name, task in self._unchecked.items():
+            is_unsafe, infills = getattr(task, "UNSAFE_CODE", False), name in self._holes
+            if getattr(task, "MULTIMODAL", False):
+                raise UserError(f"{name!r} needs images, sound or video; models here read text", field=FIELD)
+            if is_unsafe and not options.confirm_run_unsafe_code:
+                raise UserError(
+                    f"{name!r} runs code that the model writes, on this machine; --confirm_run_unsafe_code allows it",
+                    field=FIELD,
+                )
+            if infills and (options.apply_chat_template or options.num_fewshot):
+                raise UserError(
+                    f"{name!r} asks for a hole between two texts, without a conversation or examples; leave out "
+                    "--apply_chat_template and --num_fewshot",
+                    field=FIELD,
+                )
+            if infills and is_unsafe:
+                find_sandbox(field=FIELD)
+            if str(task.OUTPUT_TYPE) in KINDS:
+                self._check_kind(name, str(task.OUTPUT_TYPE))
+
+    def _check_kind(self, name: str, request: str) -> None:
+        """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
+        own, kind = self._spec.baseline, "infill" if name in self._holes else KINDS[request]
+        try:
+            check_task(kind, self._info)
+            if kind != "score" and kind not in own.tasks:
+                allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
+                goal = "fill holes" if kind == "infill" else "complete texts"
+                raise UserError(
+                    f"the decoder {self._spec.decoder!r} does not {goal}; decoders of its models that do: "
+                    f"{', '.join(allowed) or 'none'}"
+                )
+        except UserError as error:
+            raise UserError(f"{name} ({request}): {error.message}", field=FIELD) from None
+
     def _begin(self, requests: Sequence[Any]) -> list[AskedAnswer]:
         """Number the requests. First UserError for one of all tasks' that the model or the decoder can't do."""
         tasks, self._unchecked = self._unchecked, {}
         for name, task in tasks.items():
             for kind in dict.fromkeys(request.request_type for request in task.instances):
-                check_kind(name, kind, self._spec, self._info, infills=name in self._holes)
+                self._check_kind(name, kind)
         asked = [request for task in tasks.values() for request in task.instances]
         prompts = [request for request in asked if request.request_type == "generate_until"]
         for name, generation in {(each.task_name, self.generation(each.task_name, each.args[1])) for each in prompts}:
@@ -316,18 +349,11 @@ def _managers(options: EvalOptions, note: Callable[[str], None]) -> Iterator[Cho
 
 
 def _load_from(manager: ChosenTasks, options: EvalOptions) -> ChosenTasks:
-    chosen: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-    for name in dict.fromkeys(name for given in options.tasks for name in _names(manager, given, options)):
-        try:
-            loaded = dict(TaskManager.load(manager, [name]))
-        except Exception as error:  # lm_eval and the libraries under it raise anything
-            raise _unloadable(name, error) from error
-        twice = sorted(set(loaded["tasks"]) & set(chosen["tasks"]))
-        if twice:
-            raise UserError(f"{twice[0]!r} is named twice, once as a part of a group", field=FIELD)
-        for part, of_part in chosen.items():
-            of_part.update(loaded[part])
-    manager.chosen = chosen
+    names = dict.fromkeys(name for given in options.tasks for name in _names(manager, given, options))
+    try:
+        manager.chosen = dict(TaskManager.load(manager, list(names)))
+    except Exception as error:  # lm_eval and the libraries under it raise anything
+        raise _unloadable(error) from error
     return manager
 
 
@@ -348,8 +374,8 @@ def _names(manager: ChosenTasks, given: str, options: EvalOptions) -> list[str]:
     return list(names)
 
 
-def _unloadable(name: str, error: Exception) -> UserError:
-    """One line for a task that can't be loaded: mostly its data set, or a metric, is on the hub and there is no network."""
+def _unloadable(error: Exception) -> UserError:
+    """One line for tasks that can't be loaded: mostly a data set, or a metric, is on the hub and there is no network."""
     texts = []
     cause: BaseException | None = error
     while cause is not None:
@@ -357,55 +383,7 @@ def _unloadable(name: str, error: Exception) -> UserError:
         cause = cause.__cause__ or cause.__context__
     if any(part in text.lower() for text in texts for part in NO_NETWORK):
         return UserError(
-            f"{name}: its data set or metric is on the Hugging Face hub, which can't be reached and has no copy here: "
-            f"{texts[0][:200]}",
+            f"a data set or metric is on the Hugging Face hub, which can't be reached and has no copy here: {texts[0][:200]}",
             field=FIELD,
         )
-    return UserError(f"{name} can't be loaded: {type(error).__name__}: {texts[0][:300]}", field=FIELD)
-
-
-# ---- what the model can't do
-
-
-def check_tasks(tasks: Mapping[str, Task], spec: EvalSpec, info: ModelInfo, options: EvalOptions) -> None:
-    """UserError for a task that this model or this spec can't do, by the task's name."""
-    for name, task in tasks.items():
-        if getattr(task, "MULTIMODAL", False):
-            raise UserError(f"{name!r} needs images, sound or video; models here read text", field=FIELD)
-        if getattr(task, "UNSAFE_CODE", False) and not options.confirm_run_unsafe_code:
-            raise UserError(
-                f"{name!r} runs code that the model writes, on this machine; --confirm_run_unsafe_code allows it",
-                field=FIELD,
-            )
-        infills = hole_of(name, task) is not None
-        if infills and (options.apply_chat_template or options.num_fewshot):
-            raise UserError(
-                f"{name!r} asks for a hole between two texts, without a conversation or examples; omit "
-                "--apply_chat_template and --num_fewshot",
-                field=FIELD,
-            )
-        if infills and getattr(task, "UNSAFE_CODE", False):
-            find_sandbox(field=FIELD)
-        if str(task.OUTPUT_TYPE) in KINDS:
-            check_kind(name, str(task.OUTPUT_TYPE), spec, info, infills=infills)
-
-
-def check_kind(name: str, request: str, spec: EvalSpec, info: ModelInfo, *, infills: bool = False) -> None:
-    """UserError if the model's family, or the spec's decoder, can't do the job of a kind of request."""
-    own, kind = spec.baseline, "infill" if infills else KINDS[request]
-    goal = "fill holes" if infills else "complete texts"
-    tasks: dict[str, JobTask] = {
-        "complete": Complete(kind="complete"),
-        "infill": Infill.model_validate(spec.holes),
-        "score": Score(kind="score"),
-    }
-    try:
-        check_task(tasks[kind], info)
-        if kind != "score" and kind not in own.tasks:
-            allowed = [name for name, of in DECODERS.items() if of.runs_on == own.runs_on and kind in of.tasks]
-            raise UserError(
-                f"the decoder {spec.decoder!r} does not {goal}; decoders of its models that do: "
-                f"{', '.join(allowed) or 'none'}"
-            )
-    except UserError as error:
-        raise UserError(f"{name} ({request}): {error.message}", field=FIELD) from None
+    return UserError(f"can't be loaded: {type(error).__name__}: {texts[0][:300]}", field=FIELD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from draftmill.storage.errors import UserError
+from draftmill.storage.json_text import parse_as
 
 Seeds = tuple[int | None, int | None, int | None, int | None]
 """Seeds of Python's `random`, of numpy, of torch and of the choice of few-shot examples; None leaves one as it is."""
@@ -49,14 +50,8 @@ class EvalOptions:
     bootstrap_iters: int = 100_000
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.limit is not None:
-            raise UserError("both choose documents; allowed: only one of --samples and --limit", field="--samples")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise UserError("it needs --apply_chat_template, too", field="--fewshot_as_multiturn")
-        if self.limit is not None and not self.limit > 0:
-            raise UserError(f"{self.limit:g} is not allowed; allowed: a number above 0", field="--limit")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise UserError(f"{self.num_fewshot} is not allowed; allowed: a whole number from 0", field="--num_fewshot")
 
     @property
     def multiturn(self) -> bool:
@@ -73,10 +68,8 @@ def require_lm_eval() -> None:
 def parse_settings(values: Sequence[str], option: str) -> dict[str, Any]:
     """Read `a=1,b=[2,3]` (in one value or several), or a JSON object, as lm_eval does. UserError for anything else."""
     text = ",".join(values)
-    if text.lstrip().startswith("{"):
-        return _object(text, option)
-    if not text:
-        return {}
+    if not text or text.lstrip().startswith("{"):
+        return _object(text or "{}", option)
     require_lm_eval()
     from lm_eval._cli.utils import key_val_to_dict
 
@@ -110,26 +103,24 @@ def documents(text: str | None) -> dict[str, list[int]] | None:
 def seeds(text: str) -> Seeds:
     """Read one number, or four, with None for none; three leave the default for few-shot examples."""
     parts = [part.strip().lower() for part in text.split(",")]
+    parts = {1: parts * 4, 3: [*parts, str(SEEDS[3])]}.get(len(parts), parts)
     try:
-        numbers = [None if part == "none" else int(part) for part in parts]
+        random, numpy, torch, fewshot = (None if part == "none" else int(part) for part in parts)
     except ValueError:
-        numbers = []
-    if len(numbers) == 1:
-        numbers *= 4
-    if len(numbers) == 3:
-        numbers.append(SEEDS[3])
-    if len(numbers) != 4:
-        raise UserError(
-            f"{text!r} is not allowed; allowed: a whole number, or four, separated by commas", field="--seed"
-        )
-    return (numbers[0], numbers[1], numbers[2], numbers[3])
+        raise ArgumentTypeError(
+            f"{text!r} is not allowed; allowed: a whole number, or four, separated by commas"
+        ) from None
+    return random, numpy, torch, fewshot
+
+
+def truth(text: str) -> bool:
+    if text.lower() not in {"true", "false"}:
+        raise ArgumentTypeError(f"{text!r} is not allowed; allowed: true, false (templates have no names here)")
+    return text.lower() == "true"
 
 
 def _object(text: str, option: str) -> dict[str, Any]:
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {error}", field=option) from None
-    if not isinstance(data, dict):
-        raise UserError("must be a JSON object", field=option)
-    return data
+        return parse_as(dict[str, Any], text)
+    except ValueError as error:
+        raise UserError(f"not a JSON object: {error}", field=option) from None

@@ -21,20 +21,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import ValidationError
-
-from draftmill.actors.rows.chat import kwargs_problem
 from draftmill.actors.task import NO_CHAT, Chat
 from draftmill.decoders.common_settings import DecoderChoice
 from draftmill.decoders.settings import DECODERS, scorer_of
 from draftmill.jobs.config.dates import has_date
-from draftmill.jobs.config.errors import kind_changed, spec_error
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.config.yaml_file import apply_override, read_mapping
+from draftmill.jobs.config.yaml_file import apply_changes, read_mapping, read_overrides
 from draftmill.jobs.eval.requests import Generation, ScoredTokens
 from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.results.passes import latest_rows, passes_of
@@ -150,13 +146,11 @@ class EvalSpec:
 
 def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
     """Read a spec file, apply `a.b=VALUE` overrides and check it. UserError with the field's path, also for what tasks decide."""
-    before = {"name": Path(path).stem} | read_mapping(Path(path))
-    data = deepcopy(before)
-    for override in overrides:
-        apply_override(data, override)
+    data = {"name": Path(path).stem} | read_mapping(Path(path))
+    apply_changes(data, read_overrides(overrides))
     task = data.pop("task", None)
     _check_task(task)
-    chat = _chat_of(data.pop("chat", None) or {})
+    chat = data.pop("chat", None)
     for key, reason in (
         ("input", "the tasks give the rows"),
         ("prompt", "the tasks have prompts of their own"),
@@ -180,29 +174,18 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
             f"{out!r} contains {wild[0]!r}; jobs read their requests from there, where it would be a pattern",
             field="output.path",
         )
-    spec = EvalSpec(data, task or {}, chat)
-    try:
-        if not isinstance(decoder, dict) or decoder.get("kind") not in DECODERS or not isinstance(output, dict):
-            check_spec({**data, "task": {"kind": "complete"}, "input": {"path": PLACE}})  # it says what is wrong
-        spec.any_job()
-        if spec.task.get("kind") == "score":
-            spec.scoring(PLACE)
-        if spec.task.get("kind") == "infill":
-            spec.infilling(Generation(1, (), 0.0), PLACE)
-    except UserError as error:
-        raise kind_changed(before, data, overrides, error) or error from None
+    spec = EvalSpec(data, task or {})
+    if not isinstance(decoder, dict) or decoder.get("kind") not in DECODERS or not isinstance(output, dict):
+        check_spec({**data, "task": {"kind": "complete"}, "input": {"path": PLACE}})  # it says what is wrong
+    spec.any_job()
+    if spec.task.get("kind") == "score":
+        spec.scoring(PLACE)
+    if spec.task.get("kind") == "infill":
+        spec.infilling(Generation(1, (), 0.0), PLACE)
+    if chat is not None:
+        chatting = {"task": {"kind": "score", "chat": True}, "input": {"path": PLACE}, "chat": chat}
+        return replace(spec, chat=check_spec(spec.scoring(PLACE).model_dump(mode="json") | chatting).chat)
     return spec
-
-
-def _chat_of(data: Any) -> Chat:
-    try:
-        chat = Chat.model_validate(data, strict=True)
-    except ValidationError as error:
-        found = spec_error(Chat, data, error)
-        raise UserError(found.message, field=".".join(filter(None, ("chat", found.field)))) from None
-    if problem := kwargs_problem(chat.template_kwargs):
-        raise UserError(problem, field="chat.template_kwargs")
-    return chat
 
 
 def _check_task(task: Any) -> None:

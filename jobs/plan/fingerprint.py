@@ -94,22 +94,15 @@ def differences(
 
 
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
-    """Describe each input that is new, missing or changed, as `a.jsonl (other content, 10 -> 12 bytes)`."""
-    old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}
-    changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    return [f"{name} ({_change(old.get(name), new.get(name))})" for name in changed]
-
-
-def _change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
-    """How a file differs from the planned one: its content and size, or else the facts that differ."""
-    if old is None or new is None:
-        return "new" if old is None else "missing"
-    changes = differences(old, new)
-    if not {"size", "sha256", "etag"} & {item.partition(" ")[0] for item in changes}:
-        return ", ".join(changes)
-    sizes = old.get("size"), new.get("size")
-    is_other = None not in sizes and sizes[0] != sizes[1]
-    return "other content, " + (f"{sizes[0]:,} -> {sizes[1]:,} bytes" if is_other else "of the same size")
+    """Name each input that is new, missing or changed, as `a.jsonl (changed, 10 -> 12 bytes)`."""
+    old, new = {file.name: file for file in before}, {file.name: file for file in now}
+    changes = [f"{name} (missing)" for name in old.keys() - new.keys()]
+    for name, file in new.items():
+        if name not in old:
+            changes.append(f"{name} (new)")
+        elif identity(file) != identity(old[name]):
+            changes.append(f"{name} (changed, {old[name].size} -> {file.size} bytes)")
+    return sorted(changes)
 
 
 def shorten(items: Sequence[str]) -> str:

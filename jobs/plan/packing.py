@@ -18,7 +18,6 @@ one does shortly before its limit.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -158,16 +157,14 @@ class PlanWriter:
     ) -> None:
         self.totals = PlanTotals()
         self.unit_rows = unit_rows
-        self.parts: list[PlanPart] = []
-        # Rows and canvas tokens of every unit, twelve bytes a unit, and the first unit of every window.
-        self._unit_rows, self._unit_tokens, self._windows = array("i"), array("q"), array("i")
+        self.parts: list[dict[str, Any]] = []  # as `_plan.json` lists them: twelve bytes a unit
         self._store = store
         self._window = window
         self._keep_order = keep_order
         self._epoch = epoch
         self._held: list[pa.Table] = []
         self._held_rows = self._held_tokens = 0
-        self._units: list[tuple[pa.Table, int, int]] = []  # rows [start, end) of a window
+        self._units: list[tuple[pa.Table, int, int, int]] = []  # rows [start, end) of a window, and their tokens
 
     def add(self, rows: pa.Table) -> None:
         """Add rows, in tables of any size, all with the same columns."""
@@ -187,16 +184,6 @@ class PlanWriter:
         self._let_go()
         self._write_part()
 
-    def unit_table(self) -> list[dict[str, Any]]:
-        """The parts, the sizes of their units and the first units of windows, as `_plan.json` lists them; lists are arrays."""
-        listed = []
-        for part in self.parts:
-            end = part.first + part.units
-            sizes = {"unit_rows": self._unit_rows[part.first : end], "unit_tokens": self._unit_tokens[part.first : end]}
-            sizes["windows"] = self._windows[bisect_left(self._windows, part.first) : bisect_left(self._windows, end)]
-            listed.append(asdict(part) | sizes)
-        return listed
-
     def _hold(self, rows: pa.Table) -> None:
         self._held.append(rows)
         self._held_rows += rows.num_rows
@@ -215,15 +202,12 @@ class PlanWriter:
         units = cut(lengths[order], max_rows=self.unit_rows, depth=depth)
         sizes = [end - start for start, end in units]
         first = self.totals.units
-        self._windows.append(first)
         numbers = np.repeat(np.arange(first, first + len(units), dtype=np.int32), sizes)
         numbered = ordered.add_column(0, TABLE_SCHEMA.field("unit"), pa.array(numbers))
         sums = np.concatenate([[0], np.cumsum(lengths[order].astype(np.int64))])
         for start, end in units:
             self.totals.units += 1
-            self._unit_rows.append(end - start)
-            self._unit_tokens.append(int(sums[end] - sums[start]))
-            self._units.append((numbered, start, end))
+            self._units.append((numbered, start, end, int(sums[end] - sums[start])))
             if len(self._units) == PART_UNITS:
                 self._write_part()
 
@@ -246,9 +230,12 @@ class PlanWriter:
             return
         name, units = part_name(len(self.parts), self._epoch), len(self._units)
         failpoint("plan.before_part")
-        self._store.put(name, part_bytes(window.slice(start, end - start) for window, start, end in self._units))
-        rows = sum(end - start for _, start, end in self._units)
-        self.parts.append(PlanPart(name, self.totals.units - units, units, rows))
+        self._store.put(name, part_bytes(window.slice(start, end - start) for window, start, end, _ in self._units))
+        first, rows = self.totals.units - units, array("i", (end - start for _, start, end, _ in self._units))
+        listed = asdict(PlanPart(name, first, units, sum(rows))) | {"unit_rows": rows}
+        listed["unit_tokens"] = array("q", (tokens for *_, tokens in self._units))
+        listed["windows"] = array("i", (first + n for n, (_, start, _, _) in enumerate(self._units) if start == 0))
+        self.parts.append(listed)
         self._units = []
 
 

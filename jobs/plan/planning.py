@@ -11,36 +11,42 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import islice
-from typing import Any, Final
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftmill.actors.job import RowRecipe
-from draftmill.actors.planning.surveying import BATCH_ROWS, CONSTRAINED, HASH, SURVEYED, FilePart, survey_pieces
+from draftmill.actors.planning.surveying import (
+    BATCH_ROWS,
+    CONSTRAINED,
+    HASH,
+    SURVEYED,
+    FilePart,
+    name_row,
+    survey_pieces,
+)
+from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.makers import Maker, shares_beginnings
-from draftmill.actors.rows.prompts import FIELD as TEMPLATE
-from draftmill.actors.rows.prompts import columns_of, prompter_of, read_columns
+from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id
-from draftmill.actors.task import Complete, Infill, Score, Task
-from draftmill.jobs.config.spec import JobSpec
+from draftmill.actors.rows.unit_io import try_row
+from draftmill.actors.task import Score
 from draftmill.jobs.formatting import Notes, counted, size_text
-from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.fingerprint import digest, with_files
 from draftmill.jobs.plan.id_sets import DuplicateFinder, RowPlace, hashes_in, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, discard_parts
 from draftmill.jobs.plan.plan import NothingLeft, Plan, compare_plan, create_plan, load_plan
-from draftmill.jobs.plan.resolve import Resolved, begins_with_request
+from draftmill.jobs.plan.resolve import Resolved, begins_with_request, length_note
 from draftmill.storage.errors import RowError, UserError, brief, list_names
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.kept import KeptTypes, field_of, lift
-from draftmill.storage.inputs.lines import lacks_custom_id
+from draftmill.storage.inputs.kept import KeptTypes
 from draftmill.storage.inputs.reader import delimiter_hint, iterate, read_rows
-from draftmill.storage.inputs.rows import InputFile, Row, default_id
+from draftmill.storage.inputs.rows import InputFile, default_id
 from draftmill.storage.inputs.sources import num_bytes_to_hash, with_hashes, with_known_hashes
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, part_name
 from draftmill.storage.stores.store import Store
@@ -132,7 +138,7 @@ def make_plan(
     rows = said = 0
     try:
         tables = survey(recipe, resolved.maker(), inputs, kept, spec.input.limit)
-        for table in check_survey(tables, spec, recipe, inputs):
+        for table in check_survey(tables, resolved):
             for samples in each_sample(table if sift is None else sift(table), recipe.sampling.n):
                 writer.add(samples)
             rows += table.num_rows
@@ -151,19 +157,17 @@ def make_plan(
         raise
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
-    results, table = with_files(resolved.results, inputs), (writer.totals, writer.unit_table())
+    results, table = with_files(resolved.results, inputs), (writer.totals, writer.parts)
     plan = create_plan(store, resolved.recorded, results, inputs, *table, keep=keep)
     samples, units = counted(plan.rows, "sample"), counted(plan.units, "unit")
     display.note(f"planned: {samples}, {plan.totals.holes:,} tokens {recipe.task.goal}, {units}")
     return plan
 
 
-def check_survey(
-    tables: Iterable[pa.Table], spec: JobSpec, recipe: RowRecipe, inputs: Sequence[InputFile]
-) -> Iterator[pa.Table]:
+def check_survey(tables: Iterable[pa.Table], resolved: Resolved) -> Iterator[pa.Table]:
     """Pass the survey's tables through; UserError for no rows, a duplicate id, a column that no readable row has, or names of
     constraints that no marker has."""
-    rows, kinds, is_constrained = 0, Counter[str | None](), False
+    rows, kinds, is_constrained, window = 0, Counter[str | None](), False, resolved.spec.batching.window
     with DuplicateFinder() as finder:
         for table in tables:
             is_hashed = HASH.name in table.column_names
@@ -171,29 +175,28 @@ def check_survey(
             finder.add(hashes, table["file"].to_numpy(), table["row"].to_numpy())
             before, rows = rows, rows + table.num_rows
             # As soon as the first window is there, whatever the tables' sizes.
-            first = table["error_kind"][: spec.batching.window - before]
-            if before < spec.batching.window <= rows and lacks_a_column(kinds + kinds_of(first)):
-                raise no_column(recipe, inputs)
+            first = table["error_kind"][: window - before]
+            if before < window <= rows and lacks_a_column(kinds + kinds_of(first)):
+                raise no_column(resolved)
             kinds += kinds_of(table["error_kind"])
             is_constrained |= bool(pc.any(table[CONSTRAINED.name]).as_py())
             yield table.select(SURVEYED.names)
-        check_kinds(kinds, spec, recipe, inputs, is_constrained=is_constrained)
+        check_kinds(kinds, resolved, is_constrained=is_constrained)
         twice = finder.first()
         if twice is not None:
-            raise _twice(recipe, inputs, *twice)
+            raise _twice(resolved, *twice)
 
 
-def check_kinds(
-    kinds: Counter[str | None], spec: JobSpec, recipe: RowRecipe, inputs: Sequence[InputFile], *, is_constrained: bool
-) -> None:
+def check_kinds(kinds: Counter[str | None], resolved: Resolved, *, is_constrained: bool) -> None:
     """UserError if the error kinds of rows, None for valid ones, say that the spec is wrong, not the rows.
 
     `is_constrained` is whether a hole of any row has a constraint.
     """
+    recipe, inputs = resolved.recipe, resolved.inputs
     if not kinds:
-        raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
+        raise UserError(f"{resolved.spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
     if lacks_a_column(kinds):
-        raise no_column(recipe, inputs)
+        raise no_column(resolved)
     if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs)):
         raise UserError(f"none of {kinds.total():,} rows can be read{hint}", field="input.delimiter")
     given = getattr(recipe.task, "constraint", None)
@@ -214,53 +217,43 @@ def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
     return bool(kinds.get("missing_column")) and set(kinds) <= {"missing_column", *UNREADABLE}
 
 
-def no_column(recipe: RowRecipe, inputs: Sequence[InputFile]) -> UserError:
+@dataclass(frozen=True, slots=True)
+class FirstRow:
+    """A row of the input with this number, where it is there, and its canvas, or why it has none."""
+
+    file: int
+    offset: int | None
+    id: str
+    key: int
+    made: Canvas | RowError
+
+    @property
+    def error(self) -> str | None:
+        return self.made.kind if isinstance(self.made, RowError) else None
+
+
+def first_rows(resolved: Resolved, columns: dict[str, str] | None) -> Iterator[FirstRow]:
+    """All rows of the inputs, in order; of a table only these columns are read, None for all."""
+    recipe, maker = resolved.recipe, resolved.maker()
+    for number, file in enumerate(resolved.inputs):
+        for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars):
+            name, key = name_row(recipe, file, row)
+            if isinstance(key, RowError):
+                yield FirstRow(number, row.offset, name, 0, key)
+            else:
+                made = try_row(partial(maker.make, row.values or {}, key), "tokenize", "tokenize_error")
+                yield FirstRow(number, row.offset, name, key, made)
+
+
+def no_column(resolved: Resolved) -> UserError:
     """The error of a job whose rows all lack a needed column: then the spec is wrong, not the rows."""
-
-    def rows_of() -> Iterator[Row]:
-        return (row for file in inputs for row in iterate(file, chunk_chars=recipe.chunk_chars))
-
-    first = next((row for row in rows_of() if row.error is None), None)
-    there = (first.values if first is not None else None) or {}
-    if not isinstance(recipe.task, Infill) and not recipe.task.chat and there.get("messages") is not None:
-        return UserError(
-            "rows have no prompt or text, but they have messages, which only a chat reads; allowed: true",
-            field="task.chat",
-        )
-    if lacks_custom_id(there):
-        return UserError(
-            "rows are OpenAI requests without custom_id; allowed: a text of its own in each", field="input.path"
-        )
-    if recipe.prompt.template is not None:
-        try:
-            prompter_of(recipe).fill(lift(there, columns_of(recipe.prompt.template)))
-        except RowError as error:
-            return UserError(f"no row has all columns: {error.message.removeprefix(f'{TEMPLATE}: ')}", field=TEMPLATE)
-    expected = _expected_column(recipe.task, there)
-    needed = recipe.columns.mapping() or {expected: expected}
-    name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
-    says = f"no row has a value in a column {column!r}; the first row has {list_names(there)}"
-    held = (field_of(row.values or {}, column) for row in islice(rows_of(), 1000) if row.error is None)
-    value = next((value for value in held if value is not None), None)
-    if isinstance(value, str) or (value is not None and name not in TEXT_COLUMNS):
-        says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
-    elif value is not None:
-        says = f"no row has a text in a column {column!r}; the first one that has it holds {type(value).__name__} there"
-    return UserError(f"{says} ({inputs[0].name}){delimiter_hint(inputs)}", field=f"input.columns.{name}")
+    errors = (row.made for row in first_rows(resolved, None) if isinstance(row.made, RowError))
+    first = next((error.message for error in errors if error.kind == "missing_column"), "")
+    return UserError(f"no row has all columns: {first}{delimiter_hint(resolved.inputs)}", field="input.columns")
 
 
-TEXT_COLUMNS: Final = ("text", "prompt", "completion", "prefix", "suffix", "system")
-
-
-def _expected_column(task: Task, there: dict[str, Any]) -> str:
-    """The column that such a row lacks, if the spec names no columns."""
-    if isinstance(task, Infill) or (isinstance(task, Score) and task.mask is not None):
-        return "text"
-    has_text = there.get("text") is not None or there.get("completion") is not None
-    return "prompt" if isinstance(task, Complete) or has_text else "text"
-
-
-def _twice(recipe: RowRecipe, inputs: Sequence[InputFile], first: RowPlace, second: RowPlace) -> UserError:
+def _twice(resolved: Resolved, first: RowPlace, second: RowPlace) -> UserError:
+    recipe, inputs = resolved.recipe, resolved.inputs
     file, row = inputs[second[0]], [(second[1], None)]
     found = next(read_rows(file, row, columns=read_columns(recipe), chunk_chars=recipe.chunk_chars))
     name = row_id(found.values or {}, recipe.columns) or default_id(file, second[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,25 +30,26 @@ from draftmill.actors.checkpoints.models import (
 )
 from draftmill.actors.job import Job, RowRecipe
 from draftmill.actors.loop.loading import check_drafter, fetch_drafter
-from draftmill.actors.rows.constraints import node_of
+from draftmill.actors.rows.constraints import ConstraintMaker, node_of
 from draftmill.actors.rows.fim import fills_in_middle, template_of
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import body_of
+from draftmill.actors.rows.row_settings import RowRules, penalties_of
 from draftmill.actors.rows.stop_text import end_ids
 from draftmill.actors.rows.text import Tokenizer, load_tokenizer
-from draftmill.actors.task import ConstraintSettings, Examples, Infill, Prompt, Task, today
+from draftmill.actors.task import Complete, ConstraintSettings, Examples, Infill, Prompt, Task, today
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import DecoderChoice, DrafterPlace, Sampling
+from draftmill.decoders.constraints.automaton import Automaton
+from draftmill.decoders.constraints.constraint import Constraint
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.fastest import FastestSettings
-from draftmill.decoders.settings import check_model
+from draftmill.decoders.settings import DECODERS, check_model
 from draftmill.jobs.config.dates import read_date
 from draftmill.jobs.config.paths import absolute
-from draftmill.jobs.config.rules import sampling_problem
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.formatting import Notes, counted, size_text
-from draftmill.jobs.plan.checks import check_chat, check_constraint, check_penalties, check_stop, check_task
 from draftmill.jobs.plan.fingerprint import digest, results_key, with_files
 from draftmill.jobs.plan.plan import Plan, compare_inputs, compare_plan, compare_settings, earlier_runs, load_plan
 from draftmill.jobs.schedule.unit_leases import Limits
@@ -127,7 +129,6 @@ def resolve(
     if spec.sampling.from_checkpoint:
         recipe = with_sampling(spec, recipe, folder)
     tokenizer = load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
-    check_chat(recipe.task, tokenizer)
     planned = None if plan is None else plan.results["input"].get("run")
     run = None if spec.input.run is None else run_state(spec.place(spec.input.run), planned)
     if run is not None:
@@ -163,8 +164,7 @@ def resolve(
         fim=fim,
         run=run,
     )
-    check_stop(recipe, tokenizer, info)
-    check_penalties(recipe, tokenizer, info)
+    check_recipe(recipe, tokenizer, info)
     constraints = check_constraint(recipe, tokenizer, info)
     if plan is not None:
         compare_plan(plan, recorded(spec, recipe), with_files(results, inputs), inputs)
@@ -261,11 +261,7 @@ def with_sampling(spec: JobSpec, recipe: RowRecipe, found: Sampling | Path) -> R
     try:
         if isinstance(found, Path):
             found = from_checkpoint(spec.sampling, read_generation(found), found / GENERATION_FILE)
-        spec.decoder.check_sampling(found)
-        has_tokenizer = spec.model.tokenizer != "none"
-        problem = sampling_problem(recipe.task, found, recipe.columns, has_tokenizer=has_tokenizer)
-        if problem is not None:
-            raise ValueError(problem)
+        spec.model_copy(update={"sampling": found}).check_together()
     except ValueError as error:
         raise user_error(error, "sampling.from_checkpoint") from None
     return replace(recipe, sampling=found)
@@ -398,7 +394,7 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
 
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
-        check_task(spec.task, info)
+        check_task(spec.task.kind, info)
         decoder = with_baseline(spec, info).decoder
         check_model(decoder, info, spec.task.kind)
         if not isinstance(getattr(decoder, "drafter", None), DrafterPlace):  # else the head is the drafter's
@@ -425,6 +421,81 @@ def head_hash(spec: JobSpec) -> str | None:
             field="decoder.head",
         )
     return hash_files(folder, files)
+
+
+# ---- checks of what will run against its model and tokenizer
+
+
+def check_task(task: str, info: ModelInfo) -> None:
+    """Raise UserError if no decoder for the model's family supports this kind of task."""
+    from draftmill.decoders.backbones.families.table import FAMILIES
+
+    kinds = {decoder.runs_on for decoder in DECODERS.values() if task in decoder.tasks}
+    if info.kind not in kinds:
+        families = sorted(name for name, family in FAMILIES.items() if family.kind in kinds)
+        tasks = dict.fromkeys(
+            name for decoder in DECODERS.values() if decoder.runs_on == info.kind for name in decoder.tasks
+        )
+        raise UserError(
+            f"models of family {info.family!r} do not support {task!r}; tasks they support: "
+            f"{', '.join(tasks) or 'none yet'}; families that support it: {', '.join(families) or 'none'}",
+            field="task.kind",
+        )
+
+
+def check_recipe(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) -> None:
+    """Raise UserError if the tokenizer has no chat template for a chat, if a stop string or an end token can never occur, or if
+    sampling settings name tokens that the model does not have."""
+    task = recipe.task
+    if not isinstance(task, Infill) and task.chat and (tokenizer is None or tokenizer.chat is None):
+        reason = "the tokenizer has no chat template (no file chat_template.jinja, and none in tokenizer_config.json)"
+        raise UserError(f"{reason}; allowed: false", field="task.chat")
+    if info.mask_id in recipe.ends:
+        reason = (
+            "is an end token of the model, and a mask is never generated; allowed: other ids, or task.ignore_eos: true"
+        )
+        raise UserError(f"{info.mask_id} {reason}", field="model.mask_id")
+    if isinstance(task, Complete) and task.stop:
+        problem = RowRules(recipe, tokenizer, info).unseen_stop(task.stop)
+        if problem is not None:
+            raise UserError(problem, field="task.stop")
+    try:
+        penalties_of(recipe.sampling, tokenizer, info.vocab_size, recipe.ends)
+    except ValueError as error:
+        key, _, problem = str(error).partition(": ")
+        raise UserError(problem, field=f"sampling.{key}") from None
+
+
+def check_constraint(recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo) -> tuple[str, ...]:
+    """The size of each constraint's automaton, and the time to build it; UserError if no text of this model can match one."""
+    task = recipe.task
+    given = getattr(task, "constraint", None)
+    if given is None or tokenizer is None:
+        return ()
+    rules = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else [given]
+    maker, lines = ConstraintMaker(tokenizer, info, recipe.ends), list[str]()
+    for rule in filter(None, rules):
+        try:
+            began_s = time.perf_counter()
+            automaton = maker.compiled(rule)
+            if isinstance(automaton, Automaton):
+                took = f"compiled in {time.perf_counter() - began_s:.1f} s"
+                lines.append(f"{rule.shown}: {automaton.num_states:,} states, {took}")
+            if isinstance(task, Complete):
+                problem = Constraint((automaton,), recipe.ends).problem([task.max_new_tokens])
+                if problem:
+                    raise UserError(problem, field="task.max_new_tokens")
+        except RowError as error:
+            raise UserError(error.message.removeprefix("constraint: "), field="task.constraint") from None
+    return tuple(lines)
+
+
+def length_note(task: Task, info: ModelInfo) -> str | None:
+    """What to know of a completion's length: the model may take fewer tokens than the task asks for."""
+    asked, most = getattr(task, "max_new_tokens", None), info.max_length
+    if not isinstance(task, Complete) or most is None or asked is None or asked < most:
+        return None
+    return f"task.max_new_tokens is {asked:,}, but the model takes {most:,} tokens with the prompt: texts end there"
 
 
 # ---- for the workers

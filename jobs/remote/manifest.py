@@ -27,7 +27,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from draftmill.jobs.config.paths import is_inside, places_of
 from draftmill.jobs.config.spec import JobSpec, load_spec
-from draftmill.jobs.config.yaml_file import apply_override, read_mapping
+from draftmill.jobs.config.yaml_file import apply_changes, read_mapping, read_overrides
 from draftmill.jobs.exit_codes import FINAL, OK
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.remote.submit import normal_folder
@@ -208,8 +208,7 @@ def spec_text(job: ManifestJob) -> str:
         text = Path(job.path).read_text(encoding="utf-8")
     else:
         data = {"name": job.spec.name} | data
-        for override in job.overrides:
-            apply_override(data, override)
+        apply_changes(data, read_overrides(job.overrides))
         text = yaml_document(data)
     if len(text.encode()) > MAX_SPEC_BYTES:
         raise UserError(

@@ -119,14 +119,7 @@ def ready_metrics(
             f"the results keep no column {reference!r}; columns in the results: {there}", field="--reference"
         )
     column, joiner = reference_of(spec.input.columns, spec.task, kept, spec.prompt, reference)
-    problem = metric_problem(
-        metrics,
-        fields,
-        kept=kept,
-        has_reference=column is not None,
-        has_tokenizer=spec.model.tokenizer != "none",
-        samples=spec.sampling.n,
-    )
+    problem = metric_problem(spec, metrics, fields, kept=kept, has_reference=column is not None)
     if problem is not None:
         raise UserError(problem[1], field=problem[0])
     checked = [_check_metric(metric, field, spec) for metric, field in zip(metrics, fields, strict=True)]

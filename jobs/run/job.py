@@ -18,8 +18,8 @@ from contextlib import ExitStack, nullcontext
 from datetime import UTC, datetime
 
 from draftmill.jobs.config.dates import floor_date, following, format_date, has_date, period_of
-from draftmill.jobs.config.paths import check_places
-from draftmill.jobs.config.spec import JobSpec, at_date, check_overridden, with_logical_date
+from draftmill.jobs.config.spec import JobSpec, at_date, check_spec, with_logical_date
+from draftmill.jobs.config.yaml_file import read_overrides
 from draftmill.jobs.drive.backend import Backend, backend_of
 from draftmill.jobs.drive.driver import StopFlag
 from draftmill.jobs.drive.leases import base_lease, gives_way, hold_lease
@@ -104,7 +104,6 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
     job, path, stop = at_date(spec, now or datetime.now(UTC)), spec.output.path, stop or StopFlag()
     with ExitStack() as stack:
         if has_date(path):
-            check_places(job)
             stack.enter_context(base_lease(runs_store(spec, path), stop.set))
         store = open_store(job.place(job.output.path))
         job = with_last_run(job, store, path)
@@ -218,7 +217,8 @@ def rerun(place: Place, options: RunOptions, *, overrides: Sequence[str] = ()) -
     """
     store = open_store(place)
     # The place's S3 options apply to the workers, too.
-    spec = check_overridden(require_plan(store).spec.with_s3(place.s3).model_dump(mode="json"), overrides)
+    planned = require_plan(store).spec.with_s3(place.s3)
+    spec = check_spec(planned.model_dump(mode="json"), read_overrides(overrides))
     finished_passes(passes_of(store))
     with Display() as display:
         resolved = resolve(spec, store, display)
@@ -252,7 +252,7 @@ def plan_pass(passes: Sequence[Pass], display: Display, *, epoch: int) -> Plan |
     for table in failed_rows(last):
         writer.add(table)
     writer.finish()
-    table, number = (writer.totals, writer.unit_table()), last.number + 1
+    table, number = (writer.totals, writer.parts), last.number + 1
     plan = create_plan(store, first.spec, first.results, first.files, *table, pass_=number, keep=first.keep)
     display.note(f"pass {plan.pass_}: {counted(plan.rows, 'failed sample')} in {counted(plan.units, 'unit')}")
     return plan

@@ -18,7 +18,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.jobs.config.spec import JobSpec, check_overridden
+from draftmill.jobs.config.spec import JobSpec, check_spec
+from draftmill.jobs.config.yaml_file import read_overrides
 from draftmill.jobs.drive.backend import LocalBackend
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.exit_codes import OK, UNEXPECTED, UNUSABLE
@@ -152,7 +153,7 @@ def job_of(
     made = {key: spec[key] for key in SPEC} | {"output": {"path": str(folder / "run")}}
     made["input"] = {**spec["input"], "path": str(folder / "rows.jsonl")}
     made["model"] = {**spec["model"], "trust_remote_code": False}
-    return check_overridden(made, overrides).with_s3(place.s3)
+    return check_spec(made, read_overrides(overrides)).with_s3(place.s3)
 
 
 def judge(

@@ -38,22 +38,6 @@ FOLDERS = ("data/", "traces/", "metrics/", "passes/", "plan/", "input/", "attemp
 
 
 @dataclass(frozen=True, slots=True)
-class KeepRule:
-    """Which runs stay: the `newest` ones, and those whose date is less than `age` ago."""
-
-    newest: int | None = None
-    age: timedelta | None = None
-
-    @property
-    def text(self) -> str:
-        """The rule in words."""
-        parts = [] if self.newest is None else [f"the {self.newest:,} newest"]
-        return " and ".join(
-            parts + ([] if self.age is None else [f"those of the last {counted(self.age.days, 'day')}"])
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Candidate:
     """A run, and why it stays; if `stays` is None, its `objects` are deleted."""
 
@@ -63,19 +47,25 @@ class Candidate:
     objects: list[Stat] = field(repr=False)
 
 
-def candidates(base: Store, keep: KeepRule, now: datetime) -> list[Candidate]:
-    """Every run below the base path, oldest first, and whether it goes."""
+def candidates(base: Store, keep: Sequence[int | timedelta], now: datetime) -> list[Candidate]:
+    """Every run below the base path, oldest first, and whether it goes.
+
+    A number in `keep` is that of the newest runs, which stay; a time is the age from which runs go.
+    """
+    count = max((value for value in keep if isinstance(value, int)), default=0)
+    age = max((value for value in keep if isinstance(value, timedelta)), default=timedelta(0))
     runs = [(run, facts_of(run)) for run in runs_below(base) if run.name]
     runs.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
     free = [facts.name for _, facts in runs if not facts.is_pruned and not _obstacle(facts)]
-    newest = set(free[-keep.newest :] if keep.newest else ())
+    newest = set(free[-count:] if count else ())
     chosen = []
     for run, facts in runs:
         stays = _obstacle(facts)
         if stays is None and not facts.is_pruned:  # of a pruned one goes what a prune that was killed has left
-            is_recent = keep.age is not None and facts.date is not None and now - read_date(facts.date) < keep.age
-            age = f"not older than {counted(keep.age.days, 'day')}" if keep.age is not None and is_recent else None
-            stays = "one of the newest" if facts.name in newest else age
+            if facts.name in newest:
+                stays = "one of the newest"
+            elif facts.date is not None and now - read_date(facts.date) < age:
+                stays = f"not older than {counted(age.days, 'day')}"
         objects = [] if stays else _objects(run.store)
         if facts.is_pruned and not objects:
             stays = "its results were pruned before"
@@ -134,7 +124,7 @@ def _prove(candidate: Candidate, objects: Sequence[Stat]) -> None:
         store.create(PRUNED, (json.dumps(facts) + "\n").encode())
 
 
-def prune(base: Place, keep: KeepRule, *, yes: bool = False) -> int:
+def prune(base: Place, keep: Sequence[int | timedelta], *, yes: bool = False) -> int:
     """Show, and with `yes` delete, what goes; returns the exit code. A run that a driver has taken meanwhile stays.
 
     UserError if no recurring job has used `base` as its base path.
@@ -155,8 +145,7 @@ def prune(base: Place, keep: KeepRule, *, yes: bool = False) -> int:
         for one in runs:
             what = f"{counted(len(one.objects), 'file')}, {size_text(sum(stat.size for stat in one.objects))}"
             rows.append([one.facts.name, f"{verb}: {what}" if one.stays is None else f"stays: {one.stays}"])
-        head = f"{store.url}: {counted(len(runs), 'run')}; to be kept: {keep.text}"
-        print("\n".join([head, *table_lines(rows)]), flush=True)
+        print("\n".join([f"{store.url}: {counted(len(runs), 'run')}", *table_lines(rows)]), flush=True)
         if not yes:
             print("nothing was deleted; --yes deletes it, and keeps what proves that the inputs are done")
             return OK

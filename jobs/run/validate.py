@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from itertools import chain, islice
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,31 +22,26 @@ from draftmill.actors.checkpoints.generation import HONOURED
 from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
-from draftmill.actors.planning.surveying import name_row
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.common_settings import DecoderChoice
-from draftmill.jobs.config.paths import check_places
 from draftmill.jobs.config.spec import JobSpec, at_date
 from draftmill.jobs.drive.notify import check_receivers
 from draftmill.jobs.drive.totals import exactness
 from draftmill.jobs.exit_codes import OK, failed_text, too_many_failed
 from draftmill.jobs.formatting import counted, device_text, size_text
-from draftmill.jobs.plan.checks import length_note
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
-from draftmill.jobs.plan.planning import check_kinds
-from draftmill.jobs.plan.resolve import Resolved, resolve, weight_bytes
+from draftmill.jobs.plan.planning import FirstRow, check_kinds, first_rows
+from draftmill.jobs.plan.resolve import Resolved, length_note, resolve, weight_bytes
 from draftmill.jobs.results.measure import ready_for
 from draftmill.jobs.results.run_input import source_of, with_run_rows
 from draftmill.jobs.results.summary import error_rows
 from draftmill.jobs.run.since import new_files, with_last_run
 from draftmill.storage.errors import MOST_NAMES, RowError, UserError, printable
 from draftmill.storage.inputs.inputs import is_object, local_path
-from draftmill.storage.inputs.reader import iterate
 from draftmill.storage.inputs.rows import InputFile
 from draftmill.storage.runs.records import EXAMPLES, Sums
 from draftmill.storage.stores.store import open_store
@@ -209,7 +203,6 @@ def rows_per_unit(spec: JobSpec, rows: int) -> int:
 def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
     path, spec = spec.output.path, at_date(spec, datetime.now(UTC))
-    check_places(spec)
     store = open_store(spec.place(spec.output.path))
     spec, new_inputs = with_last_run(spec, store, path), new_files(spec, store, path)
     if new_inputs is not None:
@@ -263,21 +256,6 @@ SAMPLE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRow:
-    """A row of the input with this number, where it is there, and its canvas, or why it has none."""
-
-    file: int
-    offset: int | None
-    id: str
-    key: int
-    made: Canvas | RowError
-
-    @property
-    def error(self) -> str | None:
-        return self.made.kind if isinstance(self.made, RowError) else None
-
-
-@dataclass(frozen=True, slots=True)
 class RowSample:
     """The first rows of the input; `total` is the number of all samples, `exact` or estimated."""
 
@@ -296,12 +274,12 @@ class RowSample:
 
 def take_sample(resolved: Resolved) -> RowSample:
     """Make the canvases of the first rows; UserError if there are no rows, or none has the columns."""
-    spec, recipe, inputs, most = resolved.spec, resolved.recipe, resolved.inputs, resolved.spec.input.limit
+    recipe, inputs, most = resolved.recipe, resolved.inputs, resolved.spec.input.limit
     limit = min(SAMPLE_ROWS, most or SAMPLE_ROWS)
-    rows = list(islice(first_rows(resolved), limit))
+    rows = list(islice(first_rows(resolved, read_columns(recipe)), limit))
     exact = len(rows) < limit or limit == most
     is_constrained = not exact or any(isinstance(row.made, Canvas) and any(row.made.rules) for row in rows)
-    check_kinds(Counter(row.error for row in rows), spec, recipe, inputs, is_constrained=is_constrained)
+    check_kinds(Counter(row.error for row in rows), resolved, is_constrained=is_constrained)
     total = len(rows) if exact else estimate_rows(inputs, rows)
     return RowSample(rows, recipe.sampling.n * min(total, most or total), exact)
 
@@ -317,20 +295,6 @@ def estimate_rows(inputs: Sequence[InputFile], rows: Sequence[FirstRow]) -> int:
         inside, count = offset, len(rows) - 1
     read = inside + sum(inputs[file].size or 0 for file in {row.file for row in rows} - {rows[-1].file})
     return max(len(rows), round(count * sum(file.size or 0 for file in inputs) / max(1, read)))
-
-
-def first_rows(resolved: Resolved) -> Iterator[FirstRow]:
-    """All rows of the inputs, in order."""
-    recipe, maker = resolved.recipe, resolved.maker()
-    columns = read_columns(recipe)
-    for number, file in enumerate(resolved.inputs):
-        for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars):
-            name, key = name_row(recipe, file, row)
-            if isinstance(key, RowError):
-                yield FirstRow(number, row.offset, name, 0, key)
-                continue
-            made = try_row(partial(maker.make, row.values or {}, key), "tokenize", "tokenize_error")
-            yield FirstRow(number, row.offset, name, key, made)
 
 
 def loaded_lines(resolved: Resolved, unit_rows: int) -> Iterator[str]:

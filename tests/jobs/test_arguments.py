@@ -16,7 +16,6 @@ from draftmill.jobs.eval.options import EvalOptions
 from draftmill.jobs.exit_codes import FINAL, INTERRUPTED, OK, SEVEREST, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, severest
 from draftmill.jobs.remote.manifest import Options
 from draftmill.jobs.remote.submit import SubmitOptions, end_of
-from draftmill.jobs.run.pruning import KeepRule
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.stores.store import Place, S3Options
 from tests.jobs.specs import completion
@@ -82,7 +81,7 @@ CALLS: dict[str, tuple[str, dict]] = {
         "evaluate",
         {"path": "job.yaml", "overrides": [], "options": EvalOptions(("a", "b"), limit=2.0), "run_options": LOCAL},
     ),
-    f"prune {RUN} --keep 3 2w": ("prune", {"base": PLACE, "keep": KeepRule(3, timedelta(weeks=2)), "yes": False}),
+    f"prune {RUN} --keep 3 2w": ("prune", {"base": PLACE, "keep": [3, timedelta(weeks=2)], "yes": False}),
     "manifest job.yaml --for slurm --shared-path /s": (
         "manifest",
         {"spec": "job.yaml", "overrides": [], "options": Options("slurm", shared_path=("/s",))},

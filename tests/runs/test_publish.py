@@ -309,7 +309,7 @@ def test_a_dataset_can_name_no_commands_no_servers_and_no_code(run, tmp_path, ca
         raise ZeroDivisionError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftmill.jobs.run.prove.check_overridden", check)
+        patch.setattr("draftmill.jobs.run.prove.check_spec", check)
         assert main(["prove", str(tmp_path)]) == 1
     assert made.keys() == {*SPEC, "input", "output"} and made["model"]["trust_remote_code"] is False
     assert proved(tmp_path, capsys)[0] == 0 and not mark.exists()

@@ -174,7 +174,7 @@ def test_a_drafter_with_the_same_tokens_under_another_template_is_taken(world, t
 
 def test_rows_of_messages_without_a_chat_are_an_error_of_the_spec(world, tmp_path):
     rows = [{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}]}}]
-    with pytest.raises(UserError, match=r"task\.chat: rows have no prompt or text, but they have messages"):
+    with pytest.raises(UserError, match=r"input\.columns: no row has all columns: the row has messages"):
         run_here(world.spec(tmp_path, rows))
     with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
         run_here(world.spec(tmp_path, rows, task={"kind": "complete", "chat": True}))

@@ -23,4 +23,4 @@ def test_a_job_has_the_rows_of_the_same_local_files(scheme, tmp_path, monkeypatc
     assert unequal(rows_of(tmp_path / "run"), rows_of(tmp_path / "local")) == []
     driver.pipe_file("bucket/in/2.jsonl", (tmp_path / "2.jsonl").read_bytes())
     assert main(["run", str(there), "--local", "--quiet"]) == 2
-    assert "2.jsonl (other content" in capsys.readouterr().err
+    assert "2.jsonl (changed" in capsys.readouterr().err

@@ -16,8 +16,9 @@ from draftmill.actors.rows.canvas import Canvas
 from draftmill.jobs.cli import main
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.plan.planning import first_rows
 from draftmill.jobs.plan.resolve import resolve
-from draftmill.jobs.run.validate import canvas_lines, first_rows, prompt_text
+from draftmill.jobs.run.validate import canvas_lines, prompt_text
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import TOKENIZER, World, job_spec, run_here, save_model
@@ -96,10 +97,10 @@ def test_examples_that_are_not_there_and_columns_that_no_row_has_are_refused_bef
     with pytest.raises(UserError, match=r"prompt\.examples\.path: row 1 of .*can't be read: bad_json"):
         resolve(spec, open_store(spec.output.path))
     with pytest.raises(
-        UserError, match=r"prompt\.template: no row has all columns: 'answer' is undefined; the row has"
+        UserError, match=r"input\.columns: no row has all columns: prompt\.template: 'answer' is undefined; the row has"
     ):
         run_here(spec_of(world, "never", examples={"rows": SHOTS}, template="{{ examples }}{{ answer }}"))
-    with pytest.raises(UserError, match=r"prompt\.template: no row has all columns: .*has no attribute 'qq'"):
+    with pytest.raises(UserError, match=r"no row has all columns: prompt\.template: .*has no attribute 'qq'"):
         run_here(
             spec_of(world, "never", examples={"rows": SHOTS}, template="{% for e in examples %}{{ e.qq }}{% endfor %}")
         )
@@ -121,7 +122,7 @@ def test_the_guide_s_job_makes_the_guide_s_prompt(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = check_spec(yaml.safe_load(job))
     resolved = resolve(spec, open_store(spec.output.path))
-    (first, second), tokenizer = islice(first_rows(resolved), 2), resolved.tokenizer
+    (first, second), tokenizer = islice(first_rows(resolved, None), 2), resolved.tokenizer
     assert shown.splitlines() == list(canvas_lines(resolved, [first]))[2:]
     assert tokenizer is not None and isinstance(second.made, Canvas)
     assert "(count down)\nAnswer:[8]" in prompt_text(second.made, tokenizer)

@@ -9,14 +9,15 @@ import pytest
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.constraints import ConstraintMaker, constraint_of_body, node_of, read_constraint
 from draftmill.actors.rows.makers import Maker, maker_for
-from draftmill.actors.task import Columns, Complete, ConstraintSettings, Infill, Marker
+from draftmill.actors.task import ConstraintSettings, Infill, Marker
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.constraints.automaton import Automaton
 from draftmill.decoders.constraints.expressions import dfa_of
-from draftmill.jobs.config.rules import constraint_problem
-from draftmill.storage.errors import RowError
+from draftmill.jobs.config.spec import check_spec
+from draftmill.storage.errors import RowError, UserError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, recipe_of, word_pieces
 from tests.decoders.support import accepts
+from tests.jobs.specs import completion
 
 DIGITS = ConstraintSettings(regex="[0-9]+")
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -225,17 +226,19 @@ def test_a_worker_keeps_the_latest_automata_that_fit(monkeypatch):
     assert builder.automaton(DIGITS) is not real
 
 
-def test_a_job_says_why_it_can_not_keep_a_constraint():
-    from draftmill.decoders.settings import DECODERS
-
-    decoder: Any = DECODERS["autoregressive"].model_validate({"kind": "autoregressive"})
-    task = Complete(kind="complete", constraint=DIGITS, stop=("x",))
-    assert "allowed: no task.stop" in str(constraint_problem(task, Columns(), decoder, has_tokenizer=True))
-    plain = Complete(kind="complete", constraint=DIGITS)
-    assert "needs a tokenizer" in str(constraint_problem(plain, Columns(), decoder, has_tokenizer=False))
-    assert constraint_problem(plain, Columns(), decoder, has_tokenizer=True) is None
-    editing: Any = DECODERS["block_diffusion"].model_validate({"kind": "block_diffusion", "tau_edit": 0.5})
-    assert "tau_edit" in str(constraint_problem(plain, Columns(), editing, has_tokenizer=True))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"task": {"stop": ["x"]}}, "allowed: no task.stop"),
+        ({"model": {"tokenizer": "none"}, "input": {"columns": {"tokens": "ids"}}}, "needs a tokenizer"),
+        ({"decoder": {"kind": "block_diffusion", "tau_edit": 0.5}}, "tau_edit"),
+    ],
+)
+def test_a_job_says_why_it_can_not_keep_a_constraint(changes, said):
+    base = completion(task={"kind": "complete", "constraint": {"regex": DIGITS.regex}})
+    check_spec(base)
+    with pytest.raises(UserError, match=f"^task.constraint: .*{said}"):
+        check_spec(base | {key: {**base[key], **more} for key, more in changes.items()})
 
 
 def test_holes_of_a_canvas_without_markers_take_the_constraint_too():

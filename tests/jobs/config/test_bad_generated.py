@@ -7,6 +7,7 @@ import random
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from draftmill.jobs import cli
 from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
 from draftmill.jobs.exit_codes import INTERRUPTED, Ended
 from draftmill.jobs.plan.planning import check_survey, survey
+from draftmill.jobs.plan.resolve import Resolved
 from draftmill.jobs.results.passes import latest_rows, passes_of
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import list_inputs
@@ -102,19 +104,22 @@ TASKS: dict[str, tuple[dict, dict[str, str]]] = {
 }
 
 
+# The template stumbles over what it did not expect, as real ones do.
+CHAT = ChatTemplate("{% for one in messages %}{{ '<' + one.role + '>' + one.content }}{% endfor %}", {})
+TOKENIZER = Tokenizer(byte_level()._core, chat=CHAT)
+
+
 def task_of(name: str, path) -> tuple[JobSpec, Maker]:
     task, columns = TASKS[name]
     decoder = {"kind": "assd" if task["kind"] == "infill" else "autoregressive"}
     parts = {"task": task, "decoder": decoder, "model": {"path": "m"}, "output": {"path": "out"}}
     spec = check_spec({**parts, "input": {"path": str(path), "columns": columns}})
-    # The template stumbles over what it did not expect, as real ones do.
-    chat = ChatTemplate("{% for one in messages %}{{ '<' + one.role + '>' + one.content }}{% endfor %}", {})
-    return spec, maker_for(spec.recipe(), Tokenizer(byte_level()._core, chat=chat), model_info())
+    return spec, maker_for(spec.recipe(), TOKENIZER, model_info())
 
 
 def planned(spec: JobSpec, maker: Maker, files: list[InputFile]) -> list[dict]:
-    recipe = spec.recipe()
-    tables = check_survey(survey(recipe, maker, files), spec, recipe, files)
+    resolved = Resolved(spec, spec.recipe(), {}, Path(), model_info(), TOKENIZER, files)
+    tables = check_survey(survey(resolved.recipe, maker, files), resolved)
     return [row for table in tables for row in table.to_pylist()]
 
 

@@ -68,7 +68,7 @@ def completing(spec: dict, folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Change, str]] = {
     "missing file": (setting("input.path", "no/such/file.jsonl"), "input.path: "),
-    "missing column": (setting("input.columns", {"text": "body"}), "input.columns.text: no row has a value in a column 'body'"),
+    "missing column": (setting("input.columns", {"text": "body"}), "input.columns: no row has all columns: the column 'body'"),
     "empty input": (rows(""), "input.path: "),
     "duplicate ids": (rows('{"id": "a", "text": "x"}', '{"id": "a", "text": "y"}'), "input.columns.id: the id 'a' occurs twice"),
     "unwritable output": (unwritable, "Not a directory"),

@@ -1,6 +1,5 @@
 """A task that its rows' columns, its decoder or its model do not fit is refused before any work, by the key to change."""
 
-import copy
 from typing import Any, get_args
 
 import pytest
@@ -10,9 +9,9 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.config.paths import with_absolute
 from draftmill.jobs.config.spec import JobSpec, check_spec
-from draftmill.jobs.config.yaml_file import apply_override
-from draftmill.jobs.plan.checks import check_task
+from draftmill.jobs.config.yaml_file import read_overrides
 from draftmill.jobs.plan.fingerprint import digest, results_key
+from draftmill.jobs.plan.resolve import check_task
 from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import model_info
 from tests.jobs.specs import completion
@@ -37,10 +36,7 @@ CAUSAL = ModelInfo("qwen2", 300, None, 64, "causal", 1000)
 
 
 def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
-    data = copy.deepcopy(base)
-    for override in overrides:
-        apply_override(data, override)
-    return check_spec(data)
+    return check_spec(base, read_overrides(overrides))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +116,9 @@ def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do(
     with pytest.raises(
         UserError, match=r"task\.kind: .*'xlnet' do not support 'complete'; tasks they support: infill, score; .* llama"
     ) as caught:
-        check_task(spec_of(COMPLETE).task, model_info())
+        check_task("complete", model_info())
     assert "qwen2" in str(caught.value)
-    check_task(spec_of(COMPLETE).task, CAUSAL)
+    check_task("complete", CAUSAL)
 
 
 def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place():

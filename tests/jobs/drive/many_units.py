@@ -152,7 +152,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
     for first in range(0, units, WINDOW):
         writer.add(rows(first, min(WINDOW, units - first)))
     writer.finish()
-    made = create_plan(store, spec, {"schema_version": 5}, [], writer.totals, writer.unit_table())
+    made = create_plan(store, spec, {"schema_version": 5}, [], writer.totals, writer.parts)
     peaks["planned"] = peak_mb()
     del writer, made
     plan = load_plan(store)

@@ -344,7 +344,8 @@ def test_a_data_set_of_the_hub_without_a_network_is_one_line(world, tmp_path, ca
     task = {"task": "far", "dataset_path": "somebody/no_such_data", "test_split": "test"} | GENERATES
     (tmp_path / "far.yaml").write_text(yaml.safe_dump(task))
     said = refused(world, tmp_path, capsys, [str(tmp_path / "far.yaml")])
-    assert "its data set or metric is on the Hugging Face hub, which can't be reached" in said and said.count("\n") == 1
+    assert "data set or metric is on the Hugging Face hub, which can't be reached" in said and said.count("\n") == 1
+    assert "somebody/no_such_data" in said
 
 
 def test_requests_that_a_model_or_a_decoder_can_not_do_are_refused_by_name(world, tmp_path, capsys):

@@ -162,23 +162,27 @@ def test_documents_come_as_json_or_in_a_file(tmp_path):
 def test_seeds_are_one_number_or_four():
     assert seeds("42") == (42, 42, 42, 42)
     assert seeds("0,None,8,52") == (0, None, 8, 52) and seeds("1,2,3") == (1, 2, 3, 1234)
-    for bad in ("a", "1,2", "1,2,3,4,5", ""):
-        with pytest.raises(UserError, match="--seed: "):
-            seeds(bad)
 
 
 @pytest.mark.parametrize(
-    ("options", "field"),
+    ("options", "message"),
     [
-        ({"limit": 2.0, "samples": {"a": [0]}}, "--samples"),
-        ({"fewshot_as_multiturn": True}, "--fewshot_as_multiturn"),
-        ({"limit": 0.0}, "--limit"),
-        ({"num_fewshot": -1}, "--num_fewshot"),
+        *((["--seed", bad], "--seed: ") for bad in ("a", "1,2", "1,2,3,4,5", "")),
+        (["--limit", "2", "--samples", '{"a": [0]}'], "--samples: not allowed with argument --limit"),
+        (["--limit", "0"], "--limit: '0' is not allowed; allowed: a number above 0"),
+        (["--num_fewshot", "-1"], "--num_fewshot: '-1' is not allowed"),
+        (["--apply_chat_template", "mine"], "--apply_chat_template: 'mine' is not allowed; allowed: true, false"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options, field):
-    with pytest.raises(UserError, match=f"^{field}: "):
-        EvalOptions(("a",), **options)
+def test_a_wrong_option_is_refused(options, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "job.yaml", "--tasks", "a", *options])
+    assert caught.value.code == 2 and f"argument {message}" in capsys.readouterr().err
+
+
+def test_examples_as_turns_need_a_chat():
+    with pytest.raises(UserError, match=r"^--fewshot_as_multiturn: "):
+        EvalOptions(("a",), fewshot_as_multiturn=True)
 
 
 def test_an_unknown_option_is_refused_with_the_keys_of_the_spec(capsys):
@@ -199,8 +203,3 @@ def test_the_options_of_lm_eval_that_choose_what_is_asked_are_known_here():
         *("--cache_requests", "--trust_remote_code", "--config", "--check_integrity", "--wandb_args", "--trackio_args"),
         *("--hf_hub_log_args", "--show_config", "--verbosity", "--wandb_config_args"),
     }
-
-
-def test_a_template_has_no_name(capsys):
-    assert main(["eval", "job.yaml", "--tasks", "a", "--apply_chat_template", "mine"]) == 2
-    assert "--apply_chat_template: 'mine' is not allowed; allowed: true, false" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.planning import plan_groups
 from draftmill.jobs.plan.resolve import resolve
 from draftmill.storage.runs.unit_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable
+from draftmill.storage.runs.unit_table import parts_of as listed_parts
 from draftmill.storage.stores.store import open_store
 from tests.jobs.plan.grouped_jobs import CHOICES, decoded_apart, planned, spec_for, write_questions
 
@@ -177,7 +178,7 @@ def parts_of(table: pa.Table, name: str, **more) -> list[bytes]:
     for start in range(0, table.num_rows, 7):
         writer.add(table.slice(start, 7))
     writer.finish()
-    return [store.get(part.name) for part in writer.parts]
+    return [store.get(part["name"]) for part in writer.parts]
 
 
 def test_without_beginnings_and_in_input_order_the_plan_has_the_bytes_that_it_had():
@@ -197,7 +198,7 @@ def test_hashes_are_not_stored_and_windows_stay_as_they_are():
     writer = PlanWriter(store, window=50, unit_rows=8)
     writer.add(tables([20] * 120, alike)[1])
     writer.finish()
-    found = list(PlanTable(store, writer.parts).tables())
+    found = list(PlanTable(store, listed_parts(writer.parts)).tables())
     assert all(table.schema.equals(TABLE_SCHEMA) for table in found)
     rows = [table["row"].to_pylist() for table in found]
     assert sorted(row for unit in rows for row in unit) == list(range(120))

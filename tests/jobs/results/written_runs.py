@@ -87,6 +87,4 @@ def second_pass(store: Store, plan: Plan, ids: Sequence[str]) -> Plan:
         rows = table.select([name for name in table.column_names if name != "unit"])
         writer.add(rows.filter(pa.compute.is_in(rows["id"], value_set=pa.array(ids))))
     writer.finish()
-    return create_plan(
-        place, plan.spec, plan.results, plan.files, writer.totals, writer.unit_table(), pass_=2, keep=plan.keep
-    )
+    return create_plan(place, plan.spec, plan.results, plan.files, writer.totals, writer.parts, pass_=2, keep=plan.keep)

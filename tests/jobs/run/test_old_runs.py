@@ -15,7 +15,7 @@ from draftmill.jobs.drive import driver as driver_room
 from draftmill.jobs.results.runs import runs_below
 from draftmill.jobs.run import pruning
 from draftmill.jobs.run.job import due_dates
-from draftmill.jobs.run.pruning import KeepRule, candidates, prune_run
+from draftmill.jobs.run.pruning import candidates, prune_run
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
 from draftmill.storage.stores.s3 import S3Store
@@ -225,7 +225,7 @@ def test_a_prune_that_lost_its_lease_deletes_nothing_more(folder, capsys, monkey
 def test_what_goes_is_what_is_there_once_the_lease_is_held(folder):
     base = open_store(str(folder / "nightly"))
     run_dir = folder / "nightly" / "2026-11-01"
-    first = candidates(base, KeepRule(newest=0), datetime.now(UTC))[0]
+    first = candidates(base, [0], datetime.now(UTC))[0]
     (run_dir / "metrics").mkdir()
     (run_dir / "metrics" / "unit-00000000.parquet").touch()  # by a `measure` that has ended since
     prune_run(first, lambda reason: None)

@@ -16,9 +16,9 @@ from draftmill.actors.task import Complete
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE
 from draftmill.jobs.config.spec import check_spec
-from draftmill.jobs.plan.checks import length_note
+from draftmill.jobs.plan.planning import FirstRow
+from draftmill.jobs.plan.resolve import length_note
 from draftmill.jobs.run.validate import (
-    FirstRow,
     canvas_lines,
     device_lines,
     estimate_rows,
