@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from draftmill.actors.messages import (
@@ -411,27 +412,24 @@ SILENT_S: Final = 20.0
 """Seconds without a token after which a worker's units are copied first, if workers are idle; it is killed much later."""
 
 
+@dataclass(slots=True)
 class WorkLeft:
-    """What is known while units are given away: all remaining tokens, those that wait, and each worker's load and speed."""
+    """What is known while units are given away: all remaining tokens, those that wait, and each worker's load and speed.
 
-    __slots__ = ("_barred", "_first", "_guesses", "loads", "remaining", "speed", "speeds", "waiting")
+    `guesses` are the speeds for which workers of unknown speed get long units; `barred` workers can't be the first.
+    """
 
-    def __init__(
-        self,
-        waiting: float,
-        loads: dict[str, float],
-        speeds: dict[str, float],
-        *,
-        guesses: dict[str, float] | None = None,
-        barred: Iterable[str] = (),
-    ) -> None:
-        """`guesses` are the speeds for which workers of unknown speed get long units; `barred` workers can't be the first."""
-        self.waiting, self.loads, self.speeds = waiting, loads, speeds
-        self._guesses = guesses or {}
-        self.remaining = waiting + sum(loads.values())
-        self.speed = sum(speeds.values())
-        self._barred = frozenset(barred)
-        self._first: dict[int, float] = {}
+    waiting: float
+    loads: dict[str, float]
+    speeds: dict[str, float]
+    guesses: Mapping[str, float] = field(default_factory=dict)
+    barred: Collection[str] = ()
+    remaining: float = field(init=False)
+    speed: float = field(init=False)
+    _first: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.remaining, self.speed = self.waiting + sum(self.loads.values()), sum(self.speeds.values())
 
     def give(self, name: str, tokens: int) -> None:
         """A waiting unit of so many tokens goes to a worker."""
@@ -442,12 +440,12 @@ class WorkLeft:
     def fitting(self, name: str) -> float:
         """The tokens of the longest unit that fits into most of the worker's share next to what it still has to decode."""
         part = LATE_PART - (LATE_PART - EARLY_PART) * self.waiting / self.remaining if self.remaining > 0 else LATE_PART
-        return part * self.remaining * self._guesses.get(name, self.speeds[name]) / self.speed - self.loads[name]
+        return part * self.remaining * self.guesses.get(name, self.speeds[name]) / self.speed - self.loads[name]
 
     def is_first(self, name: str, tokens: int) -> bool:
         """Whether no other worker that may take units would finish one of so many tokens sooner."""
         if tokens not in self._first:
-            free = (other for other in self.loads if other not in self._barred)
+            free = (other for other in self.loads if other not in self.barred)
             self._first[tokens] = min((self.finish_s(other, tokens) for other in free), default=0.0)
         return self.finish_s(name, tokens) <= self._first[tokens]
 
@@ -490,7 +488,7 @@ def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> W
         {worker.name: state.tokens_left(worker) for worker in workers},
         {name: speed or usual for name, speed in speeds.items()},
         guesses={name: low for name, speed in speeds.items() if not speed},
-        barred=[worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)],
+        barred={worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)},
     )
 
 
