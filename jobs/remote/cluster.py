@@ -64,23 +64,14 @@ def reach(url: str, headers: Mapping[str, str]) -> str:
     try:
         # A redirect might hand the headers to another host.
         answer = requests.get(f"{url}/api/version", headers=headers, timeout=ANSWER_S, allow_redirects=False)
-    except requests.Timeout:
-        raise UserError(f"{url} accepts connections but did not answer within {ANSWER_S:.0f} s", field=FIELD) from None
-    except requests.RequestException as error:
+        refuses = answer.status_code in {401, 403}
+        version = "" if refuses else str(answer.json()["ray_version"])
+    except (requests.RequestException, TypeError, KeyError) as error:
         reason = _last_line(error)
         raise UserError(f"{url} did not answer as a Ray dashboard does ({reason}); {USUAL_PORT}", field=FIELD) from None
-    if answer.status_code in {401, 403} and headers:
-        raise UserError(f"the cluster at {url} refuses the token of {TOKEN} or {TOKEN_PATH}", field=FIELD)
-    if answer.status_code in {401, 403}:
-        hint = f"set {MODE}=token, and {TOKEN_PATH} or {TOKEN}"
-        raise UserError(f"the cluster at {url} asks for a token: {hint}", field=FIELD)
-    if answer.status_code != 200:
-        problem = f"answers with HTTP {answer.status_code}, so it is not a Ray dashboard"
-        raise UserError(f"{url} {problem}; {USUAL_PORT}", field=FIELD)
-    try:
-        version = str(answer.json()["ray_version"])
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f"{url} answers, but it is not a Ray dashboard; {USUAL_PORT}", field=FIELD) from None
+    if refuses:
+        hint = f"the one of {TOKEN} or {TOKEN_PATH}" if headers else f"set {MODE}=token, and {TOKEN_PATH} or {TOKEN}"
+        raise UserError(f"the cluster at {url} refuses the token, or needs one: {hint}", field=FIELD)
     if (match := re.match(r"(\d+)\.(\d+)", version)) and tuple(map(int, match.groups())) < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise UserError(f"the cluster at {url} runs Ray {version}; {oldest} or newer is needed", field=FIELD)
