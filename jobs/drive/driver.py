@@ -33,20 +33,7 @@ from draftmill.actors.messages import (
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, TOO_MANY_FAILED, Ended
-from draftmill.jobs.schedule.events import (
-    Assign,
-    Command,
-    Drain,
-    Event,
-    Finish,
-    KillWorker,
-    LetGo,
-    MoreRoom,
-    Quarantine,
-    Revoke,
-    StartWorker,
-    Tick,
-)
+from draftmill.jobs.schedule import events
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import StoreError, StoreFull, UserError
 from draftmill.storage.failpoints import failpoint
@@ -169,7 +156,7 @@ def _end_by_force(signals: socket.socket, most_s: float) -> None:
     os._exit(INTERRUPTED)
 
 
-def raise_unfinished(finish: Finish, stop: StopFlag, progress: Callable[[], str]) -> None:
+def raise_unfinished(finish: events.Finish, stop: StopFlag, progress: Callable[[], str]) -> None:
     """Raise the error that says how unfinished work ended: Ended, UserError or StoreError; `progress` says how far it is."""
     match finish.how:
         case "full":
@@ -231,10 +218,10 @@ class Driver:
     _moved: tuple[int, ...] = ()
     _moved_s: float = 0.0
 
-    def run(self) -> Finish:
+    def run(self) -> events.Finish:
         """Run until the scheduler finishes, or until the grace period after a stop request is over."""
         while True:
-            self._tell(Tick(self._advance_clock()))
+            self._tell(events.Tick(self._advance_clock()))
             self._look_for_room()
             if self.stop.reason is not None and self._deadline_s is None:
                 self._drain(self.stop.reason)
@@ -250,10 +237,10 @@ class Driver:
                 and self._deadline_s is not None
                 and (self.stop.urgent or self.clock() > self._deadline_s)
             ):
-                finish = Finish("drained", "the grace period is over")
+                finish = events.Finish("drained", "the grace period is over")
             if finish is not None:
                 is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
-                return Finish("hopeless", TOO_MANY) if is_hopeless else finish
+                return events.Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
     def watch(self, call: Callable[[Watcher], None]) -> None:
         for watcher in list(self.watchers):
@@ -292,13 +279,13 @@ class Driver:
         self.need(0 if self.scheduler.draining else self.scheduler.remaining)
         before, self._room = self._room, self.room()
         if before is not None and self._room > before:
-            self._tell(MoreRoom(self._room))
+            self._tell(events.MoreRoom(self._room))
 
     def _drain(self, reason: str) -> None:
         run_on_s = max(0.0, self.grace_s - CLOSING_S)
         self._deadline_s = self.clock() + run_on_s
         self.display.note(f"{reason}: finishing the running units, for at most {run_on_s:.0f} s")
-        self._tell(Drain())
+        self._tell(events.Drain())
 
     # ---- events in
 
@@ -361,31 +348,31 @@ class Driver:
 
     # ---- commands out
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         for command in self.scheduler.on(event):
             self._obey(command)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: events.Command) -> None:
         match command:
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 self.totals.loading.add(worker)
                 self.pool.start(worker)
-            case KillWorker(worker, reason):
+            case events.KillWorker(worker, reason):
                 self.pool.kill(worker)
                 self.totals.worker_ended(worker, died=True, lost=True)
                 message = f"worker {worker} killed: {reason}"
                 self.display.event("worker_killed", message, level=logging.WARNING, worker=worker, reason=reason)
-            case LetGo(worker, lost):
+            case events.LetGo(worker, lost):
                 self.pool.kill(worker)
                 self.totals.worker_ended(worker, lost=lost)
                 self.display.event("worker_left", worker=worker)
-            case Assign(worker, unit):
+            case events.Assign(worker, unit):
                 self.pool.assign(worker, unit)
-            case Revoke(worker, lease):
+            case events.Revoke(worker, lease):
                 self.pool.revoke(worker, lease)
-            case Quarantine(unit, rows):
+            case events.Quarantine(unit, rows):
                 message = f"unit {unit}: rows {rows.start} to {rows.stop - 1} are quarantined ({rows.kind})"
                 facts = {"start": rows.start, "stop": rows.stop, "kind": rows.kind, "error": rows.message}
                 self.display.event("quarantined", message, level=logging.WARNING, unit=unit, **facts)
-            case Finish():
+            case events.Finish():
                 pass

@@ -37,20 +37,7 @@ from draftmill.actors.messages import (
     WorkerLost,
     WorkerReported,
 )
-from draftmill.jobs.schedule.events import (
-    Assign,
-    Command,
-    Drain,
-    Event,
-    Finish,
-    KillWorker,
-    LetGo,
-    MoreRoom,
-    Quarantine,
-    Revoke,
-    StartWorker,
-    Tick,
-)
+from draftmill.jobs.schedule import events
 from draftmill.jobs.schedule.unit_leases import (
     COPIES,
     MAX_ROUNDS,
@@ -84,11 +71,11 @@ class Scheduler:
         self.state = SchedulerState(units, pass_, workers)
         self.now_s = 0.0
         self.draining = False
-        self.finished: Finish | None = None
+        self.finished: events.Finish | None = None
         self._look_at_s = 0.0
-        self._out: list[Command] = []
+        self._out: list[events.Command] = []
 
-    def on(self, event: Event) -> list[Command]:
+    def on(self, event: events.Event) -> list[events.Command]:
         """Process an event; returns the commands to execute, in order."""
         if self.finished is not None:
             return []
@@ -96,7 +83,7 @@ class Scheduler:
         # Most events by far change nothing; with many workers, assigning units is expensive.
         if isinstance(event, WorkerReported) and not self.state.note_report(event, self.now_s, self.limits.lease_s):
             return []
-        if isinstance(event, Tick) and not self._tick(event.now_s):
+        if isinstance(event, events.Tick) and not self._tick(event.now_s):
             return []
         self._handle(event)
         if self.finished is None:
@@ -110,7 +97,7 @@ class Scheduler:
 
     # ---- events
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         match event:
             case WorkerLoaded(name) if name in self.state.workers:
                 self.state.workers[name].up = True
@@ -119,7 +106,7 @@ class Scheduler:
                 self._worker_died(name, reason, idle=idle, device=device)
             case NodeLeaving(name, left_s) if name in self.state.workers:
                 self._leaves(self.state.workers[name], left_s)
-            case MoreRoom(workers):
+            case events.MoreRoom(workers):
                 self.wanted = max(self.wanted, workers)
             case Receipt(lease=number, unit=unit, committed=committed) if committed is not None:
                 self._unit_done(number, unit)
@@ -128,7 +115,7 @@ class Scheduler:
                 self._end_probe(self.state.release(number), None)
             case Failure():
                 self._unit_failed(event)
-            case Drain():
+            case events.Drain():
                 self.draining = True
                 for worker in self.state.workers.values():
                     self._unburden(worker)
@@ -141,7 +128,7 @@ class Scheduler:
             return woke
         self._look_at_s = (self.now_s // LOOK_EVERY_S + 1) * LOOK_EVERY_S
         for name, reason in self.state.overdue(self.now_s, self.limits):
-            self._out.append(KillWorker(name, reason))
+            self._out.append(events.KillWorker(name, reason))
             self._worker_died(name, reason)
         for name in sorted(worker.name for worker in self.state.workers.values() if worker.leave_by_s <= self.now_s):
             self._let_go(name)
@@ -164,7 +151,7 @@ class Scheduler:
         assert known is not None
         for lease in known[1]:
             self._give_back(lease)
-        self._out.append(LetGo(name, lost=bool(known[1])))
+        self._out.append(events.LetGo(name, lost=bool(known[1])))
 
     def _worker_died(self, name: str, reason: str, *, idle: bool = False, device: bool = False) -> None:
         known = self.state.dismiss(name)
@@ -206,7 +193,7 @@ class Scheduler:
         self._deaths_in_a_row = 0
         for lease in self.state.finish(unit):
             if lease.number != number:
-                self._out.append(Revoke(lease.worker, lease.number))
+                self._out.append(events.Revoke(lease.worker, lease.number))
 
     def _unit_failed(self, event: Failure) -> None:
         if event.lease not in self.state.leases:
@@ -220,7 +207,7 @@ class Scheduler:
     def _unburden(self, worker: Worker) -> None:
         """Take back the leases that a worker has not begun, and its probes, which may never end."""
         for number in [n for n in worker.leases if not worker.runs(n) or self.state.leases[n].rows is not None]:
-            self._out.append(Revoke(worker.name, number))
+            self._out.append(events.Revoke(worker.name, number))
             self._give_back(self.state.release(number))
 
     # ---- what follows a failure
@@ -284,7 +271,7 @@ class Scheduler:
 
     def _condemn(self, unit: Unit, verdict: QuarantinedRows) -> None:
         unit.verdicts += (verdict,)
-        self._out.append(Quarantine(unit.size.unit, verdict))
+        self._out.append(events.Quarantine(unit.size.unit, verdict))
 
     # ---- assignment
 
@@ -297,7 +284,7 @@ class Scheduler:
             self._finish("drained")
         elif not self.draining:
             while self.state.num_staying < min(self.wanted, self.remaining):
-                self._out.append(StartWorker(self.state.hire(self.now_s).name))
+                self._out.append(events.StartWorker(self.state.hire(self.now_s).name))
             self._assign()
 
     def _assign(self) -> None:
@@ -372,7 +359,9 @@ class Scheduler:
 
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
         self._out.append(
-            Assign(worker.name, self.state.lease(worker, number, rows, self.now_s + self.limits.lease_s, self.now_s))
+            events.Assign(
+                worker.name, self.state.lease(worker, number, rows, self.now_s + self.limits.lease_s, self.now_s)
+            )
         )
 
     def _give_back(self, lease: UnitLease) -> None:
@@ -385,7 +374,7 @@ class Scheduler:
 
     def _finish(self, how: Literal["done", "drained", "full", "failed", "unusable"], message: str = "") -> None:
         if self.finished is None:
-            self.finished = Finish(how, message)
+            self.finished = events.Finish(how, message)
             self._out.append(self.finished)
 
 
