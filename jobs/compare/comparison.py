@@ -239,11 +239,10 @@ def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: 
 
 def _ratios(pairs: Pairs, baseline: RunRows, rows: RunRows) -> dict[str, RatioFigure]:
     """All ratios that are defined, such as none to 0."""
-    columns = (
-        values[place].astype(np.float64)
-        for run, place in ((baseline, pairs.first_P), (rows, pairs.second_P))
-        for values in (*(run.counts[name] for name in ("nfe", "nfe_draft", "new_tokens")), run.device_s_N)
-    )
+    columns: list[Floats] = []
+    for run, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
+        columns += [run.counts[name][place].astype(np.float64) for name in ("nfe", "nfe_draft", "new_tokens")]
+        columns.append(run.device_s_N[place])
     sums_GS = grouped_sums(columns, pairs.row_P)
     intervals, total = intervals_of(sums_GS, [*map(_ratio, _FIGURES.values())]), sums_GS.sum(axis=0)
     return {
