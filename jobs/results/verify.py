@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.plan.resolve import Resolved, make_job, resolve
-from draftmill.jobs.results.passes import Pass, PassRows, failed_rows, finished_passes, passes_of
+from draftmill.jobs.results.passes import Pass, failed_rows, finished_passes, passes_of
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
@@ -108,16 +108,11 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
     if after.plan.fingerprint != before.plan.fingerprint:
         own.problems.append("its fingerprint differs from the run's")
     if not own.problems and not findings.problems:
-        planned = PassRows(after.plan.tables(["id", "sample"]))
+        planned = chain.from_iterable(names for _, names in after.plan.unit_samples())
         try:
-            for table in failed_rows(before):
-                other = planned.take(table.num_rows)
-                if other is None or names_of(other) != names_of(table):
-                    own.problems.append("its rows differ from the failed rows of the pass before it")
-                    break
-            else:
-                if planned.take(1) is not None:
-                    own.problems.append("it has rows that did not fail in the pass before it")
+            failed = chain.from_iterable(map(names_of, failed_rows(before)))
+            if any(name != other for name, other in zip_longest(planned, failed)):
+                own.problems.append("its rows are not the failed rows of the pass before it")
         except StoreError as error:
             own.problems.append(str(error))
     findings.problems += [f"pass {after.number}: {problem}" for problem in own.problems]
