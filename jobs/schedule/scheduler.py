@@ -325,30 +325,27 @@ class Scheduler:
         return idle
 
     def _copy(self, idle: list[Worker]) -> None:
-        """Assign copies of other workers' units to idle workers."""
-        view = outlook(self.state, self.state.workers.values(), self.now_s)
-        if view is not None:
-            return self._copy_sooner(view, idle)
-        for lease in self.state.slow():
-            if idle and len(self.state.touched[lease.unit].leases) < COPIES:
-                self._lease(idle.pop(0), lease.unit, None)
+        """Assign copies of other workers' units to idle workers.
 
-    def _copy_sooner(self, view: WorkLeft, idle: list[Worker]) -> None:
-        """Assign copies of the units that will be done last, where an idle worker would finish them sooner; fast ones first.
-
-        Where the fastest idle worker would not finish a unit sooner, no other one would.
+        Where speeds are known, of the units that will be done last, where an idle worker would finish them sooner; fast ones
+        first. Where the fastest idle worker would not finish a unit sooner, no other one would.
         """
-        ends = {number: end_s for worker in self.state.workers.values() for number, end_s in self._ends(view, worker)}
-        holders = {lease.number: self.state.workers[lease.worker] for lease in self.state.slow()}
+        view, leases = outlook(self.state, self.state.workers.values(), self.now_s), self.state.slow()
+        holders = {lease.number: self.state.workers[lease.worker] for lease in leases}
         stays = {number: not (holder.leaving or is_silent(holder, self.now_s)) for number, holder in holders.items()}
-        fast = deque(sorted(idle, key=lambda worker: (-view.speeds[worker.name], worker.name)))
-        for number in sorted(stays, key=lambda number: (stays[number], -ends[number], -number)):
-            lease = self.state.leases[number]
-            unit = self.state.touched[lease.unit]
-            if fast and len(unit.leases) < COPIES:
-                ours_s = view.finish_s(fast[0].name, unit.size.tokens)
-                if not stays[number] or ours_s < ends[number]:
-                    self._lease(fast.popleft(), lease.unit, None)
+        ends: dict[int, float] = {}
+        if view is not None:
+            ends = {
+                number: end_s for worker in self.state.workers.values() for number, end_s in self._ends(view, worker)
+            }
+            idle = sorted(idle, key=lambda worker: (-view.speeds[worker.name], worker.name))
+            leases.sort(key=lambda lease: (stays[lease.number], -ends[lease.number], -lease.number))
+        for lease in leases:
+            unit, number = self.state.touched[lease.unit], lease.number
+            if not idle or len(unit.leases) >= COPIES:
+                continue
+            if view is None or not stays[number] or view.finish_s(idle[0].name, unit.size.tokens) < ends[number]:
+                self._lease(idle.pop(0), lease.unit, None)
 
     def _ends(self, view: WorkLeft, worker: Worker) -> Iterator[tuple[int, float]]:
         """When a worker will have finished each of its leases, if it decodes them in their order."""
