@@ -19,17 +19,7 @@ from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from draftmill.actors.messages import (
-    Failure,
-    HomeLeaving,
-    NodeLeaving,
-    PoolEvent,
-    Receipt,
-    TurnReport,
-    WorkerLoaded,
-    WorkerLost,
-    WorkerReported,
-)
+from draftmill.actors import messages
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, TOO_MANY_FAILED, Ended
@@ -179,7 +169,7 @@ class Watcher:
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
         """Called after each poll of the workers, some times a second."""
 
-    def reported(self, worker: str, report: TurnReport) -> None:
+    def reported(self, worker: str, report: messages.TurnReport) -> None:
         """A worker reports a turn."""
 
     def over(self, totals: Totals, scheduler: Scheduler) -> None:
@@ -289,36 +279,36 @@ class Driver:
 
     # ---- events in
 
-    def _take(self, event: PoolEvent) -> None:
+    def _take(self, event: messages.PoolEvent) -> None:
         match event:
-            case WorkerLoaded(worker, node, pid, facts):
+            case messages.WorkerLoaded(worker, node, pid, facts):
                 self.totals.worker_up(worker, facts)
                 self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(event)
-            case WorkerLost(worker, reason):
+            case messages.WorkerLost(worker, reason):
                 known, counts = self.scheduler.state.workers.get(worker), self.scheduler.finished is None
                 self.totals.worker_ended(worker, died=counts, lost=known is not None and bool(known.leases))
                 if counts:
                     message = f"worker {worker} died: {reason}"
                     self.display.event("worker_died", message, level=logging.WARNING, worker=worker, reason=reason)
                 self._tell(event)
-            case NodeLeaving(worker, left_s):
+            case messages.NodeLeaving(worker, left_s):
                 within = "" if left_s is None else f" within {left_s:.0f} s"
                 message = f"worker {worker} is on a node that is being drained{within}"
                 self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
                 self._tell(event)
-            case HomeLeaving(left_s):
+            case messages.HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
                 self.stop.warn("this node is being drained")
-            case WorkerReported(worker, report):
+            case messages.WorkerReported(worker, report):
                 self.totals.add_report(worker, report)
                 self.watch(lambda watcher: watcher.reported(worker, report))
                 for item in report.answers:
                     self._answer(item)
                 self._tell(event)
 
-    def _answer(self, item: Receipt | Failure) -> None:
-        if isinstance(item, Failure):
+    def _answer(self, item: messages.Receipt | messages.Failure) -> None:
+        if isinstance(item, messages.Failure):
             message, kind = None, (item.error_kind, item.stage)
             # Of each kind only the first since a unit was committed has a message; a TASK failure when its rows are quarantined.
             if item.kind != "TASK" and kind not in self._reported:
@@ -335,7 +325,7 @@ class Driver:
                     self._note_commit(item, item.committed)
             self._tell(item)
 
-    def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
+    def _note_commit(self, receipt: messages.Receipt, committed: CommittedUnit) -> None:
         self.look(receipt.worker, committed)
         self.committed.add(committed)
         self._reported.clear()

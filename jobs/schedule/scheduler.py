@@ -26,17 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from draftmill.actors.messages import (
-    CHANGED_INPUT,
-    STORE_FULL,
-    Failure,
-    NodeLeaving,
-    QuarantinedRows,
-    Receipt,
-    WorkerLoaded,
-    WorkerLost,
-    WorkerReported,
-)
+from draftmill.actors import messages
 from draftmill.jobs.schedule import events
 from draftmill.jobs.schedule.unit_leases import (
     COPIES,
@@ -81,7 +71,9 @@ class Scheduler:
             return []
         self._out = []
         # Most events by far change nothing; with many workers, assigning units is expensive.
-        if isinstance(event, WorkerReported) and not self.state.note_report(event, self.now_s, self.limits.lease_s):
+        if isinstance(event, messages.WorkerReported) and not self.state.note_report(
+            event, self.now_s, self.limits.lease_s
+        ):
             return []
         if isinstance(event, events.Tick) and not self._tick(event.now_s):
             return []
@@ -99,21 +91,21 @@ class Scheduler:
 
     def _handle(self, event: events.Event) -> None:
         match event:
-            case WorkerLoaded(name) if name in self.state.workers:
+            case messages.WorkerLoaded(name) if name in self.state.workers:
                 self.state.workers[name].up = True
                 self._failed_starts = 0
-            case WorkerLost(name, reason, idle, device):
+            case messages.WorkerLost(name, reason, idle, device):
                 self._worker_died(name, reason, idle=idle, device=device)
-            case NodeLeaving(name, left_s) if name in self.state.workers:
+            case messages.NodeLeaving(name, left_s) if name in self.state.workers:
                 self._leaves(self.state.workers[name], left_s)
             case events.MoreRoom(workers):
                 self.wanted = max(self.wanted, workers)
-            case Receipt(lease=number, unit=unit, committed=committed) if committed is not None:
+            case messages.Receipt(lease=number, unit=unit, committed=committed) if committed is not None:
                 self._unit_done(number, unit)
-            case Receipt(lease=number) if number in self.state.leases:
+            case messages.Receipt(lease=number) if number in self.state.leases:
                 self._deaths_in_a_row = 0
                 self._end_probe(self.state.release(number), None)
-            case Failure():
+            case messages.Failure():
                 self._unit_failed(event)
             case events.Drain():
                 self.draining = True
@@ -195,7 +187,7 @@ class Scheduler:
             if lease.number != number:
                 self._out.append(events.Revoke(lease.worker, lease.number))
 
-    def _unit_failed(self, event: Failure) -> None:
+    def _unit_failed(self, event: messages.Failure) -> None:
         if event.lease not in self.state.leases:
             return
         lease = self.state.release(event.lease)
@@ -228,8 +220,8 @@ class Scheduler:
     def _rest(self, lease: UnitLease, message: str, kind: str = "store") -> None:
         unit = self.state.touched[lease.unit]
         unit.infra_failures += 1
-        full = kind == STORE_FULL
-        if kind == CHANGED_INPUT:
+        full = kind == messages.STORE_FULL
+        if kind == messages.CHANGED_INPUT:
             self._finish("unusable", message)
         elif unit.infra_failures >= (self.limits.full if full else self.limits.infra):
             reason = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
@@ -250,7 +242,7 @@ class Scheduler:
         if unit.rounds > MAX_ROUNDS + 1:
             self._finish("failed", f"unit {number} fails even without its rows: {cause.message}")
         elif unit.rounds > MAX_ROUNDS:
-            self._condemn(unit, QuarantinedRows(*everything, *cause))
+            self._condemn(unit, messages.QuarantinedRows(*everything, *cause))
         else:
             unit.bisection = Bisection()
             unit.bisection.suspect(everything, cause)
@@ -269,7 +261,7 @@ class Scheduler:
         if unit.resting_until_s is None:
             self.state.enqueue(lease.unit)
 
-    def _condemn(self, unit: Unit, verdict: QuarantinedRows) -> None:
+    def _condemn(self, unit: Unit, verdict: messages.QuarantinedRows) -> None:
         unit.verdicts += (verdict,)
         self._out.append(events.Quarantine(unit.size.unit, verdict))
 
