@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -31,14 +30,14 @@ class RunRows:
 
     `better` says of each metric which values are better, None where that is not known; the values of `proportions` are 0 or 1 by
     their kind, if a row has one sample. `digest_N` is a 64-bit hash of the
-    tokens (or the text); two different ones are equal with probability 2**-64.
+    tokens (or the text) in this process; two different ones are equal with probability 2**-64.
     """
 
     ids: pa.ChunkedArray
     sample_N: NDArray[np.int32]
     ok_N: NDArray[np.bool_]
     key_N: NDArray[np.uint64]
-    digest_N: NDArray[np.uint64]
+    digest_N: NDArray[np.int64]
     counts: dict[str, NDArray[np.int32]]
     device_s_N: NDArray[np.float64]
     metrics: dict[str, NDArray[np.float64]]
@@ -93,11 +92,8 @@ def _with_digests(table: pa.Table, by: By) -> pa.Table:
         pieces = (values[start:end].tobytes() for start, end in pairwise(offsets))
     else:
         pieces = ((text or "").encode() for text in column.to_pylist())
-    digests = [
-        int.from_bytes(hashlib.blake2b(piece, digest_size=8).digest(), "little") if there else 0
-        for piece, there in zip(pieces, column.is_valid().to_pylist(), strict=True)
-    ]
-    return table.set_column(table.column_names.index(by), by, pa.array(digests, pa.uint64()))
+    digests = [hash(piece) if there else 0 for piece, there in zip(pieces, column.is_valid().to_pylist(), strict=True)]
+    return table.set_column(table.column_names.index(by), by, pa.array(digests, pa.int64()))
 
 
 def numbers(table: pa.Table, name: str, kind: Any) -> NDArray[Any]:
