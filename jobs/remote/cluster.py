@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,16 @@ ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 def dashboard_url(address: str) -> str:
     """`http://host:port` for an address as users write it; UserError if it can't be a dashboard's."""
-    allowed = f"allowed: http://HOST:{PORT}, the address of the cluster's dashboard"
-    if address == "auto" or address.startswith("ray://"):
-        raise UserError(f"{address!r} is not allowed; {allowed}", field=FIELD)
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
-        port = parts.port
+        port, is_url = parts.port, parts.scheme in {"http", "https"} and address != "auto"
     except ValueError:
-        raise UserError(f"{address!r} is not an address; {allowed}", field=FIELD) from None
+        parts, port, is_url = urlsplit(""), None, False
     if parts.username is not None or parts.password is not None:
         raise UserError(f"no credentials in the address; set {TOKEN_PATH} instead", field=FIELD)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
-        raise UserError(f"{address!r} is not an address; {allowed}", field=FIELD)
+    if not is_url or not parts.hostname or parts.query or parts.fragment:
+        allowed = f"http://HOST:{PORT}, the address of the cluster's dashboard"
+        raise UserError(f"{address!r} is not allowed; allowed: {allowed}", field=FIELD)
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port or (443 if parts.scheme == 'https' else PORT)}{parts.path.rstrip('/')}"
 
@@ -185,15 +183,10 @@ def token_headers() -> dict[str, str]:
     if mode == "disabled":
         return {}
     path = Path(place or "~/.ray/auth_token").expanduser()
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         token = token or path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        if place is None:
-            raise UserError(f"{MODE} is token, but there is none; set {TOKEN} or {TOKEN_PATH}", field=MODE) from None
-        reason = error.strerror if isinstance(error, OSError) else "not a text"
-        raise UserError(f"{path}: {reason}", field=TOKEN_PATH) from None
     if not token or not token.isprintable() or not token.isascii():
-        raise UserError(f"{path} holds no token", field=TOKEN_PATH)
+        raise UserError(f"{MODE} is token, but {path} holds none; set {TOKEN} or {TOKEN_PATH}", field=TOKEN_PATH)
     return {"Authorization": f"Bearer {token}"}
 
 

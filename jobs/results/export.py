@@ -197,11 +197,9 @@ def columns_of(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
 
 def check_openai(plan: Plan) -> None:
     """Raise UserError if the run's results are not completions as the OpenAI API defines them."""
-    if plan.spec.task.kind == "score":
-        raise UserError("the openai format can't hold scores; allowed here: jsonl, csv, parquet", field="--format")
-    if plan.spec.model.tokenizer == "none":
+    if plan.spec.task.kind == "score" or plan.spec.model.tokenizer == "none":
         raise UserError(
-            "the results have no text (model.tokenizer: none); allowed here: jsonl, csv, parquet", field="--format"
+            "openai needs generated texts; allowed for these results: jsonl, csv, parquet", field="--format"
         )
 
 

@@ -280,7 +280,7 @@ def test_scores_and_tokens_alone_are_no_answers(tmp_path, capsys):
     assert run_with(set(), "run", str(spec)) == 0
     command = ["export", str(tmp_path / "run"), "--format", "openai", "--out", str(tmp_path / "out")]
     assert main(command) == 2
-    assert "--format: the results have no text" in capsys.readouterr().err
+    assert "--format: openai needs generated texts" in capsys.readouterr().err
 
 
 PARQUET = ("--format", "parquet", "--file-mb", "1")
