@@ -130,11 +130,9 @@ def positions(
     span = max(sample_N.max(initial=0), other_sample_M.max(initial=0)) + 1
     key_N, key_M = row_N * span + sample_N, row_M * span + other_sample_M
     valid_M = np.flatnonzero(row_M >= 0)
-    order_M = valid_M[np.argsort(key_M[valid_M], kind="stable")]
-    place_N = np.searchsorted(key_M[order_M], key_N)
-    inside_N = place_N < len(order_M)
-    inside_N[inside_N] = key_M[order_M[place_N[inside_N]]] == key_N[inside_N]
-    return np.flatnonzero(inside_N), order_M[place_N[inside_N]]
+    _, place_N, place_M = np.intersect1d(key_N, key_M[valid_M], return_indices=True)
+    order = np.argsort(place_N)
+    return place_N[order], valid_M[place_M[order]]
 
 
 def row_numbers(ids: pa.ChunkedArray, of: pa.ChunkedArray) -> NDArray[np.int64]:
