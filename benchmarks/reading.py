@@ -122,7 +122,7 @@ def main() -> None:
             os.link(path, again)
             (file,), (other,) = list_inputs(str(path)), list_inputs(str(again))
             pass_s, plan, units = time_plan(file)
-            waiting = WaitingUnits(UnitSizes(units), set(), workers=1)
+            waiting = WaitingUnits(UnitSizes(units), workers=1)
             all_s = read_s(file, plan, [unit for _ in units if (unit := waiting.take()) is not None])
             longest = [size.unit for size in sorted(units, key=lambda size: -size.tokens)]
             some = list(islice(longest, MOST_UNITS // 16))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -228,19 +228,24 @@ def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: 
     if not pairs.both:
         raise UserError(f"{run.store.url} and {first.store.url} have no sample in common: no id is in both")
     equal = int((baseline.digest_N[pairs.first_P] == rows.digest_N[pairs.second_P]).sum())
-    ratios, metrics = _figures(pairs, baseline, rows)
+    figures = {name: _metric_figure(name, pairs, baseline, rows) for name in baseline.metrics if name in rows.metrics}
+    metrics = {name: figure for name, figure in figures.items() if figure is not None}
     scored = first.plan.spec.task.kind == "score"
     noise = shared_noise(first, baseline, run, rows, pairs)
-    return Comparison(run.name, first.name, pairs, noise, None if scored else equal, by, ratios, metrics)
+    return Comparison(
+        run.name, first.name, pairs, noise, None if scored else equal, by, _ratios(pairs, baseline, rows), metrics
+    )
 
 
-def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, RatioFigure], dict[str, MetricFigure]]:
-    """All ratios and differences, without those that are not defined, such as ratios to 0."""
-    names = [name for name in baseline.metrics if name in rows.metrics]
-    sums_GS = grouped_sums(_columns(pairs, baseline, rows, names), pairs.row_P)
-    statistics = [*map(_ratio, _FIGURES.values()), *(quotient(8 + 2 * number) for number in range(len(names)))]
-    intervals, total = intervals_of(sums_GS, statistics), sums_GS.sum(axis=0)
-    ratios = {
+def _ratios(pairs: Pairs, baseline: RunRows, rows: RunRows) -> dict[str, RatioFigure]:
+    """All ratios that are defined, such as none to 0."""
+    columns: list[Floats] = []
+    for run, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
+        columns += [run.counts[name][place].astype(np.float64) for name in ("nfe", "nfe_draft", "new_tokens")]
+        columns.append(run.device_s_N[place])
+    sums_GS = grouped_sums(columns, pairs.row_P)
+    intervals, total = intervals_of(sums_GS, [*map(_ratio, _FIGURES.values())]), sums_GS.sum(axis=0)
+    return {
         name: RatioFigure(
             baseline=float(figure(total)),
             run=float(figure(total[4:])),
@@ -248,25 +253,9 @@ def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, 
             verdict=verdict(interval, 1.0),
             better=None if name == "tokens" else "lower",
         )
-        for (name, figure), interval in zip(_FIGURES.items(), intervals, strict=False)
+        for (name, figure), interval in zip(_FIGURES.items(), intervals, strict=True)
         if np.isfinite(interval.value)
     }
-    metrics = {
-        name: _metric_figure(name, pairs, baseline, rows, interval, sums_GS[:, 8 + 2 * number])
-        for number, (name, interval) in enumerate(zip(names, intervals[len(_FIGURES) :], strict=True))
-        if sums_GS[:, 9 + 2 * number].any()
-    }
-    return ratios, metrics
-
-
-def _columns(pairs: Pairs, baseline: RunRows, rows: RunRows, names: Sequence[str]) -> Iterator[Floats]:
-    """The values to sum, one column at a time: four of each run, then difference and validity of each metric."""
-    for run, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
-        for name in ("nfe", "nfe_draft", "new_tokens"):
-            yield run.counts[name][place].astype(np.float64)
-        yield run.device_s_N[place]
-    for name in names:
-        yield from finite_values(rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P])
 
 
 _FIGURES: Final[dict[str, Statistic]] = {
@@ -296,11 +285,14 @@ def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:
     return "higher" if interval.value > null else "lower"
 
 
-def _metric_figure(
-    name: str, pairs: Pairs, baseline: RunRows, rows: RunRows, interval: Interval, difference_G: Floats
-) -> MetricFigure:
+def _metric_figure(name: str, pairs: Pairs, baseline: RunRows, rows: RunRows) -> MetricFigure | None:
+    """The figure of a metric; None where no pair has it."""
     before, now = baseline.metrics[name][pairs.first_P], rows.metrics[name][pairs.second_P]
+    sums_GS = grouped_sums(finite_values(now - before), pairs.row_P)
     valid = np.isfinite(before) & np.isfinite(now)
+    if not valid.any():
+        return None
+    [interval] = intervals_of(sums_GS, [quotient(0)])
     before, now, row_P = before[valid], now[valid], pairs.row_P[valid]
     facts: dict[str, Any] = {}
     if is_binary(before) and is_binary(now):
@@ -309,7 +301,7 @@ def _metric_figure(
         test: Test = "McNemar"
         p = mcnemar_p(facts["only_baseline"], facts["only_run"])
     else:
-        test, p = "sign flips", sign_flip_p(difference_G)
+        test, p = "sign flips", sign_flip_p(sums_GS[:, 0])
     equal = bool((before == now).all())
     return MetricFigure(
         pairs=len(before),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -31,14 +30,14 @@ class RunRows:
 
     `better` says of each metric which values are better, None where that is not known; the values of `proportions` are 0 or 1 by
     their kind, if a row has one sample. `digest_N` is a 64-bit hash of the
-    tokens (or the text); two different ones are equal with probability 2**-64.
+    tokens (or the text) in this process; two different ones are equal with probability 2**-64.
     """
 
     ids: pa.ChunkedArray
     sample_N: NDArray[np.int32]
     ok_N: NDArray[np.bool_]
     key_N: NDArray[np.uint64]
-    digest_N: NDArray[np.uint64]
+    digest_N: NDArray[np.int64]
     counts: dict[str, NDArray[np.int32]]
     device_s_N: NDArray[np.float64]
     metrics: dict[str, NDArray[np.float64]]
@@ -93,11 +92,8 @@ def _with_digests(table: pa.Table, by: By) -> pa.Table:
         pieces = (values[start:end].tobytes() for start, end in pairwise(offsets))
     else:
         pieces = ((text or "").encode() for text in column.to_pylist())
-    digests = [
-        int.from_bytes(hashlib.blake2b(piece, digest_size=8).digest(), "little") if there else 0
-        for piece, there in zip(pieces, column.is_valid().to_pylist(), strict=True)
-    ]
-    return table.set_column(table.column_names.index(by), by, pa.array(digests, pa.uint64()))
+    digests = [hash(piece) if there else 0 for piece, there in zip(pieces, column.is_valid().to_pylist(), strict=True)]
+    return table.set_column(table.column_names.index(by), by, pa.array(digests, pa.int64()))
 
 
 def numbers(table: pa.Table, name: str, kind: Any) -> NDArray[Any]:
@@ -134,11 +130,9 @@ def positions(
     span = max(sample_N.max(initial=0), other_sample_M.max(initial=0)) + 1
     key_N, key_M = row_N * span + sample_N, row_M * span + other_sample_M
     valid_M = np.flatnonzero(row_M >= 0)
-    order_M = valid_M[np.argsort(key_M[valid_M], kind="stable")]
-    place_N = np.searchsorted(key_M[order_M], key_N)
-    inside_N = place_N < len(order_M)
-    inside_N[inside_N] = key_M[order_M[place_N[inside_N]]] == key_N[inside_N]
-    return np.flatnonzero(inside_N), order_M[place_N[inside_N]]
+    _, place_N, place_M = np.intersect1d(key_N, key_M[valid_M], return_indices=True)
+    order = np.argsort(place_N)
+    return place_N[order], valid_M[place_M[order]]
 
 
 def row_numbers(ids: pa.ChunkedArray, of: pa.ChunkedArray) -> NDArray[np.int64]:

@@ -44,6 +44,11 @@ class Interval:
         """Whether the interval contains a value; True without bounds, where nothing is excluded."""
         return self.low is None or self.high is None or self.low <= value <= self.high
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Low and high; empty without bounds."""
+        return () if self.low is None or self.high is None else (self.low, self.high)
+
 
 def grouped_sums(columns: Iterable[Floats], row_P: NDArray[np.int64]) -> Floats:
     """Sum each column [P] over the pairs of each row, and over random groups of rows if there are more than GROUPS; [G, S].
@@ -124,6 +129,14 @@ def mcnemar_p(only_first: int, only_second: int) -> float:
 
     total = only_first + only_second
     return float(binomtest(only_first, total, 0.5).pvalue) if total else 1.0
+
+
+def mean_of(values_P: Floats, row_P: NDArray[np.int64] | None) -> Interval:
+    """The mean of the finite values, with an interval over the rows `row_P`; without these, Wilson's of zeros and ones."""
+    if row_P is None:
+        return wilson(int(np.nansum(values_P)), int(np.isfinite(values_P).sum()))
+    [interval] = intervals_of(grouped_sums(finite_values(values_P), row_P), [quotient(0)])
+    return interval
 
 
 def wilson(hits: int, total: int) -> Interval:

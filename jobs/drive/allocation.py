@@ -62,7 +62,7 @@ _EPSILON = 1e-6
 
 
 def allocate(
-    shapes: Sequence[WorkerShape], nodes: Sequence[NodeRoom], *, units: int, device: str = "auto", listed: bool = False
+    shapes: Sequence[WorkerShape], nodes: Sequence[NodeRoom], *, units: int, device: str = "auto"
 ) -> Allocation:
     """How many workers of each kind run on these nodes, at most one per unit, and the resources of each kind.
 
@@ -70,15 +70,12 @@ def allocate(
     `count` are served first, then the others fill what is left, in their order. `gpus: auto` is one GPU each, or one for each
     process of a split model, if a node that the labels select has any. The CPUs of a node are divided among its workers as
     torch threads, and those of a worker among its processes. Raises UserError if no worker of any kind fits, with the reason
-    and the nodes, or if `device` is a GPU and workers have none. `listed` says that the spec has a list, so that errors name
-    the kind.
+    and the nodes, or if `device` is a GPU and workers have none.
     """
     free = [_Free(node) for node in nodes]
     kinds = [_resources(shape, nodes) for shape in shapes]
     for resources in kinds:
         _check_device(resources, device, nodes)
-        if not listed:
-            _check_alone(resources, nodes)
     used: list[list[_Free]] = [[] for _ in shapes]
     for index in sorted(range(len(shapes)), key=lambda i: shapes[i].count == "auto"):
         count, taken = shapes[index].count, sum(map(len, used))
@@ -88,8 +85,7 @@ def allocate(
                 node.take(kinds[index])
                 used[index].append(node)
     if not any(used):
-        reasons = [f"workers.{index}: {_reason(resources, nodes)}" for index, resources in enumerate(kinds)]
-        raise UserError(f"no worker fits on any node: {'; '.join(reasons)}", field="workers")
+        raise UserError("; ".join(_reason(resources, nodes) for resources in kinds), field="workers")
     threads = (min((node.threads for node in part), default=1) for part in used)
     return Allocation(
         tuple(replace(one, threads=max(1, many // one.processes)) for one, many in zip(kinds, threads, strict=True)),
@@ -151,15 +147,6 @@ def _resources(shape: WorkerShape, nodes: Sequence[NodeRoom]) -> WorkerResources
     has_gpus = any(node.gpus for node in nodes if node.has(labels))
     gpus = shape.gpus_if(has_gpus)
     return WorkerResources(shape.cpus, gpus, 1, labels, shape.gpus_per_model)
-
-
-def _check_alone(resources: WorkerResources, nodes: Sequence[NodeRoom]) -> None:
-    """Raise UserError, by the key to change, if no node could run even one such worker, empty as it may be."""
-    chosen = [node for node in nodes if node.has(resources.labels)]
-    if not any(_Free(node).fits(resources) for node in chosen):
-        lacks_gpus = chosen and max(node.gpus for node in chosen) < resources.gpus
-        key = "gpus" if lacks_gpus else "labels" if resources.labels and not chosen else "cpus"
-        raise UserError(_reason(resources, nodes), field=f"workers.{key}")
 
 
 def _check_device(resources: WorkerResources, device: str, nodes: Sequence[NodeRoom]) -> None:

@@ -232,8 +232,7 @@ class RayBackend:
         self._spare = []
 
     def _allocate(self, spec: JobSpec, nodes: Sequence[NodeRoom], *, units: int) -> Allocation:
-        is_list = isinstance(spec.workers, tuple)
-        return allocate(spec.shapes, nodes, units=units, device=spec.model.device, listed=is_list)
+        return allocate(spec.shapes, nodes, units=units, device=spec.model.device)
 
 
 Backend = LocalBackend | RayBackend

@@ -19,34 +19,11 @@ from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from draftmill.actors.messages import (
-    Failure,
-    HomeLeaving,
-    NodeLeaving,
-    PoolEvent,
-    Receipt,
-    TurnReport,
-    WorkerLoaded,
-    WorkerLost,
-    WorkerReported,
-)
+from draftmill.actors import messages
 from draftmill.jobs.drive.progress import Display
 from draftmill.jobs.drive.totals import Totals
 from draftmill.jobs.exit_codes import INTERRUPTED, TOO_MANY_FAILED, Ended
-from draftmill.jobs.schedule.events import (
-    Assign,
-    Command,
-    Drain,
-    Event,
-    Finish,
-    KillWorker,
-    LetGo,
-    MoreRoom,
-    Quarantine,
-    Revoke,
-    StartWorker,
-    Tick,
-)
+from draftmill.jobs.schedule import events
 from draftmill.jobs.schedule.scheduler import Scheduler
 from draftmill.storage.errors import StoreError, StoreFull, UserError
 from draftmill.storage.failpoints import failpoint
@@ -169,7 +146,7 @@ def _end_by_force(signals: socket.socket, most_s: float) -> None:
     os._exit(INTERRUPTED)
 
 
-def raise_unfinished(finish: Finish, stop: StopFlag, progress: Callable[[], str]) -> None:
+def raise_unfinished(finish: events.Finish, stop: StopFlag, progress: Callable[[], str]) -> None:
     """Raise the error that says how unfinished work ended: Ended, UserError or StoreError; `progress` says how far it is."""
     match finish.how:
         case "full":
@@ -192,7 +169,7 @@ class Watcher:
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
         """Called after each poll of the workers, some times a second."""
 
-    def reported(self, worker: str, report: TurnReport) -> None:
+    def reported(self, worker: str, report: messages.TurnReport) -> None:
         """A worker reports a turn."""
 
     def over(self, totals: Totals, scheduler: Scheduler) -> None:
@@ -231,10 +208,10 @@ class Driver:
     _moved: tuple[int, ...] = ()
     _moved_s: float = 0.0
 
-    def run(self) -> Finish:
+    def run(self) -> events.Finish:
         """Run until the scheduler finishes, or until the grace period after a stop request is over."""
         while True:
-            self._tell(Tick(self._advance_clock()))
+            self._tell(events.Tick(self._advance_clock()))
             self._look_for_room()
             if self.stop.reason is not None and self._deadline_s is None:
                 self._drain(self.stop.reason)
@@ -250,10 +227,10 @@ class Driver:
                 and self._deadline_s is not None
                 and (self.stop.urgent or self.clock() > self._deadline_s)
             ):
-                finish = Finish("drained", "the grace period is over")
+                finish = events.Finish("drained", "the grace period is over")
             if finish is not None:
                 is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
-                return Finish("hopeless", TOO_MANY) if is_hopeless else finish
+                return events.Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
     def watch(self, call: Callable[[Watcher], None]) -> None:
         for watcher in list(self.watchers):
@@ -292,46 +269,46 @@ class Driver:
         self.need(0 if self.scheduler.draining else self.scheduler.remaining)
         before, self._room = self._room, self.room()
         if before is not None and self._room > before:
-            self._tell(MoreRoom(self._room))
+            self._tell(events.MoreRoom(self._room))
 
     def _drain(self, reason: str) -> None:
         run_on_s = max(0.0, self.grace_s - CLOSING_S)
         self._deadline_s = self.clock() + run_on_s
         self.display.note(f"{reason}: finishing the running units, for at most {run_on_s:.0f} s")
-        self._tell(Drain())
+        self._tell(events.Drain())
 
     # ---- events in
 
-    def _take(self, event: PoolEvent) -> None:
+    def _take(self, event: messages.PoolEvent) -> None:
         match event:
-            case WorkerLoaded(worker, node, pid, facts):
+            case messages.WorkerLoaded(worker, node, pid, facts):
                 self.totals.worker_up(worker, facts)
                 self.display.event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(event)
-            case WorkerLost(worker, reason):
+            case messages.WorkerLost(worker, reason):
                 known, counts = self.scheduler.state.workers.get(worker), self.scheduler.finished is None
                 self.totals.worker_ended(worker, died=counts, lost=known is not None and bool(known.leases))
                 if counts:
                     message = f"worker {worker} died: {reason}"
                     self.display.event("worker_died", message, level=logging.WARNING, worker=worker, reason=reason)
                 self._tell(event)
-            case NodeLeaving(worker, left_s):
+            case messages.NodeLeaving(worker, left_s):
                 within = "" if left_s is None else f" within {left_s:.0f} s"
                 message = f"worker {worker} is on a node that is being drained{within}"
                 self.display.event("worker_leaving", message, worker=worker, left_s=left_s)
                 self._tell(event)
-            case HomeLeaving(left_s):
+            case messages.HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
                 self.stop.warn("this node is being drained")
-            case WorkerReported(worker, report):
+            case messages.WorkerReported(worker, report):
                 self.totals.add_report(worker, report)
                 self.watch(lambda watcher: watcher.reported(worker, report))
                 for item in report.answers:
                     self._answer(item)
                 self._tell(event)
 
-    def _answer(self, item: Receipt | Failure) -> None:
-        if isinstance(item, Failure):
+    def _answer(self, item: messages.Receipt | messages.Failure) -> None:
+        if isinstance(item, messages.Failure):
             message, kind = None, (item.error_kind, item.stage)
             # Of each kind only the first since a unit was committed has a message; a TASK failure when its rows are quarantined.
             if item.kind != "TASK" and kind not in self._reported:
@@ -348,7 +325,7 @@ class Driver:
                     self._note_commit(item, item.committed)
             self._tell(item)
 
-    def _note_commit(self, receipt: Receipt, committed: CommittedUnit) -> None:
+    def _note_commit(self, receipt: messages.Receipt, committed: CommittedUnit) -> None:
         self.look(receipt.worker, committed)
         self.committed.add(committed)
         self._reported.clear()
@@ -361,31 +338,31 @@ class Driver:
 
     # ---- commands out
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         for command in self.scheduler.on(event):
             self._obey(command)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: events.Command) -> None:
         match command:
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 self.totals.loading.add(worker)
                 self.pool.start(worker)
-            case KillWorker(worker, reason):
+            case events.KillWorker(worker, reason):
                 self.pool.kill(worker)
                 self.totals.worker_ended(worker, died=True, lost=True)
                 message = f"worker {worker} killed: {reason}"
                 self.display.event("worker_killed", message, level=logging.WARNING, worker=worker, reason=reason)
-            case LetGo(worker, lost):
+            case events.LetGo(worker, lost):
                 self.pool.kill(worker)
                 self.totals.worker_ended(worker, lost=lost)
                 self.display.event("worker_left", worker=worker)
-            case Assign(worker, unit):
+            case events.Assign(worker, unit):
                 self.pool.assign(worker, unit)
-            case Revoke(worker, lease):
+            case events.Revoke(worker, lease):
                 self.pool.revoke(worker, lease)
-            case Quarantine(unit, rows):
+            case events.Quarantine(unit, rows):
                 message = f"unit {unit}: rows {rows.start} to {rows.stop - 1} are quarantined ({rows.kind})"
                 facts = {"start": rows.start, "stop": rows.stop, "kind": rows.kind, "error": rows.message}
                 self.display.event("quarantined", message, level=logging.WARNING, unit=unit, **facts)
-            case Finish():
+            case events.Finish():
                 pass

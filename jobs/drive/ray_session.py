@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, Final
@@ -154,16 +154,14 @@ def _only_what_jobs_use() -> Iterator[None]:
     and 3 s of CPU time on two cores. `include_dashboard=False` still starts a web server (without pages), so this patches
     private methods of Ray. A Ray version without these methods starts everything.
     """
+    from unittest.mock import patch
+
     node = inside(NODE)
-    methods = {} if node is None else {name: inside(replace(NODE, name=f"{NODE.name}.{name}")) for name in _UNUSED}
-    kept = {name: method for name, method in methods.items() if method is not None}
-    for name in kept:
-        setattr(node, name, lambda *_, **__: None)
-    try:
+    with ExitStack() as stack:
+        for name in _UNUSED:
+            if node is not None and inside(replace(NODE, name=f"{NODE.name}.{name}")) is not None:
+                stack.enter_context(patch.object(node, name))
         yield
-    finally:
-        for name, method in kept.items():
-            setattr(node, name, method)
 
 
 def metrics_port() -> int | None:

@@ -162,17 +162,11 @@ class Sessions:
     started_on: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __add__(self, later: Sessions) -> Sessions:
-        exact = all_exact((self.exact, later.exact)) if self.committed.rows else later.exact
+        summed = ("wall_s", "worker_s", "committed", "effort", "devices", "rows_ended", "tokens")
         return dataclasses.replace(
             later,
-            wall_s=self.wall_s + later.wall_s,
-            worker_s=self.worker_s + later.worker_s,
-            committed=self.committed + later.committed,
-            effort=self.effort + later.effort,
-            exact=exact,
-            devices=self.devices + later.devices,
-            rows_ended=self.rows_ended + later.rows_ended,
-            tokens=self.tokens + later.tokens,
+            **{name: getattr(self, name) + getattr(later, name) for name in summed},
+            exact=all_exact((self.exact, later.exact)) if self.committed.rows else later.exact,
             started_on=Counter(self.started_on) + Counter(later.started_on),
         )
 

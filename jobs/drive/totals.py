@@ -258,18 +258,14 @@ def progress_facts(totals: Totals) -> dict[str, Any]:
 
 
 def device_time_rows(sums: DeviceSums, *, open_s: float = 0.0) -> list[tuple[str, str]]:
-    """The label and the text of this device time, as a row of a table; no row if there is none.
+    """The label and the text of this device time, as a row of a table, by purpose; no row if there is none.
 
     `open_s` are seconds of a session that still runs, on units that it has not committed yet.
     """
-    least = "at least " if sums.unended else ""
-    return [("device time", f"{least}{hours_text(sums.up_s)}  ({purposes_text(sums, open_s)})")] if sums.up_s else []
-
-
-def purposes_text(sums: DeviceSums, open_s: float = 0.0) -> str:
-    """Device time by purpose: `1.42 h decoding, 180 s loading, 36 s idle, 0 s wasted`; with `open_s` also what is in progress."""
     seconds = purposes_of(sums, open_s) | ({"in progress": open_s} if open_s else {})
-    return ", ".join(f"{hours_text(amount_s)} {purpose}" for purpose, amount_s in seconds.items())
+    purposes = ", ".join(f"{hours_text(amount_s)} {purpose}" for purpose, amount_s in seconds.items())
+    least = "at least " if sums.unended else ""
+    return [("device time", f"{least}{hours_text(sums.up_s)}  ({purposes})")] if sums.up_s else []
 
 
 def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,16 @@ ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 def dashboard_url(address: str) -> str:
     """`http://host:port` for an address as users write it; UserError if it can't be a dashboard's."""
-    allowed = f"allowed: http://HOST:{PORT}, the address of the cluster's dashboard"
-    if address == "auto" or address.startswith("ray://"):
-        raise UserError(f"{address!r} is not allowed; {allowed}", field=FIELD)
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
-        port = parts.port
+        port, is_url = parts.port, parts.scheme in {"http", "https"} and address != "auto"
     except ValueError:
-        raise UserError(f"{address!r} is not an address; {allowed}", field=FIELD) from None
+        parts, port, is_url = urlsplit(""), None, False
     if parts.username is not None or parts.password is not None:
         raise UserError(f"no credentials in the address; set {TOKEN_PATH} instead", field=FIELD)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.fragment:
-        raise UserError(f"{address!r} is not an address; {allowed}", field=FIELD)
+    if not is_url or not parts.hostname or parts.query or parts.fragment:
+        allowed = f"http://HOST:{PORT}, the address of the cluster's dashboard"
+        raise UserError(f"{address!r} is not allowed; allowed: {allowed}", field=FIELD)
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port or (443 if parts.scheme == 'https' else PORT)}{parts.path.rstrip('/')}"
 
@@ -64,23 +62,14 @@ def reach(url: str, headers: Mapping[str, str]) -> str:
     try:
         # A redirect might hand the headers to another host.
         answer = requests.get(f"{url}/api/version", headers=headers, timeout=ANSWER_S, allow_redirects=False)
-    except requests.Timeout:
-        raise UserError(f"{url} accepts connections but did not answer within {ANSWER_S:.0f} s", field=FIELD) from None
-    except requests.RequestException as error:
+        refuses = answer.status_code in {401, 403}
+        version = "" if refuses else str(answer.json()["ray_version"])
+    except (requests.RequestException, TypeError, KeyError) as error:
         reason = _last_line(error)
         raise UserError(f"{url} did not answer as a Ray dashboard does ({reason}); {USUAL_PORT}", field=FIELD) from None
-    if answer.status_code in {401, 403} and headers:
-        raise UserError(f"the cluster at {url} refuses the token of {TOKEN} or {TOKEN_PATH}", field=FIELD)
-    if answer.status_code in {401, 403}:
-        hint = f"set {MODE}=token, and {TOKEN_PATH} or {TOKEN}"
-        raise UserError(f"the cluster at {url} asks for a token: {hint}", field=FIELD)
-    if answer.status_code != 200:
-        problem = f"answers with HTTP {answer.status_code}, so it is not a Ray dashboard"
-        raise UserError(f"{url} {problem}; {USUAL_PORT}", field=FIELD)
-    try:
-        version = str(answer.json()["ray_version"])
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f"{url} answers, but it is not a Ray dashboard; {USUAL_PORT}", field=FIELD) from None
+    if refuses:
+        hint = f"the one of {TOKEN} or {TOKEN_PATH}" if headers else f"set {MODE}=token, and {TOKEN_PATH} or {TOKEN}"
+        raise UserError(f"the cluster at {url} refuses the token, or needs one: {hint}", field=FIELD)
     if (match := re.match(r"(\d+)\.(\d+)", version)) and tuple(map(int, match.groups())) < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise UserError(f"the cluster at {url} runs Ray {version}; {oldest} or newer is needed", field=FIELD)
@@ -194,15 +183,10 @@ def token_headers() -> dict[str, str]:
     if mode == "disabled":
         return {}
     path = Path(place or "~/.ray/auth_token").expanduser()
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         token = token or path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        if place is None:
-            raise UserError(f"{MODE} is token, but there is none; set {TOKEN} or {TOKEN_PATH}", field=MODE) from None
-        reason = error.strerror if isinstance(error, OSError) else "not a text"
-        raise UserError(f"{path}: {reason}", field=TOKEN_PATH) from None
     if not token or not token.isprintable() or not token.isascii():
-        raise UserError(f"{path} holds no token", field=TOKEN_PATH)
+        raise UserError(f"{MODE} is token, but {path} holds none; set {TOKEN} or {TOKEN_PATH}", field=TOKEN_PATH)
     return {"Authorization": f"Bearer {token}"}
 
 

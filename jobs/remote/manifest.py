@@ -230,14 +230,9 @@ class NodeShape:
 def shapes_of(job: ManifestJob) -> list[NodeShape]:
     """The nodes for each shape of the spec's workers, as many as there are workers without --nodes; on Slurm one."""
     shapes = job.spec.shapes
-    if len(shapes) > 1 and job.options.nodes is not None:
-        raise UserError(
-            "the spec's workers have several shapes; allowed: set count of each in the spec", field="--nodes"
-        )
-    if len(shapes) > 1 and job.options.kind == "slurm":
-        raise UserError(
-            f"{len(shapes)} shapes, but slurm has nodes of one kind here; allowed: one shape", field="workers"
-        )
+    if len(shapes) > 1 and (job.options.nodes is not None or job.options.kind == "slurm"):
+        where = "with --nodes" if job.options.nodes is not None else "for slurm"
+        raise UserError(f"{len(shapes)} shapes; allowed {where}: one shape", field="workers")
     found = []
     for workers in shapes:
         worker_gpus = workers.gpus_if(job.spec.model.device.startswith("cuda"))

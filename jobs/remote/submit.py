@@ -30,18 +30,8 @@ from draftmill.jobs.drive.leases import TTL_S
 from draftmill.jobs.drive.log import print_result
 from draftmill.jobs.exit_codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
 from draftmill.jobs.plan.fingerprint import digest
-from draftmill.jobs.remote.cluster import (
-    ADDRESS_VARIABLE,
-    FIELD,
-    RUN,
-    SPEC,
-    JobExists,
-    NotReady,
-    RayJobs,
-    Unreachable,
-    is_over,
-    stem_of,
-)
+from draftmill.jobs.remote import cluster
+from draftmill.jobs.remote.cluster import FIELD, RayJobs
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.lease import holder, pid_here
 from draftmill.storage.secrets import is_secret_variable
@@ -70,9 +60,9 @@ def submit(spec: JobSpec, address: str | None, options: SubmitOptions, *, wait: 
     `address` None: that of RAY_API_SERVER_ADDRESS. Without `wait`, prints the job's name and returns 0 once the cluster has it.
     UserError if the spec can't run there.
     """
-    address = address or os.environ.get(ADDRESS_VARIABLE)
+    address = address or os.environ.get(cluster.ADDRESS_VARIABLE)
     if not address:
-        raise UserError(f"missing; allowed: http://HOST:8265, or set {ADDRESS_VARIABLE}", field=FIELD)
+        raise UserError(f"missing; allowed: http://HOST:8265, or set {cluster.ADDRESS_VARIABLE}", field=FIELD)
     if logical_date := at_date(spec, datetime.now(UTC)).output.logical_date:
         spec = with_logical_date(spec, logical_date)  # the driver does not read the clock again
     request, client = request_of(spec, options), RayJobs(address)
@@ -86,7 +76,7 @@ def submit(spec: JobSpec, address: str | None, options: SubmitOptions, *, wait: 
 def start(client: RayJobs, spec: JobSpec, request: SubmitRequest) -> str:
     """The name of the job that runs for the spec's run directory: one that is there already, or a new one."""
     run = absolute(at_date(spec, datetime.now(UTC)).output.path.rstrip("/"))
-    stem = stem_of(spec.name, run, spec.s3.endpoint)
+    stem = cluster.stem_of(spec.name, run, spec.s3.endpoint)
     settings = {key: value for key, value in request.environment.items() if key not in SHIPPED}
     asked = digest([request.entrypoint, str(settings)])[:12]
     until_s = time.monotonic() + READY_S
@@ -95,22 +85,22 @@ def start(client: RayJobs, spec: JobSpec, request: SubmitRequest) -> str:
     while True:
         matches = [(pattern.fullmatch(job.submission_id or ""), job) for job in client.jobs()]
         known = {int(match[1]): job for match, job in matches if match}
-        running = [number for number, job in known.items() if not is_over(job)]
+        running = [number for number, job in known.items() if not cluster.is_over(job)]
         if running:
             job = known[max(running)]
-            other = (job.metadata or {}).get(SPEC) != asked
+            other = (job.metadata or {}).get(cluster.SPEC) != asked
             changed = "; it was submitted with other settings, which stay in force until it has ended" if other else ""
             _log.info(f"{job.submission_id} runs already for this run directory{changed}")
             return str(job.submission_id)
         name = f"{stem}-{max(known, default=0) + 1}"
         try:
-            metadata = {RUN: run, SPEC: asked, "draftmill": __version__}
+            metadata = {cluster.RUN: run, cluster.SPEC: asked, "draftmill": __version__}
             client.submit(name, request.entrypoint, request.environment, metadata)
             _log.info(f"submitted {name} to {client.url} (Ray {client.ray_version})")
             return name
-        except JobExists:
+        except cluster.JobExists:
             continue  # another submission of the same run was faster
-        except NotReady:
+        except cluster.NotReady:
             if time.monotonic() > until_s:
                 raise
             time.sleep(POLL_S)
@@ -127,8 +117,8 @@ def follow(client: RayJobs, name: str) -> int:
             f"Stop it: draftmill stop {name} --address {client.url}"
         )
         return INTERRUPTED
-    except Unreachable as error:
-        raise Unreachable(
+    except cluster.Unreachable as error:
+        raise cluster.Unreachable(
             f"{error}; what became of {name} is unknown: submit it again to follow or resume it"
         ) from None
     if message:
@@ -139,7 +129,7 @@ def follow(client: RayJobs, name: str) -> int:
 def print_log(client: RayJobs, name: str) -> Any:
     """Print each text of a job's log once, although each request brings the whole log; returns the job when it is over.
 
-    Unreachable if the cluster is silent for SILENT_S.
+    cluster.Unreachable if the cluster is silent for SILENT_S.
     """
     printed, read_at_s, heard_s = 0, 0.0, time.monotonic()
     while True:
@@ -147,16 +137,16 @@ def print_log(client: RayJobs, name: str) -> Any:
         try:
             job = client.info(name)
             heard_s = now_s
-            if is_over(job) or now_s >= read_at_s:
+            if cluster.is_over(job) or now_s >= read_at_s:
                 with suppress(StoreError):
                     log = client.logs(name)
                     read_at_s = now_s + len(log) / READ_PER_S
                     if len(log) > printed:
                         print_result(log[printed:], end="")
                         printed = len(log)
-            if is_over(job):
+            if cluster.is_over(job):
                 return job
-        except Unreachable:
+        except cluster.Unreachable:
             if now_s >= heard_s + SILENT_S:
                 raise
         time.sleep(POLL_S)
@@ -220,10 +210,10 @@ def stop_jobs(client: RayJobs, target: str, run: str, *, wait: bool) -> bool:
     """
     known = client.jobs()
     jobs = [job for job in known if job.submission_id == target]
-    jobs = jobs or [job for job in known if (job.metadata or {}).get(RUN) == run]
+    jobs = jobs or [job for job in known if (job.metadata or {}).get(cluster.RUN) == run]
     if not jobs:
         raise UserError(f"{target!r} is no job of the cluster, and no run directory of one", field="TARGET")
-    running = [job for job in jobs if not is_over(job)]
+    running = [job for job in jobs if not cluster.is_over(job)]
     if not running:
         _log.info(f"nothing to stop: {jobs[-1].submission_id} has ended ({jobs[-1].status})")
     patience_s = {}
@@ -239,7 +229,7 @@ def stop_jobs(client: RayJobs, target: str, run: str, *, wait: bool) -> bool:
 
     def end(name: str) -> str | None:
         job = client.info(name)
-        return f"{name} has ended ({job.status})" if is_over(job) else None
+        return f"{name} has ended ({job.status})" if cluster.is_over(job) else None
 
     return not wait or all(_wait_for(end, name, limit_s + SPARE_S) for name, limit_s in patience_s.items())
 

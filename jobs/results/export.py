@@ -25,17 +25,8 @@ from draftmill.jobs.config.paths import is_inside, path_problem
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan
-from draftmill.jobs.results.formats import (
-    OPENAI_COLUMNS,
-    SUCCESS,
-    CsvSink,
-    LineSink,
-    OpenAISink,
-    ParquetSink,
-    PartsSink,
-    Sink,
-    part_name,
-)
+from draftmill.jobs.results import formats
+from draftmill.jobs.results.formats import SUCCESS, Sink
 from draftmill.jobs.results.passes import Pass, count_failed, finished_passes, joined, latest_rows, passes_of
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.kept import KEEP
@@ -114,12 +105,12 @@ def export_parts(
         raise UserError(f"{out.url!r} has {earlier[0]} already; --overwrite replaces it", field=OUT)
     if SUCCESS in earlier:
         store.delete(SUCCESS)
-    sink = PartsSink(store.put, *parquet_format(passes[0].plan, columns), file_bytes)
+    sink = formats.PartsSink(store.put, *parquet_format(passes[0].plan, columns), file_bytes)
     (count,) = write_rows(tables_of(passes, columns, order=order), columns, [sink])
-    for name in set(earlier) - {SUCCESS} - {part_name(number) for number in range(sink.count)}:
+    for name in set(earlier) - {SUCCESS, *sink.names}:
         store.delete(name)
     store.put(SUCCESS, b"")
-    print(f"{out.url}: {counted(count, 'sample')} in {counted(sink.count, 'file')}")
+    print(f"{out.url}: {counted(count, 'sample')} in {counted(len(sink.names), 'file')}")
     return OK
 
 
@@ -164,12 +155,12 @@ def in_order(plan: Plan, tables: Iterable[pa.Table], order: str) -> Iterator[pa.
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
     if kind == "openai":
         is_chat = getattr(plan.spec.task, "chat", False)
-        return OpenAISink(file, count=plan.spec.sampling.n, chat=is_chat, keep=plan.keep)
+        return formats.OpenAISink(file, count=plan.spec.sampling.n, chat=is_chat, keep=plan.keep)
     if kind == "jsonl":
-        return LineSink(file, keep=plan.keep)
+        return formats.LineSink(file, keep=plan.keep)
     if kind == "csv":
-        return CsvSink(file, columns, keep=plan.keep)
-    return ParquetSink(file, *parquet_format(plan, columns))
+        return formats.CsvSink(file, columns, keep=plan.keep)
+    return formats.ParquetSink(file, *parquet_format(plan, columns))
 
 
 def parquet_format(plan: Plan, columns: Sequence[str]) -> tuple[pa.Schema, dict[str, str]]:
@@ -195,7 +186,7 @@ def columns_of(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
                 "not available with --format openai, whose fields are fixed; choose jsonl, csv or parquet",
                 field=COLUMNS,
             )
-        return [*OPENAI_COLUMNS, *([KEEP] if plan.keep is not None else [])]
+        return [*formats.OPENAI_COLUMNS, *([KEEP] if plan.keep is not None else [])]
     known = plan.schema.names
     for name in columns:
         if name not in known and name not in own_columns(plan):
@@ -206,11 +197,9 @@ def columns_of(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
 
 def check_openai(plan: Plan) -> None:
     """Raise UserError if the run's results are not completions as the OpenAI API defines them."""
-    if plan.spec.task.kind == "score":
-        raise UserError("the openai format can't hold scores; allowed here: jsonl, csv, parquet", field="--format")
-    if plan.spec.model.tokenizer == "none":
+    if plan.spec.task.kind == "score" or plan.spec.model.tokenizer == "none":
         raise UserError(
-            "the results have no text (model.tokenizer: none); allowed here: jsonl, csv, parquet", field="--format"
+            "openai needs generated texts; allowed for these results: jsonl, csv, parquet", field="--format"
         )
 
 

@@ -133,13 +133,14 @@ class ParquetSink(Sink):
 class PartsSink(ParquetSink):
     """Files of about `file_bytes` at most, part-00000.parquet and so on; a file is much larger only if a single row is.
 
-    Memory holds one file. Each appears whole.
+    Memory holds one file. Each appears whole; `names` has those that did.
     """
 
     def __init__(
         self, put: Callable[[str, bytes], object], schema: pa.Schema, metadata: Mapping[str, str], file_bytes: int
     ) -> None:
-        self._write, self._file_bytes, self.count, self._largest = put, file_bytes, 0, 0
+        self._write, self._file_bytes, self._largest = put, file_bytes, 0
+        self.names: list[str] = []
         super().__init__(io.BytesIO(), schema, metadata, group_bytes=min(GROUP_BYTES, file_bytes))
 
     def _flush(self) -> None:
@@ -152,22 +153,18 @@ class PartsSink(ParquetSink):
     def _put(self) -> None:
         assert isinstance(self._file, io.BytesIO)
         self._writer.close()
-        self._write(part_name(self.count), self._file.getvalue())
-        self.count += 1
+        name = f"part-{len(self.names):05d}.parquet"
+        self._write(name, self._file.getvalue())
+        self.names.append(name)
         self._largest = 0  # of the row groups of this file
         self._begin(io.BytesIO())
 
     def close(self) -> None:
         if self._held:
             self._flush()
-        if self._largest or not self.count:
+        if self._largest or not self.names:
             self._put()
         self._writer.close()
-
-
-def part_name(number: int) -> str:
-    """The name of a file of a PartsSink."""
-    return f"part-{number:05d}.parquet"
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:

@@ -11,12 +11,13 @@ import hashlib
 import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from draftmill.actors.checkpoints.models import fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.job import Allocation, ModelPlace
@@ -35,6 +36,7 @@ from draftmill.actors.metrics.settings import (
 from draftmill.actors.metrics.texts import PACKAGES
 from draftmill.actors.rows.text import has_tokenizer
 from draftmill.actors.sandbox.sandbox import find_sandbox
+from draftmill.jobs.config.errors import spec_error
 from draftmill.jobs.config.paths import absolute, with_absolute
 from draftmill.jobs.config.rules import metric_problem, reference_of
 from draftmill.jobs.config.spec import JobSpec
@@ -54,33 +56,28 @@ from draftmill.storage.stores.store import Store
 from draftmill.version import __version__
 
 
+class _Given(BaseModel):
+    metrics: Metrics
+
+
 def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
     """A metric from the command line: a name, a Python file, or a mapping in YAML. UserError if it is none."""
     field = f"--metric {word}"
     try:
-        mapping = as_mapping(yaml.safe_load(word) if word.lstrip().startswith("{") else word, "metric")
+        given = yaml.safe_load(word) if word.lstrip().startswith("{") else word
     except yaml.YAMLError as error:
         raise UserError(f"not a mapping in YAML: {' '.join(str(error).split())}", field=field) from None
-    except ValueError as error:
-        raise UserError(str(error).partition(": ")[2], field=field) from None
-    if allow_code_execution and isinstance(mapping, dict) and mapping.get("kind") == "pass_at_k":
-        mapping = {"allow_code_execution": True} | mapping
+    if allow_code_execution:  # a name stands for a mapping
+        with suppress(ValueError):
+            given = as_mapping(given, "metric")
+            given = {"allow_code_execution": True} | given if given["kind"] == "pass_at_k" else given
+    data = {"metrics": [given]}
     try:
-        [metric] = TypeAdapter(Metrics).validate_python([mapping], strict=True)
+        [metric] = _Given.model_validate(data, strict=True).metrics
         return metric
     except ValidationError as error:
-        item = error.errors(include_url=False)[0]
-    key = ".".join(map(str, item["loc"][2:]))
-    message = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
-    problem = f"{key}: {message}" if key else message
-    if item["type"] == "extra_forbidden":
-        problem = f"unknown setting {key!r}"
-    if item["type"] == "missing":
-        problem = f"{key}: missing; for example {_EXAMPLES.get(str(item['loc'][1]), key)}"
-    raise UserError(problem, field=field)
-
-
-_EXAMPLES = {"judge": "'{kind: judge, model: builtin:ar-tiny}'", "file": "my_metric.py"}
+        problem = spec_error(_Given, data, error)
+    raise UserError(str(problem).removeprefix("metrics.0").lstrip(".: "), field=field)
 
 
 @dataclass(frozen=True, slots=True)

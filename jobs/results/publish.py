@@ -32,7 +32,7 @@ from draftmill.jobs.plan.fingerprint import digest
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.plan.resolve import inputs_of
 from draftmill.jobs.results.export import COLUMNS, ERRORS, STDOUT, in_order, inside_problem, parquet_format, write_rows
-from draftmill.jobs.results.formats import SUCCESS, PartsSink, part_name
+from draftmill.jobs.results.formats import SUCCESS, PartsSink
 from draftmill.jobs.results.passes import Pass, finished_passes, latest_rows, passes_of
 from draftmill.jobs.results.summary import sums_of
 from draftmill.storage.errors import UserError, brief
@@ -104,18 +104,18 @@ def publish(
     try:
         (count,) = write_rows(in_order(plan, tables, order), schema.names, [sink])
     except UserError:  # the same command would be refused again
-        for name in {FACTS, *(f"{DATA}{part_name(number)}" for number in range(sink.count))} - earlier:
+        for name in {FACTS, *(f"{DATA}{name}" for name in sink.names)} - earlier:
             target.delete(name)
         raise
     if overwrite or CARD not in earlier:  # people edit cards
         send(target, CARD, card(facts, target.url).encode())
-    for name in earlier - {FACTS, CARD, SUCCESS} - {f"{DATA}{part_name(number)}" for number in range(sink.count)}:
+    for name in earlier - {FACTS, CARD, SUCCESS, *(f"{DATA}{name}" for name in sink.names)}:
         target.delete(name)
     if isinstance(target, HubStore):
         target.commit(f"Publish the draftmill run {plan.spec.name}")
     else:
         target.put(SUCCESS, b"")
-    print(f"{target.url}: {counted(count, 'sample')} in {counted(sink.count, 'file')}")
+    print(f"{target.url}: {counted(count, 'sample')} in {counted(len(sink.names), 'file')}")
     return OK
 
 

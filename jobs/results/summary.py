@@ -182,10 +182,7 @@ def metric_lines(store: Store, rows: int) -> list[str]:
         without = f", {lacking:,} without a value" if lacking else ""
         shown.append((name, figure_text(pc.mean(column).as_py()), f"mean of {count:,} {noun}{without}"))
     shown += _pooled_perplexity(table)
-    width = max(len(name) for name, _, _ in shown)
-    figures = max(len(figure) for _, figure, _ in shown)
-    lines = [f"  {name:<{width}}  {figure:>{figures}}  {text}" for name, figure, text in shown]
-    return [*lines, *_error_lines(store)]
+    return [*formatting.table_lines(shown), *_error_lines(store)]
 
 
 Shown = tuple[str, str, str]

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from draftmill.actors.loop.worker import build_parts
 from draftmill.actors.messages import WorkUnit
@@ -31,7 +30,7 @@ from draftmill.jobs.exit_codes import OK, UNEXPECTED
 from draftmill.jobs.formatting import counted
 from draftmill.jobs.plan.plan import Plan, SampleName, names_of
 from draftmill.jobs.plan.resolve import Resolved, make_job, resolve
-from draftmill.jobs.results.passes import Pass, PassRows, failed_rows, finished_passes, passes_of
+from draftmill.jobs.results.passes import Pass, failed_rows, finished_passes, passes_of
 from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.json_text import parse_json
 from draftmill.storage.parquet import parquet_metadata, read_parquet
@@ -108,16 +107,11 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
     if after.plan.fingerprint != before.plan.fingerprint:
         own.problems.append("its fingerprint differs from the run's")
     if not own.problems and not findings.problems:
-        planned = PassRows(after.plan.tables(["id", "sample"]))
+        planned = chain.from_iterable(names for _, names in after.plan.unit_samples())
         try:
-            for table in failed_rows(before):
-                other = planned.take(table.num_rows)
-                if other is None or names_of(other) != names_of(table):
-                    own.problems.append("its rows differ from the failed rows of the pass before it")
-                    break
-            else:
-                if planned.take(1) is not None:
-                    own.problems.append("it has rows that did not fail in the pass before it")
+            failed = chain.from_iterable(map(names_of, failed_rows(before)))
+            if any(name != other for name, other in zip_longest(planned, failed)):
+                own.problems.append("its rows are not the failed rows of the pass before it")
         except StoreError as error:
             own.problems.append(str(error))
     findings.problems += [f"pass {after.number}: {problem}" for problem in own.problems]
@@ -127,39 +121,32 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     """Check every unit of the plan against its file and the manifest, and the run as a whole."""
     findings = Findings()
-    numbers = manifest.units.numbers()
-    if len(np.unique(numbers)) != len(numbers):
+    planned, listed = np.arange(plan.units), manifest.units.numbers()
+    if len(np.unique(listed)) != len(listed):
         findings.problems.append("the manifest lists a unit twice")
     if manifest.fingerprint != plan.fingerprint:
         findings.problems.append("the manifest belongs to another job: its fingerprint differs from the plan's")
-    places = np.full(plan.units, -1, dtype=np.int64)
-    inside = (numbers >= 0) & (numbers < plan.units)
-    places[numbers[inside]] = np.flatnonzero(inside)
-    missing = np.flatnonzero(places < 0).tolist()
+    if sum(part["units"] for part in plan.parts) != plan.units:
+        findings.problems.append("the plan's parts do not have the plan's units")
+    missing, surplus = np.setdiff1d(planned, listed).tolist(), np.setdiff1d(listed, planned).tolist()
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
-    units = _planned_units(plan, manifest, places)
+    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in surplus]
+    order = np.argsort(listed)
+    units = (
+        (manifest.units[int(order[np.searchsorted(listed, unit, sorter=order)])], names)
+        for unit, names in plan.unit_samples()
+        if unit in manifest.units.listed
+    )
     traced = plan.spec.output.trace != "none"
     for (committed, names), file in parallel_map(store, units, lambda unit: _read(store, unit[0], traced=traced)):
         findings.problems += check_unit(plan, committed, names, file, findings)
-    surplus = np.union1d(numbers[~inside], np.flatnonzero(places >= 0)).tolist()
-    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in surplus]
     if not findings.is_copy:
         findings.problems += findings.moved
     if not findings.problems and manifest.sums is not None:
-        sums, listed = (replace(sums, examples={}).to_json() for sums in (findings.sums, manifest.sums))
-        findings.problems += [] if sums == listed else ["the manifest's sums differ from those of its rows"]
+        own, noted = (replace(sums, examples={}) for sums in (findings.sums, manifest.sums))
+        findings.problems += [] if own == noted else ["the manifest's sums differ from those of its rows"]
     findings.problems += check_whole(store, plan, manifest)
     return findings
-
-
-def _planned_units(
-    plan: Plan, manifest: Manifest, places: NDArray[np.int64]
-) -> Iterator[tuple[CommittedUnit, list[SampleName]]]:
-    """The planned units that the manifest has, with the names of their samples; takes them out of `places`."""
-    for unit, names in plan.unit_samples():
-        if unit < len(places) and (place := int(places[unit])) >= 0:
-            places[unit] = -1
-            yield manifest.units[place], names
 
 
 def _read(store: Store, unit: CommittedUnit, *, traced: bool) -> ReadUnit:

@@ -22,34 +22,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from draftmill.actors.messages import (
-    CHANGED_INPUT,
-    STORE_FULL,
-    Failure,
-    NodeLeaving,
-    QuarantinedRows,
-    Receipt,
-    WorkerLoaded,
-    WorkerLost,
-    WorkerReported,
-)
-from draftmill.jobs.schedule.events import (
-    Assign,
-    Command,
-    Drain,
-    Event,
-    Finish,
-    KillWorker,
-    LetGo,
-    MoreRoom,
-    Quarantine,
-    Revoke,
-    StartWorker,
-    Tick,
-)
+from draftmill.actors import messages
+from draftmill.jobs.schedule import events
 from draftmill.jobs.schedule.unit_leases import (
     COPIES,
     MAX_ROUNDS,
@@ -83,19 +61,21 @@ class Scheduler:
         self.state = SchedulerState(units, pass_, workers)
         self.now_s = 0.0
         self.draining = False
-        self.finished: Finish | None = None
+        self.finished: events.Finish | None = None
         self._look_at_s = 0.0
-        self._out: list[Command] = []
+        self._out: list[events.Command] = []
 
-    def on(self, event: Event) -> list[Command]:
+    def on(self, event: events.Event) -> list[events.Command]:
         """Process an event; returns the commands to execute, in order."""
         if self.finished is not None:
             return []
         self._out = []
         # Most events by far change nothing; with many workers, assigning units is expensive.
-        if isinstance(event, WorkerReported) and not self.state.note_report(event, self.now_s, self.limits.lease_s):
+        if isinstance(event, messages.WorkerReported) and not self.state.note_report(
+            event, self.now_s, self.limits.lease_s
+        ):
             return []
-        if isinstance(event, Tick) and not self._tick(event.now_s):
+        if isinstance(event, events.Tick) and not self._tick(event.now_s):
             return []
         self._handle(event)
         if self.finished is None:
@@ -109,25 +89,25 @@ class Scheduler:
 
     # ---- events
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         match event:
-            case WorkerLoaded(name) if name in self.state.workers:
+            case messages.WorkerLoaded(name) if name in self.state.workers:
                 self.state.workers[name].up = True
                 self._failed_starts = 0
-            case WorkerLost(name, reason, idle, device):
+            case messages.WorkerLost(name, reason, idle, device):
                 self._worker_died(name, reason, idle=idle, device=device)
-            case NodeLeaving(name, left_s) if name in self.state.workers:
+            case messages.NodeLeaving(name, left_s) if name in self.state.workers:
                 self._leaves(self.state.workers[name], left_s)
-            case MoreRoom(workers):
+            case events.MoreRoom(workers):
                 self.wanted = max(self.wanted, workers)
-            case Receipt(lease=number, unit=unit, committed=committed) if committed is not None:
+            case messages.Receipt(lease=number, unit=unit, committed=committed) if committed is not None:
                 self._unit_done(number, unit)
-            case Receipt(lease=number) if number in self.state.leases:
+            case messages.Receipt(lease=number) if number in self.state.leases:
                 self._deaths_in_a_row = 0
                 self._end_probe(self.state.release(number), None)
-            case Failure():
+            case messages.Failure():
                 self._unit_failed(event)
-            case Drain():
+            case events.Drain():
                 self.draining = True
                 for worker in self.state.workers.values():
                     self._unburden(worker)
@@ -140,7 +120,7 @@ class Scheduler:
             return woke
         self._look_at_s = (self.now_s // LOOK_EVERY_S + 1) * LOOK_EVERY_S
         for name, reason in self.state.overdue(self.now_s, self.limits):
-            self._out.append(KillWorker(name, reason))
+            self._out.append(events.KillWorker(name, reason))
             self._worker_died(name, reason)
         for name in sorted(worker.name for worker in self.state.workers.values() if worker.leave_by_s <= self.now_s):
             self._let_go(name)
@@ -163,7 +143,7 @@ class Scheduler:
         assert known is not None
         for lease in known[1]:
             self._give_back(lease)
-        self._out.append(LetGo(name, lost=bool(known[1])))
+        self._out.append(events.LetGo(name, lost=bool(known[1])))
 
     def _worker_died(self, name: str, reason: str, *, idle: bool = False, device: bool = False) -> None:
         known = self.state.dismiss(name)
@@ -205,9 +185,9 @@ class Scheduler:
         self._deaths_in_a_row = 0
         for lease in self.state.finish(unit):
             if lease.number != number:
-                self._out.append(Revoke(lease.worker, lease.number))
+                self._out.append(events.Revoke(lease.worker, lease.number))
 
-    def _unit_failed(self, event: Failure) -> None:
+    def _unit_failed(self, event: messages.Failure) -> None:
         if event.lease not in self.state.leases:
             return
         lease = self.state.release(event.lease)
@@ -219,7 +199,7 @@ class Scheduler:
     def _unburden(self, worker: Worker) -> None:
         """Take back the leases that a worker has not begun, and its probes, which may never end."""
         for number in [n for n in worker.leases if not worker.runs(n) or self.state.leases[n].rows is not None]:
-            self._out.append(Revoke(worker.name, number))
+            self._out.append(events.Revoke(worker.name, number))
             self._give_back(self.state.release(number))
 
     # ---- what follows a failure
@@ -240,8 +220,8 @@ class Scheduler:
     def _rest(self, lease: UnitLease, message: str, kind: str = "store") -> None:
         unit = self.state.touched[lease.unit]
         unit.infra_failures += 1
-        full = kind == STORE_FULL
-        if kind == CHANGED_INPUT:
+        full = kind == messages.STORE_FULL
+        if kind == messages.CHANGED_INPUT:
             self._finish("unusable", message)
         elif unit.infra_failures >= (self.limits.full if full else self.limits.infra):
             reason = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
@@ -262,7 +242,7 @@ class Scheduler:
         if unit.rounds > MAX_ROUNDS + 1:
             self._finish("failed", f"unit {number} fails even without its rows: {cause.message}")
         elif unit.rounds > MAX_ROUNDS:
-            self._condemn(unit, QuarantinedRows(*everything, *cause))
+            self._condemn(unit, messages.QuarantinedRows(*everything, *cause))
         else:
             unit.bisection = Bisection()
             unit.bisection.suspect(everything, cause)
@@ -281,9 +261,9 @@ class Scheduler:
         if unit.resting_until_s is None:
             self.state.enqueue(lease.unit)
 
-    def _condemn(self, unit: Unit, verdict: QuarantinedRows) -> None:
+    def _condemn(self, unit: Unit, verdict: messages.QuarantinedRows) -> None:
         unit.verdicts += (verdict,)
-        self._out.append(Quarantine(unit.size.unit, verdict))
+        self._out.append(events.Quarantine(unit.size.unit, verdict))
 
     # ---- assignment
 
@@ -296,7 +276,7 @@ class Scheduler:
             self._finish("drained")
         elif not self.draining:
             while self.state.num_staying < min(self.wanted, self.remaining):
-                self._out.append(StartWorker(self.state.hire(self.now_s).name))
+                self._out.append(events.StartWorker(self.state.hire(self.now_s).name))
             self._assign()
 
     def _assign(self) -> None:
@@ -337,30 +317,27 @@ class Scheduler:
         return idle
 
     def _copy(self, idle: list[Worker]) -> None:
-        """Assign copies of other workers' units to idle workers."""
-        view = outlook(self.state, self.state.workers.values(), self.now_s)
-        if view is not None:
-            return self._copy_sooner(view, idle)
-        for lease in self.state.slow():
-            if idle and len(self.state.touched[lease.unit].leases) < COPIES:
-                self._lease(idle.pop(0), lease.unit, None)
+        """Assign copies of other workers' units to idle workers.
 
-    def _copy_sooner(self, view: WorkLeft, idle: list[Worker]) -> None:
-        """Assign copies of the units that will be done last, where an idle worker would finish them sooner; fast ones first.
-
-        Where the fastest idle worker would not finish a unit sooner, no other one would.
+        Where speeds are known, of the units that will be done last, where an idle worker would finish them sooner; fast ones
+        first. Where the fastest idle worker would not finish a unit sooner, no other one would.
         """
-        ends = {number: end_s for worker in self.state.workers.values() for number, end_s in self._ends(view, worker)}
-        holders = {lease.number: self.state.workers[lease.worker] for lease in self.state.slow()}
+        view, leases = outlook(self.state, self.state.workers.values(), self.now_s), self.state.slow()
+        holders = {lease.number: self.state.workers[lease.worker] for lease in leases}
         stays = {number: not (holder.leaving or is_silent(holder, self.now_s)) for number, holder in holders.items()}
-        fast = deque(sorted(idle, key=lambda worker: (-view.speeds[worker.name], worker.name)))
-        for number in sorted(stays, key=lambda number: (stays[number], -ends[number], -number)):
-            lease = self.state.leases[number]
-            unit = self.state.touched[lease.unit]
-            if fast and len(unit.leases) < COPIES:
-                ours_s = view.finish_s(fast[0].name, unit.size.tokens)
-                if not stays[number] or ours_s < ends[number]:
-                    self._lease(fast.popleft(), lease.unit, None)
+        ends: dict[int, float] = {}
+        if view is not None:
+            ends = {
+                number: end_s for worker in self.state.workers.values() for number, end_s in self._ends(view, worker)
+            }
+            idle = sorted(idle, key=lambda worker: (-view.speeds[worker.name], worker.name))
+            leases.sort(key=lambda lease: (stays[lease.number], -ends[lease.number], -lease.number))
+        for lease in leases:
+            unit, number = self.state.touched[lease.unit], lease.number
+            if not idle or len(unit.leases) >= COPIES:
+                continue
+            if view is None or not stays[number] or view.finish_s(idle[0].name, unit.size.tokens) < ends[number]:
+                self._lease(idle.pop(0), lease.unit, None)
 
     def _ends(self, view: WorkLeft, worker: Worker) -> Iterator[tuple[int, float]]:
         """When a worker will have finished each of its leases, if it decodes them in their order."""
@@ -371,7 +348,9 @@ class Scheduler:
 
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
         self._out.append(
-            Assign(worker.name, self.state.lease(worker, number, rows, self.now_s + self.limits.lease_s, self.now_s))
+            events.Assign(
+                worker.name, self.state.lease(worker, number, rows, self.now_s + self.limits.lease_s, self.now_s)
+            )
         )
 
     def _give_back(self, lease: UnitLease) -> None:
@@ -384,7 +363,7 @@ class Scheduler:
 
     def _finish(self, how: Literal["done", "drained", "full", "failed", "unusable"], message: str = "") -> None:
         if self.finished is None:
-            self.finished = Finish(how, message)
+            self.finished = events.Finish(how, message)
             self._out.append(self.finished)
 
 
@@ -411,27 +390,24 @@ SILENT_S: Final = 20.0
 """Seconds without a token after which a worker's units are copied first, if workers are idle; it is killed much later."""
 
 
+@dataclass(slots=True)
 class WorkLeft:
-    """What is known while units are given away: all remaining tokens, those that wait, and each worker's load and speed."""
+    """What is known while units are given away: all remaining tokens, those that wait, and each worker's load and speed.
 
-    __slots__ = ("_barred", "_first", "_guesses", "loads", "remaining", "speed", "speeds", "waiting")
+    `guesses` are the speeds for which workers of unknown speed get long units; `barred` workers can't be the first.
+    """
 
-    def __init__(
-        self,
-        waiting: float,
-        loads: dict[str, float],
-        speeds: dict[str, float],
-        *,
-        guesses: dict[str, float] | None = None,
-        barred: Iterable[str] = (),
-    ) -> None:
-        """`guesses` are the speeds for which workers of unknown speed get long units; `barred` workers can't be the first."""
-        self.waiting, self.loads, self.speeds = waiting, loads, speeds
-        self._guesses = guesses or {}
-        self.remaining = waiting + sum(loads.values())
-        self.speed = sum(speeds.values())
-        self._barred = frozenset(barred)
-        self._first: dict[int, float] = {}
+    waiting: float
+    loads: dict[str, float]
+    speeds: dict[str, float]
+    guesses: Mapping[str, float] = field(default_factory=dict)
+    barred: Collection[str] = ()
+    remaining: float = field(init=False)
+    speed: float = field(init=False)
+    _first: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.remaining, self.speed = self.waiting + sum(self.loads.values()), sum(self.speeds.values())
 
     def give(self, name: str, tokens: int) -> None:
         """A waiting unit of so many tokens goes to a worker."""
@@ -442,12 +418,12 @@ class WorkLeft:
     def fitting(self, name: str) -> float:
         """The tokens of the longest unit that fits into most of the worker's share next to what it still has to decode."""
         part = LATE_PART - (LATE_PART - EARLY_PART) * self.waiting / self.remaining if self.remaining > 0 else LATE_PART
-        return part * self.remaining * self._guesses.get(name, self.speeds[name]) / self.speed - self.loads[name]
+        return part * self.remaining * self.guesses.get(name, self.speeds[name]) / self.speed - self.loads[name]
 
     def is_first(self, name: str, tokens: int) -> bool:
         """Whether no other worker that may take units would finish one of so many tokens sooner."""
         if tokens not in self._first:
-            free = (other for other in self.loads if other not in self._barred)
+            free = (other for other in self.loads if other not in self.barred)
             self._first[tokens] = min((self.finish_s(other, tokens) for other in free), default=0.0)
         return self.finish_s(name, tokens) <= self._first[tokens]
 
@@ -490,7 +466,7 @@ def outlook(state: SchedulerState, workers: Iterable[Worker], now_s: float) -> W
         {worker.name: state.tokens_left(worker) for worker in workers},
         {name: speed or usual for name, speed in speeds.items()},
         guesses={name: low for name, speed in speeds.items() if not speed},
-        barred=[worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)],
+        barred={worker.name for worker in workers if is_silent(worker, now_s) or state.holds_alone(worker)},
     )
 
 

@@ -201,7 +201,7 @@ class SchedulerState:
         self.resting: set[int] = set()
         self.leases: dict[int, UnitLease] = {}
         self.workers: dict[str, Worker] = {}
-        self.waiting = WaitingUnits(self.sizes, self.done, workers)
+        self.waiting = WaitingUnits(self.sizes, workers)
         self._num_leases = 0
         self._num_workers = 0
         self._finished_tokens = self._finished_generated = 0
@@ -341,7 +341,7 @@ class SchedulerState:
         if unit.alone:
             self.delicate.add(number)
         else:
-            self.waiting.put(unit.size)
+            self.waiting.put(number)
 
     def wake(self, now_s: float) -> bool:
         """Queue the units whose rest is over; returns whether there are any."""
@@ -355,6 +355,7 @@ class SchedulerState:
     def finish(self, number: int) -> list[UnitLease]:
         """Enter a unit as done, whatever its state, and drop its history; returns the leases that it still had."""
         self.done.add(number)
+        self.waiting.discard(number)
         self.delicate.discard(number)
         self.resting.discard(number)
         unit = self.touched.get(number)

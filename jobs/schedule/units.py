@@ -11,12 +11,10 @@ between rising and falling length, so that neighbouring units always have simila
 
 from __future__ import annotations
 
-import heapq
 from array import array
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import neg
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -69,124 +67,71 @@ class UnitSizes(Mapping[int, UnitSize]):
         return len(self.numbers)
 
 
-Turn = tuple[int, int, int]
-"""The place of a unit in the order: its window, its tokens (negative where longer units come first), its number."""
-
-
 class WaitingUnits:
-    """The waiting units in their order; skips units that have become `done` meanwhile.
+    """The waiting units in their order; the array begins with the last one."""
 
-    The order of all units is fixed at the start, in columns. Units that come back are in a heap.
-    """
-
-    def __init__(self, units: UnitSizes, done: Collection[int], workers: int) -> None:
+    def __init__(self, units: UnitSizes, workers: int) -> None:
         self._sizes = units
-        self._done = done
         windows, tokens = units.windows[units.numbers], units.tokens[units.numbers]
         self._last_window = first_of_last(windows, LAST_UNITS * workers)
         windows = np.minimum(windows, self._last_window)
         order = np.lexsort((np.where((self._last_window - windows) % 2, tokens, -tokens), windows))
-        self._order = array("q", units.numbers[order].tobytes())
-        self._tokens = array("q", tokens[order].tobytes())
-        self._next, self._end = 0, len(self._order)  # all places before and behind them are taken
-        self._back: list[Turn] = []
-        self._skip = array("i", range(len(units) + 1))  # the next place in `_order` that is not taken, with shortcuts
-        self._last = int(np.searchsorted(windows[order], self._last_window))
+        self._order = array("q", units.numbers[order[::-1]].tobytes())
         self.tokens = int(tokens.sum())
 
     def __bool__(self) -> bool:
-        while (next_ := self._free(self._next)) < len(self._order) and self._order[next_] in self._done:
-            self._use(next_)
-        self._next = next_
-        while self._back and self._back[0][-1] in self._done:
-            self.tokens -= abs(heapq.heappop(self._back)[1])
-        return bool(self._back) or self._next < len(self._order)
+        return bool(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(self._order)
 
     @property
     def is_last(self) -> bool:
         """Whether only units of the last windows wait, longest first."""
-        return bool(self) and self._next >= self._last and all(turn[0] == self._last_window for turn in self._back)
+        return bool(self) and self._turn(self._order[-1])[0] == -self._last_window
 
-    def put(self, size: UnitSize) -> None:
+    def put(self, unit: int) -> None:
         """Add a unit that is not waiting."""
-        heapq.heappush(self._back, self._turn(size))
-        self.tokens += size.tokens
+        insort(self._order, unit, key=self._turn)
+        self.tokens += self._tokens(unit)
+
+    def discard(self, unit: int) -> None:
+        """Remove a unit, if it waits."""
+        place = bisect_left(self._order, self._turn(unit), key=self._turn)
+        if self._order[place : place + 1] == array("q", [unit]):
+            self._pop(place)
 
     def take(self) -> int | None:
         """Remove and return the next unit; None if no unit waits."""
-        if not self:
-            return None
-        if self._is_back_next():
-            _, tokens, unit = heapq.heappop(self._back)
-            self.tokens -= abs(tokens)
-            return unit
-        self._use(self._next)
-        return self._order[self._next]
+        return self._pop(-1) if self else None
 
     def take_fitting(self, tokens: float) -> int | None:
         """Remove and return the longest unit of the last windows, of at most so many tokens; None if there is none."""
-        begin = max(self._next, self._last)
-        place = self._free(bisect_left(self._tokens, -tokens, lo=begin, key=neg))
-        while place < len(self._order) and self._order[place] in self._done:
-            self._use(place)
-            place = self._free(place)
-        fresh = -self._tokens[place] if place < len(self._order) else None
-        back = [turn for turn in self._last_of_back() if -turn[1] <= tokens]
-        if back and (fresh is None or min(back)[1] < fresh):
-            longest = min(back)
-            self._back.remove(longest)
-            heapq.heapify(self._back)
-            self.tokens -= abs(longest[1])
-            return longest[2]
-        if fresh is None:
-            return None
-        self._use(place)
-        return self._order[place]
+        fitting = bisect_right(self._order, (-self._last_window, tokens, 1), key=self._turn)
+        return self._pop(fitting - 1) if fitting else None
 
     def next_tokens(self) -> int:
         """The tokens of the unit that `take` would return; 0 if no unit waits."""
-        if not self:
-            return 0
-        return abs(self._back[0][1]) if self._is_back_next() else self._tokens[self._next]
+        return self._tokens(self._order[-1]) if self else 0
 
     def shortest(self) -> int | None:
         """The tokens of the shortest unit of the last windows, None if none of them waits."""
-        if not self:
-            return None
-        begin = max(self._next, self._last)
-        while self._end > begin and (
-            self._skip[self._end - 1] != self._end - 1 or self._order[self._end - 1] in self._done
-        ):
-            self._end -= 1
-        fresh = [self._tokens[self._end - 1]] if self._end > begin else []
-        return min(fresh + [-tokens for _, tokens, _ in self._last_of_back()], default=None)
+        window, tokens, _ = self._turn(self._order[0]) if self else (1, 0, 0)
+        return int(tokens) if window == -self._last_window else None
 
-    def _is_back_next(self) -> bool:
-        """Whether the next unit is one that came back; there is one."""
-        if self._next == len(self._order):
-            return True
-        return bool(self._back) and self._back[0] < self._turn(self._sizes[self._order[self._next]])
+    def _pop(self, place: int) -> int:
+        unit = self._order.pop(place)
+        self.tokens -= self._tokens(unit)
+        return unit
 
-    def _last_of_back(self) -> list[Turn]:
-        return [turn for turn in self._back if turn[0] == self._last_window and turn[2] not in self._done]
+    def _tokens(self, unit: int) -> int:
+        return int(self._sizes.tokens[unit])
 
-    def _free(self, place: int) -> int:
-        """The first place from here on that is not taken."""
-        free = place
-        while self._skip[free] != free:
-            free = self._skip[free]
-        while self._skip[place] != free:
-            self._skip[place], place = free, self._skip[place]
-        return free
-
-    def _use(self, place: int) -> None:
-        self._skip[place] = place + 1
-        self.tokens -= self._tokens[place]
-
-    def _turn(self, size: UnitSize) -> Turn:
-        window = min(size.window, self._last_window)
+    def _turn(self, unit: int) -> tuple[int, float, int]:
+        """What the array is sorted by: negative window and number, and tokens, negative in a window that goes up."""
+        window = min(int(self._sizes.windows[unit]), self._last_window)
         goes_up = (self._last_window - window) % 2
-        return window, size.tokens if goes_up else -size.tokens, size.unit
+        return -window, -self._tokens(unit) if goes_up else self._tokens(unit), -unit
 
 
 def first_of_last(windows: ArrayLike, wanted: int) -> int:

@@ -280,7 +280,7 @@ def test_scores_and_tokens_alone_are_no_answers(tmp_path, capsys):
     assert run_with(set(), "run", str(spec)) == 0
     command = ["export", str(tmp_path / "run"), "--format", "openai", "--out", str(tmp_path / "out")]
     assert main(command) == 2
-    assert "--format: the results have no text" in capsys.readouterr().err
+    assert "--format: openai needs generated texts" in capsys.readouterr().err
 
 
 PARQUET = ("--format", "parquet", "--file-mb", "1")
@@ -333,7 +333,7 @@ def test_files_are_as_large_as_asked_for_and_lose_nothing(tmp_path):
     sink.close()
     parts = [tmp_path / name for name in names_in(tmp_path)]
     sizes = [part.stat().st_size for part in parts]
-    assert len(parts) == sink.count > 5 and max(sizes) <= wanted and min(sizes[:-1]) > wanted / 3
+    assert len(parts) == len(sink.names) > 5 and max(sizes) <= wanted and min(sizes[:-1]) > wanted / 3
     found = [name for part in parts for name in pq.read_table(part)["id"].to_pylist()]
     assert found == [row["id"] for table in tables for row in table.to_pylist()]
 
@@ -350,7 +350,7 @@ def test_an_earlier_export_is_replaced_only_if_asked_and_none_of_it_stays(two_pa
     store = LocalStore(str(tmp_path / "out"))
     for number in range(3):
         sink = PartsSink(store.put, schema, metadata, 2**20)
-        sink.count = number
+        sink.names += ["others"] * number
         sink.close()
     for name in ("notes.txt", "part-of-mine.parquet"):
         (tmp_path / "out" / name).write_text("the user's")

@@ -168,7 +168,7 @@ def test_verify_sees_a_pass_that_has_other_rows(folder, capsys):
     shutil.copytree(folder / "run", stranger, ignore=shutil.ignore_patterns("passes"), copy_function=os.link)
     assert main(["verify", str(folder / "run")]) == 1
     out = capsys.readouterr().out
-    assert "BROKEN: pass 3: " in out and "it has rows that did not fail in the pass before it" in out
+    assert "BROKEN: pass 3: " in out and "its rows are not the failed rows of the pass before it" in out
     with pytest.raises(StoreError, match="0003 is damaged: it has rows"):
         list(latest_rows(passes_of(open_store(str(folder / "run")))))
 

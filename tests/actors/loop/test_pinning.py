@@ -99,7 +99,7 @@ def until(pool: RayPool, kind: type, count: int) -> list[PoolEvent]:
 
 
 def placed(*shapes: WorkerShape) -> Allocation:
-    return allocate(shapes, cluster_nodes(), units=99, listed=len(shapes) > 1)
+    return allocate(shapes, cluster_nodes(), units=99)
 
 
 def test_each_worker_has_a_device_of_its_own_and_every_device_is_used(cluster):
@@ -139,7 +139,7 @@ def test_what_fits_on_no_node_does_not_start_and_the_nodes_are_named(cluster):
     with pytest.raises(UserError) as caught:
         placed(WorkerShape(gpus=5.0))
     message = str(caught.value)
-    assert message.startswith("workers.gpus: a worker needs 5 GPUs and 1 CPU on one node; the nodes have ")
+    assert message.startswith("workers: a worker needs 5 GPUs and 1 CPU on one node; the nodes have ")
     assert "(8 CPUs, 4 GPUs, zone=a)" in message
     assert "(8 CPUs, 2 GPUs, zone=b)" in message
     with pytest.raises(UserError, match=r"workers\.labels: .* zone: c; the nodes have "):

@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,13 +16,13 @@ from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.actors.metrics.settings import better_of
 from draftmill.jobs.cli import main
 from draftmill.jobs.compare.report import (
+    RunStatistics,
+    acceptance_by_position,
     add_histograms,
-    at_least,
     by_length,
     courses_of,
     frontier,
     quality_plots,
-    read_statistics,
     ticks,
 )
 from draftmill.jobs.compare.runs import find_runs, open_run
@@ -151,7 +150,7 @@ def test_a_report_can_be_read_aloud(sweep_page):
 
 def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path):
     rows = [*drafted(30, 3), failed(30), failed(31, "bad_json"), failed(32)]
-    case = read_statistics(open_run(Place(str(write_run(tmp_path / "run", rows, units=3)))))
+    case = RunStatistics(open_run(Place(str(write_run(tmp_path / "run", rows, units=3)))))
     good = rows[:30]
     assert case.sums.errors == {"too_long": 2, "bad_json": 1} and case.sums.examples["too_long"][0][1] == "row 30"
     assert case.accept_hist.tolist() == [sum(one["accept_hist"][j] for one in good) for j in range(4)]
@@ -168,15 +167,16 @@ def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path):
 def test_only_proportions_have_intervals_of_proportions(kind, low, tmp_path):
     place = write_run(tmp_path / "run", [row(number) for number in range(10)])
     write_metrics(place, {"words": [1.0] * 10}, kind=kind)
-    assert read_statistics(open_run(Place(str(place)))).metrics["words"].low == pytest.approx(low, abs=1e-4)
+    assert RunStatistics(open_run(Place(str(place)))).metrics["words"].low == pytest.approx(low, abs=1e-4)
 
 
 def test_histograms_of_lists_add_up_position_by_position():
     column = pa.chunked_array([[[0, 2], None, []], [[1, 0, 5], [7]]], type=pa.list_(pa.int32()))
     assert add_histograms(np.array([1, 1], np.int64), column).tolist() == [9, 3, 5]
     assert add_histograms(np.zeros(0, np.int64), pa.chunked_array([[None]], type=pa.list_(pa.int32()))).tolist() == []
-    assert at_least(np.array([1, 2, 0, 1])).tolist() == [0.75, 0.25, 0.25]
-    assert len(at_least(np.zeros(0, np.int64))) == 0
+    places, shares = acceptance_by_position(np.array([1, 2, 0, 1]))
+    assert shares.tolist() == [0.75, 0.25, 0.25] and places.tolist() == [1, 2, 3]
+    assert [len(curve) for curve in acceptance_by_position(np.zeros(0, np.int64))] == [0, 0]
 
 
 def test_tokens_over_time_are_those_of_the_time_and_do_not_wait_for_the_end_of_their_sample():
@@ -246,15 +246,16 @@ def test_ticks_are_round_and_hold_all_values():
 
 
 def test_what_is_drawn_is_inside_of_its_plot(grid):
-    cases = [read_statistics(run) for run in find_runs([Place(str(grid))])[0]]
-    plots = list(quality_plots(cases)) + list(quality_plots([replace(case, metrics={}) for case in cases]))
-    assert len(plots) == 3
-    for plot in plots:
-        drawn = plot.drawn()
-        points = [point for line in drawn["lines"] for point in line["points"]] + drawn["grey"]
-        assert all(52 <= x <= 406 and 10 <= y <= 200 for x, y in points)
-        bounded = [(line["points"][0][1], *line["bounds"]) for line in drawn["lines"] if line["bounds"]]
-        assert all(low >= middle >= high for middle, low, high in bounded)
+    cases = [RunStatistics(run) for run in find_runs([Place(str(grid))])[0]]
+    plots = list(quality_plots(cases))
+    assert len(plots) == 2
+    for case in cases:
+        case.metrics = {}
+    for plot in plots + list(quality_plots(cases)):
+        points = [point for line in plot.lines for point in (*line.points, *line.interval)] + plot.grey
+        assert all(52 <= x <= 406 and 10 <= y <= 200 for x, y in map(plot.at, points))
+        bounded = [[plot.at(point)[1] for point in (*line.points, *line.interval)] for line in plot.lines]
+        assert all(low >= middle >= high for middle, low, high in filter(lambda ys: len(ys) == 3, bounded))
 
 
 def test_pauses_are_cut_out_of_the_time():
@@ -300,7 +301,7 @@ def test_what_can_not_be_reported_is_refused(tmp_path, capsys):
         (tmp_path / "nowhere", "a.html", "is not a run directory"),
         (run, "mine.html", "exists and is not a page of draftmill"),
         (run, ".", "is a folder"),
-        (run, "none/a.html", "a folder that does not exist"),
+        (run, "none/a.html", "No such file or directory"),
     ):
         assert main(["report", str(place), "--out", str(tmp_path / out)]) == 2
         assert message in capsys.readouterr().err
@@ -381,4 +382,4 @@ def test_a_sweep_s_report_has_a_table_of_device_times(sweep, sweep_page, tmp_pat
     place = write_sweep(tmp_path / "sweep", {"one": rows, "other": rows})
     spend(place / "cases" / "one")
     text = Page(written(place, tmp_path / "two.html")).text
-    assert "run device time decoding loading idle wasted one 2.5 h 2 h 900 s 900 s 0 s other 0 s" in text
+    assert "case device time decoding loading idle wasted one 2.5 h 2 h 900 s 900 s 0 s other 0 s" in text

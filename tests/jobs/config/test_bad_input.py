@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "unwritable output": (unwritable, "Not a directory"),
     "corrupt weights": (damaged_weights, "model.path: "),
     "missing model": (setting("model.path", "builtin:none"), "model.path: 'builtin:none' does not exist"),
-    "more CPUs than there are": (setting("workers", {"cpus": 10**6}), "workers.cpus: a worker needs 1e+06 CPUs on one node"),
+    "more CPUs than there are": (setting("workers", {"cpus": 10**6}), "workers: a worker needs 1e+06 CPUs on one node"),
     "a GPU where there is none": (setting("model.device", "cuda"), "model.device: 'cuda', but workers get no GPU"),
     "model for another task": (completing, "task.kind: models of family 'xlnet' do not support 'complete'; tasks they"),
 }  # fmt: skip

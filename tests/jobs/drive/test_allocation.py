@@ -47,20 +47,20 @@ def test_workers_fill_the_gpus_or_else_the_cpus_and_share_the_threads(settings, 
 @pytest.mark.parametrize(
     ("settings", "nodes", "expected"),
     [
-        ({"gpus": 2.0}, [(8, 1), (8, 1)], "workers.gpus"),  # two GPUs on two nodes are no room for a worker with two
+        ({"gpus": 2.0}, [(8, 1), (8, 1)], "workers"),  # two GPUs on two nodes are no room for a worker with two
         ({"gpus": 2.0}, [(8, 3), (8, 2)], 2),
-        ({"gpus_per_model": 2}, [(8, 1), (8, 1)], "workers.gpus"),
+        ({"gpus_per_model": 2}, [(8, 1), (8, 1)], "workers"),
         ({"gpus_per_model": 2}, [(8, 3), (8, 2)], 2),
         ({"gpus": 0.4}, [(8, 1), (8, 4)], 10),  # two on each GPU; a fifth of each is left
         ({"gpus": 0.5}, [(1, 4)], 1),
-        ({"cpus": 5.0}, [(4, 0), (4, 0)], "workers.cpus"),
-        ({"gpus": 1.0}, [(8, 0)], "workers.gpus"),
+        ({"cpus": 5.0}, [(4, 0), (4, 0)], "workers"),
+        ({"gpus": 1.0}, [(8, 0)], "workers"),
         ({"cpus": 3.0}, [(8, 0), (4, 0), (2, 0)], 3),
         ({"labels": {"zone": "b"}}, [(8, 0, "a"), (4, 0, "b")], 4),
         ({"labels": {"zone": "!b"}}, [(8, 0, "a"), (4, 0, "b"), (2, 0)], 10),
         ({"labels": {"zone": "in(a, c)"}}, [(8, 0, "a"), (4, 0, "b"), (2, 0)], 8),
         ({"labels": {"zone": "!in(a, b)"}}, [(8, 0, "a"), (4, 0, "b"), (2, 0)], 2),
-        ({"labels": {"zone": "c"}}, [(8, 0, "a"), (2, 0)], "workers.labels"),
+        ({"labels": {"zone": "c"}}, [(8, 0, "a"), (2, 0)], "workers"),
         ({}, [(8, 0), (8, 2)], 2),
         ({}, [(0, 0), (8, 0)], 8),
     ],
@@ -79,7 +79,7 @@ def test_what_fits_nowhere_is_refused_with_the_nodes_and_their_labels():
     with pytest.raises(UserError) as caught:
         allocate([WorkerShape(gpus=2.0, labels={"zone": "!c"})], nodes, units=1)
     assert str(caught.value) == (
-        "workers.gpus: a worker needs 2 GPUs and 1 CPU on one node, zone: !c; "
+        "workers: a worker needs 2 GPUs and 1 CPU on one node, zone: !c; "
         "the nodes have 2 x (4 CPUs, 1 GPU), (8 CPUs, zone=b), (1 CPU)"
     )
 
@@ -87,26 +87,26 @@ def test_what_fits_nowhere_is_refused_with_the_nodes_and_their_labels():
 def test_kinds_with_a_number_come_first_and_the_others_take_what_is_left():
     nodes = [NodeRoom(8, 2, {"zone": "a"}), NodeRoom(4, 0)]
     shapes = [WorkerShape(gpus=0.0), WorkerShape(count=1, gpus=2.0, cpus=3.0), WorkerShape(count=9, gpus=1.0)]
-    found = allocate(shapes, nodes, units=99, listed=True)
+    found = allocate(shapes, nodes, units=99)
     assert found.counts == (9, 1, 0)
     assert [resources.gpus for resources in found.kinds] == [0.0, 2.0, 1.0]
     assert found.kinds[0].threads == 1
-    assert allocate(shapes, nodes, units=3, listed=True).counts == (2, 1, 0)
+    assert allocate(shapes, nodes, units=3).counts == (2, 1, 0)
     only = [WorkerShape(gpus=0.0, cpus=2.0), WorkerShape(labels={"zone": "a"})]
-    assert [dict(one.labels) for one in allocate(only, nodes, units=99, listed=True).kinds] == [{}, {"zone": "a"}]
+    assert [dict(one.labels) for one in allocate(only, nodes, units=99).kinds] == [{}, {"zone": "a"}]
 
 
 def test_a_kind_that_fits_nowhere_yet_waits_and_none_at_all_is_an_error():
     nodes = [NodeRoom(4, 0)]
     shapes = [WorkerShape(gpus=0.0), WorkerShape(gpus=1.0)]
-    found = allocate(shapes, nodes, units=99, listed=True)
+    found = allocate(shapes, nodes, units=99)
     assert found.counts == (4, 0)
     assert lacking(shapes, found, nodes) == [
         "workers.1: a worker needs 1 GPU and 1 CPU on one node; the nodes have (4 CPUs); such workers start once a node joins "
         "that has room"
     ]
-    with pytest.raises(UserError, match=r"^workers: no worker fits on any node: workers\.0: .*; workers\.1: "):
-        allocate([WorkerShape(gpus=1.0), WorkerShape(gpus=2.0)], nodes, units=99, listed=True)
+    with pytest.raises(UserError, match=r"^workers: a worker needs 1 GPU .*; a worker needs 2 GPUs "):
+        allocate([WorkerShape(gpus=1.0), WorkerShape(gpus=2.0)], nodes, units=99)
 
 
 @pytest.mark.parametrize(("gpus", "num_gpus"), [("auto", 0), (0.0, 2)])
@@ -152,7 +152,7 @@ POSSIBLE = [NodeRoom(8, 2, None)] * 3
 def asked_for(shapes: list[WorkerShape], *units: int) -> list[Any]:
     asked: list[Any] = []
     demand = Demand(
-        lambda left: allocate(shapes, POSSIBLE, units=left, listed=True),
+        lambda left: allocate(shapes, POSSIBLE, units=left),
         lambda bundles, selectors: asked.append((bundles, selectors)),
     )
     for left in units:

@@ -124,7 +124,7 @@ def test_an_option_that_would_do_nothing_is_refused(field, tmp_path):
 def test_nodes_for_workers_of_several_shapes_are_refused(tmp_path):
     spec = write_spec(tmp_path, workers=[{"count": 1, "gpus": 1.0}, {"count": 2}])
     assert text_of(spec, "rayjob")
-    with pytest.raises(UserError, match=r"^--nodes: the spec's workers have several shapes"):
+    with pytest.raises(UserError, match=r"^workers: 2 shapes; allowed with --nodes: one shape"):
         text_of(spec, "rayjob", nodes=2)
 
 

@@ -4,18 +4,11 @@ from itertools import pairwise
 
 from draftmill.actors.messages import MOST_UNITS
 from draftmill.jobs.schedule.unit_leases import COPIES, Bisection, SchedulerState
-from draftmill.jobs.schedule.units import WaitingUnits
-
-
-def waiting_units(waiting: WaitingUnits) -> list[int]:
-    places = range(waiting._next, len(waiting._order))
-    fresh = [waiting._order[place] for place in places if waiting._skip[place] == place]
-    return [unit for unit in [*fresh, *(unit for *_, unit in waiting._back)] if unit not in waiting._done]
 
 
 def check_integrity(state: SchedulerState) -> None:
     """Assert that the records agree with each other."""
-    waiting = waiting_units(state.waiting)
+    waiting = list(state.waiting)
     assert len(waiting) == len(set(waiting)), "a unit waits twice"
     resting = {number for number, unit in state.touched.items() if unit.resting_until_s is not None}
     held = {lease.unit for lease in state.leases.values()}

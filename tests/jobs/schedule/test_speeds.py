@@ -13,7 +13,7 @@ from draftmill.jobs.schedule.events import Assign, Command, Event, Revoke, Tick
 from draftmill.jobs.schedule.scheduler import Scheduler, WorkLeft, fitting_unit
 from draftmill.jobs.schedule.unit_leases import KNOWN_S
 from draftmill.jobs.schedule.units import LAST_UNITS, UnitSize, UnitSizes, WaitingUnits, first_of_last
-from tests.jobs.schedule.integrity import check_integrity, waiting_units
+from tests.jobs.schedule.integrity import check_integrity
 from tests.jobs.schedule.reports import answered, unit_done, worker_up
 
 
@@ -162,8 +162,7 @@ def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data):
         *data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=30)),
         windows=tuple(sorted(data.draw(st.lists(st.integers(0, 3), min_size=30, max_size=30)))),
     )
-    done: set[int] = set()
-    waiting, there = WaitingUnits(UnitSizes(sizes), done, 1), {size.unit for size in sizes}
+    waiting, there = WaitingUnits(UnitSizes(sizes), 1), {size.unit for size in sizes}
     last_window = waiting._last_window
     gone: list[UnitSize] = []
     for _ in range(40):
@@ -184,16 +183,17 @@ def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data):
             taken = None
             if what == "back" and gone:
                 size = gone.pop()
-                waiting.put(size)
+                waiting.put(size.unit)
                 there.add(size.unit)
             elif what == "done" and there:
                 finished = data.draw(st.sampled_from(sorted(there)))
-                done.add(finished)
+                waiting.discard(finished)
+                waiting.discard(finished)
                 there.discard(finished)
         if taken is not None:
             there.discard(taken)
             gone.append(sizes[taken])
-        assert set(waiting_units(waiting)) == there
+        assert sorted(waiting) == sorted(there) and waiting.tokens == sum(sizes[unit].tokens for unit in there)
         ends = [sizes[u].tokens for u in there if sizes[u].window >= last_window]
         assert waiting.shortest() == min(ends, default=None)
         assert waiting.is_last == bool(there and all(sizes[u].window >= last_window for u in there))
@@ -202,7 +202,7 @@ def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_some_worker_always_takes_a_unit_that_waits(tokens, speeds):
     sizes = units(*tokens)
-    waiting = WaitingUnits(UnitSizes(sizes), set(), len(speeds))
+    waiting = WaitingUnits(UnitSizes(sizes), len(speeds))
     loads = {f"w{number}": 0.0 for number in range(len(speeds))}
     known = {f"w{number}": float(speed) for number, speed in enumerate(speeds)}
     view = WorkLeft(sum(tokens), loads, known)
@@ -225,7 +225,7 @@ def windows(*tokens: list[int]) -> list[UnitSize]:
 
 
 def dealt(units: list[UnitSize], workers: int) -> list[int]:
-    waiting = WaitingUnits(UnitSizes(units), set(), workers)
+    waiting = WaitingUnits(UnitSizes(units), workers)
     return [unit for _ in units if (unit := waiting.take()) is not None]
 
 
@@ -248,15 +248,15 @@ def test_nowhere_but_at_the_end_does_a_long_unit_follow_a_short_one():
 
 
 def test_units_that_are_done_are_passed_over_and_those_that_come_back_have_their_turn():
-    done: set[int] = set()
     units = windows(*([5, 4, 3] for _ in range(9)))
-    waiting = WaitingUnits(UnitSizes(units), done, workers=1)
+    waiting = WaitingUnits(UnitSizes(units), workers=1)
     assert [waiting.take() for _ in range(4)] == [0, 1, 2, 5]
-    done |= {4}
-    waiting.put(units[1])
+    waiting.discard(4)
+    waiting.put(1)
     assert [waiting.take() for _ in range(3)] == [1, 3, 6]
-    done |= set(range(27))
-    assert not waiting and waiting.take() is None and waiting_units(waiting) == []
+    for unit in range(27):
+        waiting.discard(unit)
+    assert not waiting and waiting.take() is None and waiting.tokens == 0
 
 
 @pytest.mark.parametrize(("wanted", "first"), [(1, 2), (2, 1), (3, 1), (4, 0), (99, 0)])
