@@ -20,7 +20,7 @@ from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.rows.canvas import CanvasSize
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
-from draftmill.actors.rows.row import Values, row_id, row_key
+from draftmill.actors.rows.row import row_id, row_key
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
@@ -130,28 +130,19 @@ def _chars(value: Any) -> int:
 
 def _measure_batch(recipe: RowRecipe, maker: Maker, batch: Batch) -> pa.Table:
     named = [name_row(recipe, batch.piece.file, row) for row in batch.rows]
-    good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
-    sizes = iter(_sizes(maker, good))
     return table_of(
         batch.piece.number,
         rows=[row.row for row in batch.rows],
         offsets=[row.offset for row in batch.rows],
         ids=[name for name, _ in named],
-        sizes=[next(sizes) if isinstance(key, int) else key for _, key in named],
+        sizes=[_size(maker, row, key) for row, (_, key) in zip(batch.rows, named, strict=True)],
     )
 
 
-def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[CanvasSize | RowError]:
-    """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
-    sizes = try_row(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
-    if not isinstance(sizes, RowError):
-        return sizes
-    return [try_row(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
-
-
-def _size(maker: Maker, row: tuple[Values, int]) -> CanvasSize | RowError:
-    (size,) = maker.sizes([row])
-    return size
+def _size(maker: Maker, row: Row, key: int | RowError) -> CanvasSize | RowError:
+    if isinstance(key, RowError):
+        return key
+    return try_row(partial(maker.size, row.values or {}, key), "tokenize", "tokenize_error")
 
 
 def name_row(recipe: RowRecipe, file: InputFile, row: Row) -> tuple[str, int | RowError]:

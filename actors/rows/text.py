@@ -72,11 +72,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; the spelling of a special token in it is treated as plain text."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text. Unlike the library's `encode`, this releases the interpreter's lock."""
-        return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        # Unlike the library's `encode`, this releases the interpreter's lock.
+        return self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_behind(self, text: str) -> list[int]:
         """Ids of `text` that follows other text: without the space that some vocabularies put before a text."""

@@ -352,7 +352,8 @@ def test_a_row_gets_the_room_it_asks_for_and_the_plan_knows_it():
         {"prompt": "x", "m": 1000},
         {"prompt": "x", "m": 0},
     ]
-    sizes = make.sizes([(row, 0) for row in rows])
     lead = make.make(rows[0], 0).holes[0][0]
-    assert [size if isinstance(size, RowError) else size.masked for size in sizes[:3]] == [5, 64 - lead, 64 - lead]
-    assert isinstance(sizes[3], RowError) and sizes[3].kind == "bad_setting"
+    assert [make.size(row, 0).masked for row in rows[:3]] == [5, 64 - lead, 64 - lead]
+    with pytest.raises(RowError) as caught:
+        make.size(rows[3], 0)
+    assert caught.value.kind == "bad_setting"
