@@ -24,7 +24,6 @@ from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.rows.canvas import Canvas, finish_row
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import TextPart
-from draftmill.actors.rows.lengths import LengthSearch
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import Values, model_of, row_id, row_key
@@ -285,11 +284,9 @@ class RowUnitIO:
             sample.canvas, sample.score_from, sample.settings = canvas.tokens, canvas.score_from, canvas.settings
             sample.scored = canvas.scored
             if canvas.lengths is not None:
-                sample.search = LengthSearch(canvas.lengths, sample.key, canvas.settings)
-                sample.canvas = sample.search.canvas
-            if canvas.infilling is not None:
-                sample.infilling = canvas.infilling
-                sample.ask()
+                sample.find_lengths(canvas.lengths)
+            if canvas.infilling is not None and canvas.infilling.limits:
+                sample.fill(canvas.infilling)
 
     def _find_earlier(self, samples: Sequence[Sample]) -> None:
         """Give rows their texts in the runs that draft. Where these can't be read, rows do without; under rejection, where a text
