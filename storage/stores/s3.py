@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import boto3
 import tenacity
@@ -36,9 +36,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.store import (
     AlreadyExists,
-    Body,
     Conflict,
-    FileBody,
     FolderLevel,
     NotFound,
     Place,
@@ -91,7 +89,7 @@ class S3Store(Store):
         except _BeyondEnd:
             return b""
 
-    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
         """One PutObject with If-None-Match and a SHA-256 checksum."""
         failpoint("s3.before_create")
         is_ours, stat = self._write_if(name, data, metadata or {}, IfNoneMatch="*")
@@ -110,7 +108,7 @@ class S3Store(Store):
             raise self.error_of(name, error) from None
         return Stat(name, len(data), _etag(answer))
 
-    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         """One PutObject with If-Match."""
         failpoint("s3.before_replace")
         is_ours, stat = self._write_if(name, data, {}, IfMatch=etag)
@@ -205,7 +203,7 @@ class S3Store(Store):
 
         return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
 
-    def _write_if(self, name: str, data: Body, metadata: dict[str, str], **condition: str) -> tuple[bool, Stat | None]:
+    def _write_if(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> tuple[bool, Stat | None]:
         """Whether the object is now what was written, and its facts; if the condition is not met, those of what is there."""
         token = secrets.token_hex(16)
         try:
@@ -217,12 +215,12 @@ class S3Store(Store):
             return stat is not None and stat.metadata.get(TOKEN) == token, stat
         return True, Stat(name, len(data), _etag(answer), dict(metadata))
 
-    def _write(self, name: str, data: Body, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
+    def _write(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
         """PutObject with retries; persistent ClientErrors are raised unchanged for the verb to handle."""
         assert len(data) <= MAX_PUT_BYTES, f"{name} is beyond what one PutObject takes"
         checksum = {"ChecksumSHA256": sha256(data)} if self.with_checksums else {}
         call = {"Bucket": self._bucket, "Key": self.key(name), "Metadata": metadata, **checksum, **condition}
-        return self._retry(name, lambda: self._client.put_object(Body=_from_start(data), **call))
+        return self._retry(name, lambda: self._client.put_object(Body=data, **call))
 
     def _call(self, name: str, function: Callable[..., T], **arguments: Any) -> T:
         try:
@@ -308,17 +306,6 @@ def _etag(answer: Any) -> str:
     return str(answer["ETag"]).strip('"')  # one server accepts If-Match only without the quotes
 
 
-def sha256(data: Body | bytearray) -> str:
+def sha256(data: bytes | bytearray) -> str:
     """The digest as S3 wants it, in base64."""
-    digest = hashlib.sha256()
-    for part in data.chunks() if isinstance(data, FileBody) else (data,):
-        digest.update(part)
-    return base64.b64encode(digest.digest()).decode()
-
-
-def _from_start(data: Body) -> bytes | IO[bytes]:
-    """The body of a request; each attempt reads a file from its start."""
-    if isinstance(data, FileBody):
-        data.file.seek(0)
-        return data.file
-    return data
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
