@@ -27,7 +27,7 @@ from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
 from draftmill.storage.inputs.rows import WHOLE, FileSlice, InputFile, Row, default_id
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
-from draftmill.storage.stores.parallel import side_by_side
+from draftmill.storage.stores.parallel import parallel_map
 
 CONSTRAINED = pa.field("constrained", pa.bool_(), nullable=False)
 """Whether one of the row's holes has a constraint."""
@@ -82,7 +82,7 @@ def survey_pieces(
     if not threads:
         yield from map(measure, pending)
         return
-    for _, table in side_by_side(pending, measure, threads=threads, ahead=2 * threads):
+    for _, table in parallel_map(pending, measure, threads=threads, ahead=2 * threads):
         yield table.result()
 
 

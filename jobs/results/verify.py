@@ -139,7 +139,7 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
     units = _planned_units(plan, manifest, places)
     traced = plan.spec.output.trace != "none"
-    for (committed, names), file in parallel_map(store, units, lambda unit: _read(store, unit[0], traced=traced)):
+    for (committed, names), file in parallel_map(units, lambda unit: _read(store, unit[0], traced=traced)):
         findings.problems += check_unit(plan, committed, names, file, findings)
     surplus = np.union1d(numbers[~inside], np.flatnonzero(places >= 0)).tolist()
     findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in surplus]
