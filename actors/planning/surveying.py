@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,11 @@ from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.rows.canvas import CanvasSize
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
-from draftmill.actors.rows.row import row_id, row_key
-from draftmill.actors.rows.unit_io import try_row
+from draftmill.actors.rows.unit_io import make_row
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
-from draftmill.storage.inputs.rows import WHOLE, FileSlice, InputFile, Row, default_id
+from draftmill.storage.inputs.rows import WHOLE, FileSlice, InputFile, Row
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
 from draftmill.storage.stores.parallel import parallel_map
 
@@ -129,53 +127,17 @@ def _chars(value: Any) -> int:
 
 
 def _measure_batch(recipe: RowRecipe, maker: Maker, batch: Batch) -> pa.Table:
-    named = [name_row(recipe, batch.piece.file, row) for row in batch.rows]
-    return table_of(
-        batch.piece.number,
-        rows=[row.row for row in batch.rows],
-        offsets=[row.offset for row in batch.rows],
-        ids=[name for name, _ in named],
-        sizes=[_size(maker, row, key) for row, (_, key) in zip(batch.rows, named, strict=True)],
-    )
-
-
-def _size(maker: Maker, row: Row, key: int | RowError) -> CanvasSize | RowError:
-    if isinstance(key, RowError):
-        return key
-    return try_row(partial(maker.size, row.values or {}, key), "tokenize", "tokenize_error")
-
-
-def name_row(recipe: RowRecipe, file: InputFile, row: Row) -> tuple[str, int | RowError]:
-    """The id of a row, and its key, or why it has none."""
-    name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
-    if row.error is not None:
-        return name, row.error
-    values = row.values or {}
-    try:
-        name = row_id(values, recipe.columns) or name
-        return name, row_key(values, recipe.columns, job_seed=recipe.seed, sample_id=name)
-    except RowError as error:
-        return name, error
-
-
-def table_of(
-    file: int,
-    *,
-    rows: Sequence[int],
-    offsets: Sequence[int | None],
-    ids: Sequence[str],
-    sizes: Sequence[CanvasSize | RowError],
-) -> pa.Table:
-    """Return a table of SURVEYED for rows of one file."""
+    rows, file = batch.rows, batch.piece.file
+    names, _, sizes = zip(*(make_row(recipe, file, row, maker.size) for row in rows), strict=True)
 
     def column(get: Callable[[CanvasSize], int]) -> pa.Array:
         return pa.array([get(size) if isinstance(size, CanvasSize) else 0 for size in sizes], pa.int32())
 
     columns = {
-        "file": pa.array(np.full(len(rows), file, dtype=np.int32)),
-        "row": pa.array(rows, pa.int64()),
-        "offset": pa.array(offsets, pa.int64()),
-        "id": pa.array(ids, pa.string()),
+        "file": pa.array(np.full(len(rows), batch.piece.number, dtype=np.int32)),
+        "row": pa.array([row.row for row in rows], pa.int64()),
+        "offset": pa.array([row.offset for row in rows], pa.int64()),
+        "id": pa.array(names, pa.string()),
         "length": column(lambda size: size.length),
         "holes": column(lambda size: size.masked),
         "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in sizes], pa.string()),

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from itertools import chain, islice
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,11 +22,10 @@ from draftmill.actors.checkpoints.generation import HONOURED
 from draftmill.actors.checkpoints.models import user_error
 from draftmill.actors.loop.loading import build, load_networks
 from draftmill.actors.loop.memory import fit
-from draftmill.actors.planning.surveying import name_row
 from draftmill.actors.rows.canvas import Canvas
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.rows.unit_io import try_row
+from draftmill.actors.rows.unit_io import make_row
 from draftmill.actors.task import Complete, Infill, Task
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.common_settings import DecoderChoice
@@ -325,12 +323,7 @@ def first_rows(resolved: Resolved) -> Iterator[FirstRow]:
     columns = read_columns(recipe)
     for number, file in enumerate(resolved.inputs):
         for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars):
-            name, key = name_row(recipe, file, row)
-            if isinstance(key, RowError):
-                yield FirstRow(number, row.offset, name, 0, key)
-                continue
-            made = try_row(partial(maker.make, row.values or {}, key), "tokenize", "tokenize_error")
-            yield FirstRow(number, row.offset, name, key, made)
+            yield FirstRow(number, row.offset, *make_row(recipe, file, row, maker.make))
 
 
 def loaded_lines(resolved: Resolved, unit_rows: int) -> Iterator[str]:
