@@ -211,8 +211,8 @@ class CanvasMaker(RowMaker):
     def size(self, values: Values, key: int) -> CanvasSize:
         """Draws no noise where a mask hides a known number of a text's tokens: that takes as long as to tokenize it."""
         mask, own = self._mask, self.rules.own_settings(values)
-        is_counted = isinstance(mask, Random | Spans | SpanFraction) and self.columns.spans is None
-        if not is_counted or self.columns.tokens is not None or self.rules.constraint(own) is not None:
+        has_places = self.columns.tokens is not None or self.columns.spans is not None
+        if not isinstance(mask, Random | Spans | SpanFraction) or has_places or self.rules.constraint(own) is not None:
             return RowMaker.size(self, values, key)
         length = len(self._encode(text_of(self.prompter.fill(values), self.columns)))
         check_length(length, self.info)

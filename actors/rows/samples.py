@@ -68,8 +68,8 @@ class Sample:
             earlier = tuple(text[filled:] for text in self.earlier)
         if self._asked is not None:
             return dataclasses.replace(self._asked, index=handle, earlier=earlier)
-        facts = {"score_from": self.score_from, "settings": self.settings, "scored": self.scored}
-        return Request(handle, self.key, self.canvas, earlier=earlier, **facts)
+        places = self.score_from, self.settings, self.scored
+        return Request(handle, self.key, self.canvas, None, *places, earlier=earlier)
 
     def take(self, outcome: Outcome) -> bool:
         """Store the outcome of a request; returns True if the sample has another one."""
