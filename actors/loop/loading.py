@@ -141,7 +141,8 @@ def load_networks(
     drafter_folder = fetch_drafter(decoder, place.checkpoint.s3)
     keys = network_keys(folder, place, decoder, drafter_folder)
     model_cache.keep_only(keys)
-    if drafter_folder is not None and isinstance(getattr(decoder, "drafter", None), MasksDrafterSettings):
+    drafter_settings = getattr(decoder, "drafter", None)
+    if drafter_folder is not None and isinstance(drafter_settings, MasksDrafterSettings):
         from draftmill.decoders.backbones.heads.adapter import adapt_masks
 
         mask_id = inspect_model(folder, family=place.family, mask_id=place.mask_id).mask_id
@@ -152,7 +153,7 @@ def load_networks(
     backbone = model_cache.take("model", keys, lambda: load_model(folder, place))
     if drafter_folder is None:
         return Networks(backbone, model_cache.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
-    if isinstance(getattr(decoder, "drafter", None), HeadDrafterSettings):
+    if isinstance(drafter_settings, HeadDrafterSettings):
         from draftmill.decoders.backbones.heads.published import load_speculator
 
         load_head = partial(load_speculator, drafter_folder, backbone, exact=place.exact)

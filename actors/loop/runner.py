@@ -19,15 +19,15 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
 from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
-from draftmill.actors.planning.beginnings import group_texts
+from draftmill.actors.planning.beginnings import beginnings, group_by_beginning
 from draftmill.actors.rows.samples import LoopMeter, Sample, length_of
 from draftmill.decoders.base import HOLE, Decoder, Outcome
 from draftmill.storage.errors import ChangedInput, DamagedRun, RowError, StoreError, StoreFull, UserError
@@ -343,19 +343,8 @@ def in_order(samples: Sequence[Sample]) -> list[Sample]:
     result, only what is computed twice.
     """
     ranked = sorted(samples, key=lambda sample: (-length_of(sample), sample.index))
-    begin = [_beginning(sample) for sample in ranked]
-    by_text = sorted(range(len(ranked)), key=lambda number: begin[number].tobytes())
-    shared = [common(begin[first], begin[second]) for first, second in pairwise(by_text)]
-    length = np.array([len(tokens) for tokens in begin], dtype=np.int64)
-    groups = group_texts(np.array(by_text, np.int64), np.array(shared, np.int64), length, np.arange(len(ranked)))
-    return [ranked[number] for number in groups.order.tolist()]
-
-
-def common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
-    """How many leading tokens two texts have in common."""
-    length = min(len(first), len(second))
-    differ = np.flatnonzero(first[:length] != second[:length])
-    return int(differ[0]) if len(differ) else length
+    column = pa.chunked_array([beginnings([_beginning(sample) for sample in ranked])])
+    return [ranked[number] for number in group_by_beginning(column, np.arange(len(ranked))).order.tolist()]
 
 
 def _beginning(sample: Sample) -> NDArray[np.int32]:

@@ -8,7 +8,7 @@
     examples question B end 1        inside of it again groups of what is still alike
     another text                     a group of its own
 
-A worker orders the samples of its units by their tokens (loop/runner.py), the planner the rows of a window by these hashes
+So a worker orders the samples of its units (loop/runner.py), and the planner the rows of a window
 (jobs/plan/packing.py). Two texts with equal hashes by chance stand together for nothing; it changes no result.
 """
 
@@ -58,7 +58,7 @@ def beginnings(tokens: Sequence[NDArray[np.int32] | None]) -> pa.Array:
     return pa.Array.from_buffers(BEGINNING.type, len(tokens), [None, pa.py_buffer(ends), pa.py_buffer(hashes)])
 
 
-def group_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, large: int) -> GroupedTexts:
+def group_by_beginning(column: pa.ChunkedArray, rank: NDArray[np.int64], *, large: int = _FAR) -> GroupedTexts:
     """Order the rows of a column BEGINNING; `rank` is each row's place if no rows begin alike, `large` as in `group_texts`."""
     noted = column.combine_chunks()
     starts_bytes = np.frombuffer(noted.buffers()[1], dtype=np.int32, count=len(noted) + 1, offset=4 * noted.offset)
@@ -83,8 +83,8 @@ def group_texts(
     length: NDArray[np.int64],
     rank: NDArray[np.int64],
     *,
-    least: int = LEAST,
-    large: int = _FAR,
+    least: int,
+    large: int,
 ) -> GroupedTexts:
     """Order texts, which `by_text` sorts by their symbols; each has, with its neighbour there, `common` first symbols in common.
 

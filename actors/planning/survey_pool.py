@@ -2,12 +2,12 @@
 
     inputs --chunks--> tasks, several at a time --items, in order--> tables
 
-A chunk is the work of one task: small files together, or a slice of a large one. A task sends the rows of its chunk in items; a
-task that is repeated gives the same ones. To cut a large file, something must be known of it: the row groups of a Parquet file,
+A chunk is the work of one task: small files together, or a slice of a large one. A task sends the rows of its chunk in items.
+To cut a large file, something must be known of it: the row groups of a Parquet file,
 how many lines each of its byte ranges has. Tasks find that out, too, a number of questions ahead.
 
-Ray retries nothing: a chunk whose task is lost goes to another task, which skips the items that have arrived. What fails three
-times, or is an error, is repeated in the planner's process: errors are then those of a planner without Ray.
+Nothing is retried on the cluster: the rest of a chunk whose task is lost, or fails, is done in the planner's process. Errors are
+then those of a planner without Ray.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from draftmill.actors.checkpoints.models import TOKENIZER_FILES
 from draftmill.actors.job import RowRecipe
@@ -214,9 +214,6 @@ def _questions(file: InputFile, chunk_chars: int | None) -> list[CutQuestion]:
     return [CutQuestion(file, start, min(start + starts.step, size), CHUNK_BYTES) for start in starts]
 
 
-ATTEMPTS = 3
-"""Tasks that may be lost with a chunk before it is done in the planner's process."""
-
 FIRST_S = 60.0
 """How long the first item may take, which includes the start of a process: a busy cluster may have no CPU for planning."""
 
@@ -226,19 +223,16 @@ NEXT_S = 300.0
 BACKLOG = 4
 """Items of a long chunk that wait for the planner, at most."""
 
-MOST_ODD = 3
-"""Chunks that fail on the cluster and not here, before everything is done here: the nodes lack something, such as a file."""
-
 _makers: dict[str, Maker] = {}
 
 
-def survey_chunk(key: str, job: list[Any], chunk: SurveyChunk, skip: int) -> Iterator[SurveyedRows]:
-    """The task: yield the items of a chunk from number `skip` on; `job` holds the reference of a SurveyJob, named `key`."""
+def survey_chunk(key: str, job: list[Any], chunk: SurveyChunk) -> Iterator[SurveyedRows]:
+    """The task: yield the items of a chunk; `job` holds the reference of a SurveyJob, named `key`."""
     the_job: SurveyJob = ray.get(job[0])
     if key not in _makers:
         _makers.clear()
         _makers[key] = maker_for(the_job.recipe, unpack_tokenizer(the_job.tokenizer), the_job.info)
-    for item in islice(items(the_job, _makers[key], chunk.pieces), skip, None):
+    for item in items(the_job, _makers[key], chunk.pieces):
         yield replace(item, pid=os.getpid())
 
 
@@ -249,7 +243,6 @@ class ChunkStream:
     chunk: SurveyChunk
     task: Any = None
     taken: int = 0
-    lost: int = 0
 
 
 @dataclass(slots=True)
@@ -265,7 +258,6 @@ class SurveyPool:
     _key: str = ""
     _streams: deque[ChunkStream] = field(default_factory=deque)
     _alone: bool = False
-    _odd: int = 0
     _wait_s: float = FIRST_S
 
     def tables(
@@ -301,7 +293,7 @@ class SurveyPool:
     def _start_ahead(self, inputs: Sequence[InputFile]) -> Iterator[ChunkStream]:
         """The chunks in order, while the tasks of the next ones run."""
         for chunk in chunks(inputs, self.job.recipe.chunk_chars, self._ask, ahead=2 * self.at_once):
-            self._streams.append(self._start(ChunkStream(chunk)))
+            self._streams.append(ChunkStream(chunk, self._start(chunk)))
             if len(self._streams) >= self.at_once:
                 yield self._streams[0]
                 self._streams.popleft()
@@ -309,15 +301,14 @@ class SurveyPool:
             yield self._streams[0]
             self._streams.popleft()
 
-    def _start(self, stream: ChunkStream) -> ChunkStream:
-        if not self._alone and stream.chunk.error is None:
-            # A task that is done again must not wait behind those that wait for it to be read.
-            options: dict[str, Any] = {"num_cpus": 0 if stream.lost else self.cpus, "max_retries": 0}
-            if stream.chunk.is_long:
-                options["_generator_backpressure_num_objects"] = BACKLOG
-            task = ray.remote(survey_chunk).options(num_returns="streaming", scheduling_strategy="SPREAD", **options)
-            stream.task = task.remote(self._key, [self._ref], stream.chunk, stream.taken)
-        return stream
+    def _start(self, chunk: SurveyChunk) -> Any:
+        """The task of a chunk; None if it is done in this process."""
+        if self._alone or chunk.error is not None:
+            return None
+        backlog = {"_generator_backpressure_num_objects": BACKLOG} if chunk.is_long else {}
+        options = {"num_cpus": self.cpus, "max_retries": 0, "scheduling_strategy": "SPREAD", **backlog}
+        task = ray.remote(survey_chunk).options(num_returns="streaming", **options)
+        return task.remote(self._key, [self._ref], chunk)
 
     def _items(self, stream: ChunkStream, maker: Maker, limit: int | None) -> Iterator[SurveyedRows]:
         """The items of a chunk: from its task, the rest from here, at most `limit` rows in total, if the task can't."""
@@ -325,35 +316,26 @@ class SurveyPool:
             raise stream.chunk.error
         if (yield from self._from_task(stream)):
             return
-        is_odd = stream.task is not None and not self._alone
         for item in islice(items(self.job, maker, stream.chunk.pieces, limit=limit), stream.taken, None):
             stream.taken += 1
             yield item
-        if is_odd:  # no error here: it was the cluster's
-            self._odd += 1
-            if self._odd == MOST_ODD:
-                self._give_up("planning on the cluster fails: planning here")
 
     def _from_task(self, stream: ChunkStream) -> Generator[SurveyedRows, None, bool]:
-        """The items of a chunk's task; returns whether these are all. What is lost is asked for again."""
+        """The items of a chunk's task; returns whether these are all."""
         while stream.task is not None and not self._alone:
             try:
                 ready, _ = ray.wait([stream.task], timeout=self._wait_s, fetch_local=False)
                 if not ready:
                     if self._wait_s == FIRST_S:
-                        self._give_up(f"the cluster has had no room for planning for {FIRST_S:.0f} s: planning here")
+                        self.note(f"the cluster has had no room for planning for {FIRST_S:.0f} s: planning here")
+                        self._alone = True
+                        self._cancel()
                     return False
                 item: SurveyedRows = ray.get(next(stream.task))
             except StopIteration:
                 return True
-            except RayTaskError:  # the planner finds out what it is
+            except RayError:  # the planner finds out what it is
                 return False
-            except RayError:
-                stream.lost += 1
-                if stream.lost == ATTEMPTS:
-                    return False
-                self._start(stream)
-                continue
             self._wait_s = NEXT_S
             stream.taken += 1
             self.arrived(item)
@@ -373,11 +355,6 @@ class SurveyPool:
             return answer(question)
 
         return wait
-
-    def _give_up(self, why: str) -> None:
-        self.note(why)
-        self._alone = True
-        self._cancel()
 
     def _cancel(self) -> None:
         for stream in self._streams:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,13 @@ from draftmill.actors.planning.beginnings import BEGINNING, beginnings
 from draftmill.actors.rows.canvas import CanvasSize
 from draftmill.actors.rows.makers import Maker
 from draftmill.actors.rows.prompts import read_columns
-from draftmill.actors.rows.row import Values, row_id, row_key
-from draftmill.actors.rows.unit_io import try_row
+from draftmill.actors.rows.unit_io import make_row
 from draftmill.storage.errors import RowError
 from draftmill.storage.inputs.kept import KeptTypes, names_read
 from draftmill.storage.inputs.reader import column_types, fetch_ahead, iterate
-from draftmill.storage.inputs.rows import WHOLE, FileSlice, InputFile, Row, default_id
+from draftmill.storage.inputs.rows import WHOLE, FileSlice, InputFile, Row
 from draftmill.storage.runs.unit_table import ROW_SCHEMA
-from draftmill.storage.stores.parallel import side_by_side
+from draftmill.storage.stores.parallel import parallel_map
 
 CONSTRAINED = pa.field("constrained", pa.bool_(), nullable=False)
 """Whether one of the row's holes has a constraint."""
@@ -82,7 +80,7 @@ def survey_pieces(
     if not threads:
         yield from map(measure, pending)
         return
-    for _, table in side_by_side(pending, measure, threads=threads, ahead=2 * threads):
+    for _, table in parallel_map(pending, measure, threads=threads, ahead=2 * threads):
         yield table.result()
 
 
@@ -129,62 +127,17 @@ def _chars(value: Any) -> int:
 
 
 def _measure_batch(recipe: RowRecipe, maker: Maker, batch: Batch) -> pa.Table:
-    named = [name_row(recipe, batch.piece.file, row) for row in batch.rows]
-    good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
-    sizes = iter(_sizes(maker, good))
-    return table_of(
-        batch.piece.number,
-        rows=[row.row for row in batch.rows],
-        offsets=[row.offset for row in batch.rows],
-        ids=[name for name, _ in named],
-        sizes=[next(sizes) if isinstance(key, int) else key for _, key in named],
-    )
-
-
-def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[CanvasSize | RowError]:
-    """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
-    sizes = try_row(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
-    if not isinstance(sizes, RowError):
-        return sizes
-    return [try_row(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
-
-
-def _size(maker: Maker, row: tuple[Values, int]) -> CanvasSize | RowError:
-    (size,) = maker.sizes([row])
-    return size
-
-
-def name_row(recipe: RowRecipe, file: InputFile, row: Row) -> tuple[str, int | RowError]:
-    """The id of a row, and its key, or why it has none."""
-    name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
-    if row.error is not None:
-        return name, row.error
-    values = row.values or {}
-    try:
-        name = row_id(values, recipe.columns) or name
-        return name, row_key(values, recipe.columns, job_seed=recipe.seed, sample_id=name)
-    except RowError as error:
-        return name, error
-
-
-def table_of(
-    file: int,
-    *,
-    rows: Sequence[int],
-    offsets: Sequence[int | None],
-    ids: Sequence[str],
-    sizes: Sequence[CanvasSize | RowError],
-) -> pa.Table:
-    """Return a table of SURVEYED for rows of one file."""
+    rows, file = batch.rows, batch.piece.file
+    names, _, sizes = zip(*(make_row(recipe, file, row, maker.size) for row in rows), strict=True)
 
     def column(get: Callable[[CanvasSize], int]) -> pa.Array:
         return pa.array([get(size) if isinstance(size, CanvasSize) else 0 for size in sizes], pa.int32())
 
     columns = {
-        "file": pa.array(np.full(len(rows), file, dtype=np.int32)),
-        "row": pa.array(rows, pa.int64()),
-        "offset": pa.array(offsets, pa.int64()),
-        "id": pa.array(ids, pa.string()),
+        "file": pa.array(np.full(len(rows), batch.piece.number, dtype=np.int32)),
+        "row": pa.array([row.row for row in rows], pa.int64()),
+        "offset": pa.array([row.offset for row in rows], pa.int64()),
+        "id": pa.array(names, pa.string()),
         "length": column(lambda size: size.length),
         "holes": column(lambda size: size.masked),
         "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in sizes], pa.string()),

@@ -160,18 +160,9 @@ class RowMaker:
         canvas = replace(canvas, rules=rules_of(given, canvas.rules, len(canvas.limits)))
         return canvas if maker is None else maker.applied(canvas)
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
-        """Return the size of each row's canvas, or its error; rows are (values, key)."""
-        return [self._size(values, key) for values, key in rows]
-
-    def _size(self, values: Values, key: int) -> CanvasSize | RowError:
-        try:
-            return self._size_of(self.make(values, key))
-        except RowError as error:
-            return error
-
-    def _size_of(self, canvas: Canvas) -> CanvasSize:
-        return canvas.size
+    def size(self, values: Values, key: int) -> CanvasSize:
+        """Return the size of the row's canvas; RowError as `make`."""
+        return self.make(values, key).size
 
     def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
         """The canvas without the row's settings."""
@@ -217,41 +208,15 @@ class CanvasMaker(RowMaker):
         text, ranges = self._hidden_text(values, key)
         return self._without_ranges(text, ranges)
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
-        """Return the size of each row's canvas, or its error; rows are (values, key)."""
-        mask = self._mask
-        if (
-            self.columns.tokens is None
-            and isinstance(mask, Random | Spans | SpanFraction)
-            and self.columns.spans is None
-        ):
-            return self._sizes_of_texts(mask, [values for values, _ in rows])
-        return RowMaker.sizes(self, rows)
-
-    # ---- sizes
-
-    def _sizes_of_texts(
-        self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]
-    ) -> list[CanvasSize | RowError]:
-        """Sizes without drawing noise: the mask hides a known number of tokens. Encodes all texts at once."""
-        texts = [self._text_or_error(values) for values in rows]
-        encoded = iter(self._tokenizer().encode_batch([text for text in texts if isinstance(text, str)]))
-        return [self._size_of_ids(mask, next(encoded)) if isinstance(text, str) else text for text in texts]
-
-    def _text_or_error(self, values: Values) -> str | RowError:
-        try:
-            self.rules.own_settings(values)
-            return text_of(self.prompter.fill(values), self.columns)
-        except RowError as error:
-            return error
-
-    def _size_of_ids(self, mask: Random | Spans | SpanFraction, ids: list[int]) -> CanvasSize | RowError:
-        try:
-            check_ids(ids, self.info)
-            check_length(len(ids), self.info)
-            return CanvasSize(len(ids), masking.masked_count(mask, len(ids)))
-        except RowError as error:
-            return error
+    def size(self, values: Values, key: int) -> CanvasSize:
+        """Draws no noise where a mask hides a known number of a text's tokens: that takes as long as to tokenize it."""
+        mask, own = self._mask, self.rules.own_settings(values)
+        has_places = self.columns.tokens is not None or self.columns.spans is not None
+        if not isinstance(mask, Random | Spans | SpanFraction) or has_places or self.rules.constraint(own) is not None:
+            return RowMaker.size(self, values, key)
+        length = len(self._encode(text_of(self.prompter.fill(values), self.columns)))
+        check_length(length, self.info)
+        return CanvasSize(length, masking.masked_count(mask, length))
 
     # ---- tokens
 

@@ -16,7 +16,7 @@ exceed the model's limit, they are cut at the ends that are farthest from the ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import Any, Final
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Fim, Infill, Task
-from draftmill.decoders.base import HOLE, ModelInfo, Outcome, TraceStep
+from draftmill.decoders.base import HOLE, ModelInfo, Outcome, Request, RowSettings, TraceStep
 from draftmill.decoders.constraints.constraint import Constraint
+from draftmill.decoders.draws.keys import hole_key
 from draftmill.storage.errors import UserError
 
 FIELD: Final = "task.fim"
@@ -151,6 +152,8 @@ def _prompt_tokens(fim: Fim) -> list[str]:
 
 
 IDS = NDArray[np.int32]
+Requests = Generator[Request, Outcome, Outcome]
+"""The requests of one sample: each is sent its outcome, and the last outcome is that of the sample. Indices are the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,20 @@ class Infilling:
     def filled(self, fills: Sequence[IDS]) -> list[IDS]:
         """The row's pieces and the fills between them, in order."""
         return [*chain.from_iterable(zip(self.pieces, fills, strict=False)), *self.pieces[len(fills) :]]
+
+
+def fill_holes(row: Infilling, key: int, settings: RowSettings, parts: list[TextPart]) -> Requests:
+    """Fills the holes of a row one after another, up to one that fails, and adds each to `parts`.
+
+    A request depends only on the row, the key and the fills so far, so it is the same after any failure or retry.
+    """
+    while len(parts) < len(row.limits) and not (parts and parts[-1].outcome.error_kind):
+        asked = row.ask([part.fill for part in parts])
+        if row.constraints:
+            settings = replace(settings, constraint=row.constraints[len(parts)])
+        outcome = yield Request(0, hole_key(key, len(parts)), asked.canvas, settings=settings)
+        parts.append(TextPart(asked, outcome))
+    return together(parts)
 
 
 def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:

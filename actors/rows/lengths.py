@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.actors.rows.fim import costs
+from draftmill.actors.rows.fim import Requests, costs
 from draftmill.decoders.base import HOLE, Outcome, Request, RowSettings
 from draftmill.decoders.draws.keys import LENGTH, uniforms
 
@@ -102,106 +102,57 @@ class OpenLengths:
 
 
 @dataclass(slots=True)
-class TriedCanvas:
-    """What came of a canvas: its fill (any-subset models), and its weight, None until its probe has run."""
-
-    fill: Outcome | None = None
-    weight: float | None = None
-
-
-@dataclass(slots=True)
 class LengthSearch:
-    """Finds the lengths of one sample's holes, request by request. `taken` are those of the first holes; `logprob` is the
-    log-probability of all that were taken under their posteriors, None in masked diffusion."""
+    """Finds the lengths of one sample's holes. `taken` are those of the first holes; `logprob` is the log-probability of all that
+    were taken under their posteriors, None in masked diffusion; `num_tried` is how many were tried, of all holes together."""
 
     row: OpenLengths
     key: int
     settings: RowSettings
     taken: Lengths = ()
     logprob: float | None = 0.0
-    _tried: dict[tuple[int, Lengths], TriedCanvas] = field(default_factory=dict)
-    _outcomes: list[Outcome] = field(default_factory=list)
-    _now: Lengths = ()
-
-    def __post_init__(self) -> None:
-        self._next()
-
-    @property
-    def num_tried(self) -> int:
-        """How many lengths were tried, of all holes together."""
-        return len(self._tried)
+    num_tried: int = 0
 
     @property
     def is_over(self) -> bool:
         """Whether all holes have their lengths."""
         return len(self.taken) == len(self.row.choices)
 
-    @property
-    def canvas(self) -> IDS:
-        """The canvas that runs now; at the end the one with the lengths that were taken."""
-        return self.row.canvas(self.taken if self.is_over else self._now)
-
-    def _key(self, lengths: Lengths) -> tuple[int, Lengths]:
-        """What tells canvases apart. A joint weighs all holes of a canvas, a confidence is that of one hole."""
-        return (0 if self.row.bias is None else len(self.taken)), lengths
-
-    def request(self, handle: int) -> Request:
-        """The next request, while the search is not over."""
-        canvas, fill = self.canvas, self._tried[self._key(self._now)].fill
-        if self.row.bias is not None:
-            start, end = self.row.holes(self._now)[len(self.taken)]
-            certain = RowSettings(temperature=0.0)
-            return Request(
-                handle, self.key, canvas, settings=certain, probe=True, scored=np.arange(start, end, dtype=np.int64)
-            )
-        if fill is None:
-            return Request(handle, self.key, canvas, settings=self.settings)
-        first = self.row.holes(self._now)[0][0]
-        filled = canvas.copy()
-        filled[canvas == HOLE] = fill.tokens
-        return Request(handle, self.key, filled, score_from=first, probe=True)
-
-    def take(self, outcome: Outcome) -> bool:
-        """Store an outcome, not a failed one; returns True if there is another request."""
-        self._outcomes.append(outcome)
-        tried = self._tried[self._key(self._now)]
-        if self.row.bias is None and tried.fill is None:
-            tried.fill = outcome
-            return True
-        assert outcome.logprob is not None, "a probe has an answer"
-        if self.row.bias is not None:
-            start, end = self.row.holes(self._now)[len(self.taken)]
-            tried.weight = outcome.logprob - math.log(bias_at(self.row.bias, end - start))
-        else:
-            assert tried.fill is not None and tried.fill.logprob is not None, "a fill has a log-probability"
-            tried.weight = outcome.logprob - tried.fill.logprob
-        self._next()
-        return not self.is_over
-
-    def result(self, last: Outcome | None = None) -> Outcome:
-        """The row's outcome: the fill of the lengths that were taken, or the `last` one, with the forwards and times of all that
-        was tried. Drafts are those of the fill alone."""
-        kept = self._tried[0, self.taken].fill if last is None else last
-        assert kept is not None, "masked canvases are filled at the end"
-        return replace(kept, **costs([*self._outcomes, *([] if last is None else [last])]))
-
-    def _next(self) -> None:
-        """Go on to the next canvas that was not tried; where there is none, take a length, and go on to the next hole."""
+    def requests(self) -> Requests:
+        """Yields each request and is sent its outcome. Returns the fill of the lengths that were taken, with the forwards and
+        times of all that was tried; drafts are those of the fill alone."""
+        outcomes, fills, weights = list[Outcome](), dict[Lengths, Outcome](), dict[Lengths, float]()
         while not self.is_over:
             options = self.row.options(self.taken)
             is_last = len(self.taken) + 1 == len(self.row.choices)
+            if self.row.bias is not None:
+                weights = {}  # a joint weighs all holes of a canvas, a confidence is that of one hole
             # An only length needs no weight, but the last canvas of an any-subset model is the one that is filled.
             if len(options) > 1 or (is_last and self.row.bias is None):
-                self._now = next((each for each in options if self._key(each) not in self._tried), ())
-                if self._now:
-                    self._tried[self._key(self._now)] = TriedCanvas()
-                    return
-            self._choose(options)
+                for lengths in [each for each in options if each not in weights]:
+                    self.num_tried += 1
+                    canvas, places = self.row.canvas(lengths), self.row.holes(lengths)
+                    if self.row.bias is not None:
+                        start, end = places[len(self.taken)]
+                        sure, scored = RowSettings(temperature=0.0), np.arange(start, end, dtype=np.int64)
+                        probed = yield Request(0, self.key, canvas, settings=sure, probe=True, scored=scored)
+                        outcomes.append(probed)
+                        weights[lengths] = _logprob(probed) - math.log(bias_at(self.row.bias, end - start))
+                    else:
+                        fill = fills[lengths] = yield Request(0, self.key, canvas, settings=self.settings)
+                        filled = canvas.copy()
+                        filled[canvas == HOLE] = fill.tokens
+                        probed = yield Request(0, self.key, filled, score_from=places[0][0], probe=True)
+                        outcomes += [fill, probed]
+                        weights[lengths] = _logprob(probed) - _logprob(fill)
+            self._choose(options, np.array([weights[each] if len(options) > 1 else 0.0 for each in options]))
+        if self.row.bias is None:
+            return replace(fills[self.taken], **costs(outcomes))
+        fill = yield Request(0, self.key, self.row.canvas(self.taken), settings=self.settings)
+        return replace(fill, **costs([*outcomes, fill]))
 
-    def _choose(self, options: Sequence[Lengths]) -> None:
+    def _choose(self, options: Sequence[Lengths], weights_L: NDArray[np.float64]) -> None:
         hole = len(self.taken)
-        weights = [self._tried[self._key(lengths)].weight if len(options) > 1 else 0.0 for lengths in options]
-        weights_L = np.array(weights, dtype=np.float64)
         if self.row.bias is not None:
             self.logprob, best = None, int(np.argmax(weights_L))
         else:
@@ -211,6 +162,11 @@ class LengthSearch:
             assert self.logprob is not None, "an any-subset model has a posterior"
             self.logprob += float(log_p_L[best])
         self.taken = options[best][: hole + 1]
+
+
+def _logprob(outcome: Outcome) -> float:
+    assert outcome.logprob is not None, "fills and probes have a log-probability"
+    return outcome.logprob
 
 
 def log_posterior(weights_L: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -59,7 +59,6 @@ from draftmill.actors.task import (
     Task,
 )
 from draftmill.decoders.base import HOLE, ModelInfo
-from draftmill.storage.errors import RowError
 
 MORE_ROUNDS = 8
 """Cutting a text changes the tokens at its edge, so a few tokens may remain to be cut in another round."""
@@ -76,7 +75,8 @@ class PromptMaker(RowMaker):
             return self._complete(values, self.task, own)
         return self._score(values, own)
 
-    def _size_of(self, canvas: Canvas) -> CanvasSize:
+    def size(self, values: Values, key: int) -> CanvasSize:
+        canvas = self.make(values, key)
         size = canvas.size
         if not shares_beginnings(self.task, self.info):
             return size
@@ -325,22 +325,22 @@ class ScoreMaker:
         canvas = self.holes.make(values, key)
         scored = np.flatnonzero(canvas.tokens == HOLE).astype(np.int64)
         if not len(scored):
-            raise _nothing()
+            raise token_error("empty_text", _NOTHING)
         assert canvas.hidden is not None, "a hole whose text is unknown"
         tokens = canvas.tokens.copy()
         tokens[scored] = canvas.hidden
         check_scored(tokens, scored, self.holes.info)
         return Canvas(tokens, canvas.holes, score_from=int(scored[0]), scored=scored, endpoint=canvas.endpoint)
 
-    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[CanvasSize | RowError]:
-        """Return the size of each row's canvas, or its error; rows are (values, key)."""
-        return [
-            _nothing() if isinstance(size, CanvasSize) and not size.masked else size for size in self.holes.sizes(rows)
-        ]
+    def size(self, values: Values, key: int) -> CanvasSize:
+        """Return the size of the row's canvas; RowError as `make`, but for tokens without a probability."""
+        size = self.holes.size(values, key)
+        if not size.masked:
+            raise token_error("empty_text", _NOTHING)
+        return size
 
 
-def _nothing() -> RowError:
-    return token_error("empty_text", "there is nothing to score: the mask hides no token")
+_NOTHING: Final = "there is nothing to score: the mask hides no token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +366,7 @@ class FimMaker(CanvasMaker):
         tokens = row.ask([]).canvas
         return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row, rules=rules)
 
-    sizes = RowMaker.sizes  # of the longest canvases, which no mask alone tells
+    size = RowMaker.size  # of the longest canvas, which no mask alone tells
 
     def _row(
         self, values: Values, key: int, own: OwnSettings

@@ -18,12 +18,13 @@ Null (in a column, also an empty text) means the job's own value; a column overr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
-from functools import cached_property, partial
-from typing import Any, Final, NoReturn
+from functools import cached_property
+from typing import Annotated, Any, Final, NoReturn
+
+from pydantic import Field, ValidationError
 
 from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.chat import kwargs_problem
@@ -32,9 +33,9 @@ from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.row import CHAT, Values, body_of, decode_bytes, endpoint_of, missing, problems_of
 from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.task import MOST_NEW_TOKENS, Complete, Score
+from draftmill.actors.task import Complete, NewTokens, Score, Stops
 from draftmill.decoders.base import ModelInfo, RowSettings
-from draftmill.decoders.common_settings import MOST_TOP_LOGPROBS, Sampling
+from draftmill.decoders.common_settings import MOST_TOP_LOGPROBS, Sampling, Settings
 from draftmill.decoders.engine.ends import NeverStops
 from draftmill.decoders.engine.penalties import Penalties
 from draftmill.decoders.settings import DECODERS
@@ -136,45 +137,48 @@ class RowRules:
     # ---- the values
 
     def _settings_of(self, values: Values, body: Mapping[str, Any], endpoint: str | None) -> OwnSettings:
-        task, columns, sampling = self.recipe.task, self.recipe.columns, self.recipe.sampling
-        name, most = _setting(values, columns.max_new_tokens, body, ("max_completion_tokens", "max_tokens"))
-        stop_name, stop = _setting(values, columns.stop, body, ("stop",))
+        task, sampling = self.recipe.task, self.recipe.sampling
+        given = {}  # field -> (its name for messages, its value)
+        for field_name, keys in _KEYS.items():
+            name, value = _setting(values, getattr(self.recipe.columns, field_name, None), body, keys)
+            if value is not None:
+                given[field_name] = name, value
         if not isinstance(task, Complete):
-            if most is not None and not fills_in_middle(task, self.info):
-                _refuse(f"{name}: {brief(str(most))}, but this job fills holes of given lengths; allowed: null")
-            if stop is not None and stop != []:
-                _refuse(f"{stop_name}: {brief(str(stop))}, but stop strings end completions only; allowed: null")
-            stop = None
-        constraint = self._constraint(values, body)
-        if (stop or getattr(task, "stop", ())) and (constraint or getattr(task, "constraint", None)):
-            _refuse(
-                f"{stop_name}: stop strings would cut a text before it matches its constraint; allowed: only one of them"
-            )
-        temperature = _number(*_setting(values, columns.temperature, body, ("temperature",)), most=100.0)
-        top_p = _number(*_setting(values, columns.top_p, body, ("top_p",)), most=1.0, above=True)
-        top_k, min_p = self._top_k(values, body), _number("min_p", body.get("min_p"), most=1.0)
-        self._check_draws(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+            if "max_new_tokens" in given and not fills_in_middle(task, self.info):
+                _refuse(f"{_shown(*given['max_new_tokens'])}, but this job fills holes of given lengths; allowed: null")
+            for field_name, what in (("stop", "stop strings"), ("stop_token_ids", "stop tokens")):
+                if given.get(field_name, ("", []))[1] != []:
+                    _refuse(f"{_shown(*given[field_name])}, but {what} end completions only; allowed: null")
+                given.pop(field_name, None)
+        own = _read(_OtherSettings, given) | _read(Sampling, given)
+        constraint, stop = self._constraint(values, body), own.get("stop")
+        is_constrained = constraint or getattr(task, "constraint", None)
+        if (stop or getattr(task, "stop", ())) and is_constrained:
+            _refuse("stop: stop strings would cut a text before it matches its constraint; allowed: only one of them")
+        draws: dict[str, Any] = {key: own.get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
+        if draws["top_k"] is not None:
+            draws["top_k"] = max(draws["top_k"], 0)  # 0 cuts nothing off, and so does -1 of a request
+        self._check_draws(**draws)
         logprobs, tops = self._logprobs(body, endpoint)
-        penalties, stop_ids = self._own_penalties(body), self._stop_ids(body.get("stop_token_ids"))
-        if constraint or getattr(task, "constraint", None):
+        penalties, stop_ids = self._own_penalties(own), own.get("stop_token_ids", ())
+        if is_constrained:
             banning = [*sampling.model_copy(update=penalties).bans, *(["stop_token_ids"] if stop_ids else [])]
             if banning:
                 _refuse(
                     f"{banning[0]}: could leave no token that a constraint allows, or cut a text; allowed: only one of them"
                 )
+        if stop is not None:
+            self._check_stop(given["stop"][0], stop)
         return OwnSettings(
-            max_new_tokens=_count(name, most),
-            temperature=temperature,
-            top_p=top_p,
-            stop=self._stop(stop_name, stop),
+            max_new_tokens=own.get("max_new_tokens"),
+            stop=stop,
             logprobs=logprobs,
             constraint=constraint,
             endpoint=endpoint,
-            top_k=top_k,
-            min_p=min_p,
             top_logprobs=tops,
             stop_ids=stop_ids,
             penalties=penalties,
+            **draws,
         )
 
     def _constraint(self, values: Values, body: Mapping[str, Any]) -> Any:
@@ -209,21 +213,9 @@ class RowRules:
             raise RowError("bad_setting", "read", f"{name}: {problem}")
         return {key: given for key, given in value.items() if given is not None}
 
-    def _top_k(self, values: Values, body: Mapping[str, Any]) -> int | None:
-        """0 cuts nothing off, and so does -1 of a request."""
-        name, value = _setting(values, self.recipe.columns.top_k, body, ("top_k",))
-        number = None if value is None else _spelt(value)
-        if value is not None and (number is None or number != int(number) or not -1 <= number < 2**31):
-            _bad(name, value, "a whole number from 1 on; 0 or -1: all tokens")
-        return None if number is None else max(int(number), 0)
-
-    def _own_penalties(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _own_penalties(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of Sampling that a body changes; a neutral value is one, too, where the job has another."""
-        found = dict[str, Any]()
-        for key, (name, read) in _PENALTIES.items():
-            value = None if body.get(key) is None else read(key, body[key])
-            if value is not None and value != getattr(self.recipe.sampling, name):
-                found[name] = value
+        found = {key: own[key] for key in _PENALTIES if key in own and own[key] != getattr(self.recipe.sampling, key)}
         changed = self.recipe.sampling.model_copy(update=found)
         if found.get("min_new_tokens") and not isinstance(self.recipe.task, Complete):
             _refuse(
@@ -238,15 +230,6 @@ class RowRules:
                 "job has some; set them in sampling, or use acceptance 'coupled'"
             )
         return found
-
-    def _stop_ids(self, value: Any) -> tuple[int, ...]:
-        if value is None or value == []:
-            return ()
-        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-            _bad("stop_token_ids", value, "a list of token ids")
-        if not isinstance(self.recipe.task, Complete):
-            _refuse(f"stop_token_ids: {brief(str(value))}, but stop tokens end completions only; allowed: []")
-        return tuple(value)
 
     def _check_draws(self, **own: float | None) -> None:
         """RowError for values other than the job's, if the decoder uses the job's values for all rows."""
@@ -266,20 +249,12 @@ class RowRules:
                     f"from sampling.{key}"
                 )
 
-    def _stop(self, name: str, value: Any) -> tuple[str, ...] | None:
-        if value is None:
-            return None
-        given = [value] if isinstance(value, str) else value
-        if not isinstance(given, list) or not all(isinstance(item, str) and item for item in given):
-            _bad(name, value, "a non-empty text, or a list of non-empty texts")
-        if any("\ufffd" in item for item in given):
-            _bad(name, value, "texts without U+FFFD, which stands for invalid bytes")
-        if given and self.tokenizer is None:
+    def _check_stop(self, name: str, stops: Sequence[str]) -> None:
+        if stops and self.tokenizer is None:
             _refuse(f"{name}: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'")
-        problem = self.unseen_stop(given)
+        problem = self.unseen_stop(stops)
         if problem is not None:
             _refuse(f"{name}: {problem}")
-        return tuple(given)
 
     def unseen_stop(self, stops: Sequence[str]) -> str | None:
         """Why one of the stop strings can never occur; None if all can, or if end tokens have the same effect."""
@@ -346,60 +321,54 @@ def _setting(values: Values, column: str | None, body: Mapping[str, Any], keys: 
     return given[0] if given else (keys[-1], None)
 
 
-def _number(name: str, value: Any, *, most: float, least: float = 0.0, above: bool = False) -> float | None:
-    """A number from (or above) `least` to `most`; a text that spells a number is valid, since csv has only texts."""
-    if value is None:
-        return None
-    number = _spelt(value)
-    if number is None or not least <= number <= most or (above and number == least):
-        _bad(name, value, f"a number {f'above {least:g}, up to' if above else f'from {least:g} to'} {most:g}")
-    return number
+class _OtherSettings(Settings):
+    """The settings of a row that are not those of Sampling."""
+
+    max_new_tokens: NewTokens = 1
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    stop: Stops = ()
+    stop_token_ids: tuple[Annotated[int, Field(strict=True, ge=0)], ...] = ()
 
 
-def _count(name: str, value: Any, *, least: int = 1) -> int | None:
-    if value is None:
-        return None
-    number = _spelt(value)
-    if number is None or number != int(number) or not least <= number <= MOST_NEW_TOKENS:
-        _bad(name, value, f"a whole number from {least} to {MOST_NEW_TOKENS}")
-    return int(number)
-
-
-def _biases(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or not all(str(key).isascii() and str(key).isdigit() for key in value):
-        _bad(name, value, "an object of token ids with numbers from -100 to 100")
-    return {int(key): _number(f"{name}.{key}", bias, least=-100.0, most=100.0) or 0.0 for key, bias in value.items()}
-
-
-def _words(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-        _bad(name, value, "a list of non-empty texts")
-    return tuple(value)
-
-
-_PENALTIES: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
-    "presence_penalty": ("presence_penalty", partial(_number, least=-2.0, most=2.0)),
-    "frequency_penalty": ("frequency_penalty", partial(_number, least=-2.0, most=2.0)),
-    "repetition_penalty": ("repetition_penalty", partial(_number, most=100.0, above=True)),
-    "min_tokens": ("min_new_tokens", partial(_count, least=0)),
-    "logit_bias": ("logit_bias", _biases),
-    "bad_words": ("bad_words", _words),
+_PENALTIES: Final = {
+    **{key: (key,) for key in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
+    **{"min_new_tokens": ("min_tokens",), "logit_bias": ("logit_bias",), "bad_words": ("bad_words",)},
 }
-"""Keys of a body, the fields of Sampling that they replace, and what reads them."""
+_KEYS: Final[Mapping[str, Sequence[str]]] = {
+    **{"max_new_tokens": ("max_completion_tokens", "max_tokens")},
+    **{key: (key,) for key in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")},
+    **_PENALTIES,
+}
+"""The settings of a row, and the keys of a body that have them."""
 
 
-def _spelt(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
-        return None
+def _read(kind: type[Settings], given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """What is given of the fields of a class of settings; a text that spells a number is valid, since csv has only texts."""
+    own = {key: pair for key, pair in given.items() if key in kind.model_fields and (key, kind) != ("top_k", Sampling)}
+    for key, (name, value) in own.items():
+        if isinstance(value, bool):
+            _bad(name, value, "a number")
+        if key == "logit_bias" and not (isinstance(value, dict) and all(map(_is_bias, value.items()))):
+            _bad(name, value, "an object of token ids with numbers from -100 to 100")
     try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+        read = kind.model_validate({key: value for key, (_, value) in own.items()})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        _bad(*own[str(first["loc"][0])], first["msg"])
+    return {key: getattr(read, key) for key in own}
+
+
+def _is_bias(pair: tuple[Any, Any]) -> bool:
+    """Whether a token is given by its id, and its bias is no bool."""
+    return str(pair[0]).isascii() and str(pair[0]).isdigit() and not isinstance(pair[1], bool)
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{name}: {brief(str(value))}"
 
 
 def _bad(name: str, value: Any, allowed: str) -> NoReturn:
-    raise RowError("bad_setting", "read", f"{name}: {brief(str(value))}; allowed: {allowed}")
+    raise RowError("bad_setting", "read", f"{_shown(name, value)}; allowed: {allowed}")
 
 
 def _refuse(message: str) -> NoReturn:

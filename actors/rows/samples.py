@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftmill.actors.messages import Effort, Tally
-from draftmill.actors.rows.fim import AskedHole, Infilling, TextPart, together
-from draftmill.actors.rows.lengths import LengthSearch
+from draftmill.actors.rows.fim import Infilling, Requests, TextPart, fill_holes, together
+from draftmill.actors.rows.lengths import LengthSearch, OpenLengths
 from draftmill.decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
-from draftmill.decoders.draws.keys import hole_key
 from draftmill.storage.errors import RowError
 
 
@@ -25,9 +24,9 @@ class Sample:
 
     `index` is its place in the unit. `score_from` is the first position to score, None if tokens are generated; `scored` are all
     of them, if not all from there on.
-    `settings` are the row's own; `note` is the UnitIO's data. With an `infilling`, holes are filled one after another:
-    `canvas` is the current hole's canvas, `parts` are the holes decoded so far, and `outcome` is their combined outcome. With a
-    `search`, canvases of several lengths are tried first. `earlier` are the row's texts in other runs, which draft.
+    `settings` are the row's own; `note` is the UnitIO's data. `earlier` are the row's texts in other runs, which draft.
+    A sample may take several requests, one after the other (`fill`, `find_lengths`). `canvas` is then that of the current one,
+    and `outcome` what there is so far. `parts` are the holes filled one after another, `search` tries several lengths.
     """
 
     index: int
@@ -39,77 +38,60 @@ class Sample:
     error: RowError | None = None
     outcome: Outcome | None = None
     note: Any = None
-    infilling: Infilling | None = None
-    search: LengthSearch | None = None
-    asked: AskedHole | None = None
     parts: list[TextPart] = field(default_factory=list)
+    search: LengthSearch | None = None
     queued_at_s: float | None = None
     earlier: tuple[NDArray[np.int32], ...] = ()
+    _requests: Requests | None = None
+    _asked: Request | None = None
+
+    def fill(self, row: Infilling) -> None:
+        """Fill the holes of this row one after another."""
+        self._begin(fill_holes(row, self.key, self.settings, self.parts))
+
+    def find_lengths(self, row: OpenLengths) -> None:
+        """Find the lengths of this row's holes, and fill them."""
+        self.search = LengthSearch(row, self.key, self.settings)
+        self._begin(self.search.requests())
+
+    def _begin(self, requests: Requests) -> None:
+        self._requests, self._asked = requests, next(requests)
+        self.canvas = self._asked.canvas
 
     def request(self, handle: int) -> Request:
         """The request for a decoder; its outcome has the index `handle`."""
         assert self.canvas is not None, "a row without a canvas is not decoded"
         if self.search is not None and not self.search.is_over:
-            return self.search.request(handle)
-        key = hole_key(self.key, len(self.parts))
-        return Request(
-            handle,
-            key,
-            self.canvas,
-            score_from=self.score_from,
-            settings=self.settings,
-            scored=self.scored,
-            earlier=self._earlier_rest(),
-        )
-
-    def _earlier_rest(self) -> tuple[NDArray[np.int32], ...]:
-        """The texts that draft; of holes that are filled one after another the part that this hole and later ones may have."""
-        filled = sum(len(part.outcome.tokens) for part in self.parts)
-        return tuple(text[filled:] for text in self.earlier) if filled else self.earlier
+            earlier: tuple[NDArray[np.int32], ...] = ()
+        else:  # of holes that are filled one after another, the part of the texts that this hole and later ones may have
+            filled = sum(len(part.outcome.tokens) for part in self.parts)
+            earlier = tuple(text[filled:] for text in self.earlier)
+        if self._asked is not None:
+            return dataclasses.replace(self._asked, index=handle, earlier=earlier)
+        places = self.score_from, self.settings, self.scored
+        return Request(handle, self.key, self.canvas, None, *places, earlier=earlier)
 
     def take(self, outcome: Outcome) -> bool:
-        """Store the outcome of a request; returns True if the sample has another request: for its next hole, or another length.
-
-        That request depends only on the row, the key and the fills so far, so it is the same after any failure or retry.
-        """
+        """Store the outcome of a request; returns True if the sample has another one."""
         self.outcome = outcome
-        if self.search is not None and outcome.error_kind is None:
-            return self._search(self.search, outcome)
-        if self.infilling is None or not self.infilling.limits:
+        if self._requests is None or (self.search is not None and outcome.error_kind is not None):
             return False
-        assert self.asked is not None, "an outcome without a request"
-        self.parts.append(TextPart(self.asked, outcome))
-        self.outcome = together(self.parts)
-        if outcome.error_kind is not None or len(self.parts) == len(self.infilling.limits):
+        try:
+            self._asked = self._requests.send(outcome)
+        except StopIteration as end:
+            self.outcome = end.value
+            if self.search is not None:
+                self.canvas = self.search.row.canvas(self.search.taken)
             return False
-        self.ask()
-        self.queued_at_s = time.perf_counter()
-        return True
-
-    def _search(self, search: LengthSearch, outcome: Outcome) -> bool:
-        if search.is_over:  # a masked canvas of the length that was taken
-            self.outcome = search.result(outcome)
-            return False
-        goes_on = search.take(outcome)
-        self.canvas, self.queued_at_s = search.canvas, time.perf_counter()
-        if not goes_on and search.row.bias is None:
-            self.outcome = search.result()
-            return False
+        if self.parts:
+            self.outcome = together(self.parts)
+        self.canvas, self.queued_at_s = self._asked.canvas, time.perf_counter()
         return True
 
     @property
     def has_begun(self) -> bool:
         """Whether some of its requests have ended."""
-        return bool(self.parts) or (self.search is not None and self.outcome is not None)
-
-    def ask(self) -> None:
-        """Make the canvas of the next hole."""
-        assert self.infilling is not None, "a sample without an infilling"
-        self.asked = self.infilling.ask([part.fill for part in self.parts])
-        self.canvas = self.asked.canvas
-        if self.infilling.constraints:
-            constraint = self.infilling.constraints[len(self.parts)]
-            self.settings = dataclasses.replace(self.settings, constraint=constraint)
+        return self._requests is not None and self.outcome is not None
 
     @property
     def num_given(self) -> int:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -72,11 +71,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; the spelling of a special token in it is treated as plain text."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text. Unlike the library's `encode`, this releases the interpreter's lock."""
-        return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        # Unlike the library's `encode`, this releases the interpreter's lock.
+        return self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_behind(self, text: str) -> list[int]:
         """Ids of `text` that follows other text: without the space that some vocabularies put before a text."""
@@ -214,7 +210,7 @@ def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int |
     from draftmill.actors.rows.chat import ChatTemplate
 
     try:
-        files = read_files(place)
+        core, names, template = read_files(place)
     except NotPlain:
         inner = _load(place, trust_remote_code)
         try:
@@ -224,8 +220,8 @@ def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int |
         return inner.backend_tokenizer, inner.bos_token_id, inner.eos_token_id, chat
     except Exception as error:  # the library raises anything for a damaged file, bare Exception included
         raise _load_error(place, error) from error
-    chat = None if files.template is None else ChatTemplate(files.template, files.names)
-    return files.core, files.id_of("bos_token"), files.id_of("eos_token"), chat
+    bos, eos = (core.token_to_id(names[name]) if name in names else None for name in ("bos_token", "eos_token"))
+    return core, bos, eos, None if template is None else ChatTemplate(template, names)
 
 
 def _load(place: Path, trust_remote_code: bool) -> Any:
@@ -256,22 +252,10 @@ class NotPlain(Exception):
     """Only transformers can read the files, if at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """A tokenizer; its special tokens by name ({bos_token: <s>}), all in its vocabulary; its chat template, if it has one."""
-
-    core: Core
-    names: dict[str, str]
-    template: str | None
-
-    def id_of(self, name: str) -> int | None:
-        """The id of a special token; None if the tokenizer has none of that name."""
-        token = self.names.get(name)
-        return None if token is None else self.core.token_to_id(token)
-
-
-def read_files(place: Path) -> TokenizerFiles:
-    """Read the tokenizer in a folder. Raises NotPlain, or whatever the libraries raise for a damaged file."""
+def read_files(place: Path) -> tuple[Core, dict[str, str], str | None]:
+    """The tokenizer in a folder; its special tokens by name ({bos_token: <s>}), all in its vocabulary; its chat template, if it
+    has one. Raises NotPlain, or whatever the libraries raise for a damaged file.
+    """
     path = place / "tokenizer.json"
     if not path.is_file():
         raise NotPlain("no tokenizer.json")
@@ -284,7 +268,7 @@ def read_files(place: Path) -> TokenizerFiles:
     added = _added_tokens(place, config, core)
     named = _special_tokens(config, core, {str(token): token for token in added})
     _add(core, added, list(named.values()), _extra(config))
-    return TokenizerFiles(core, {name: str(token) for name, token in named.items()}, _template(place, config))
+    return core, {name: str(token) for name, token in named.items()}, _template(place, config)
 
 
 def _added_tokens(place: Path, config: Mapping[str, Any], core: Core) -> list[AddedToken]:

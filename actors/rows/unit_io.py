@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from draftmill.actors.job import Job
+from draftmill.actors.job import Job, RowRecipe
 from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.rows.canvas import Canvas, finish_row
 from draftmill.actors.rows.constraints import ConstraintMaker
 from draftmill.actors.rows.fim import TextPart
-from draftmill.actors.rows.lengths import LengthSearch
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import Values, model_of, row_id, row_key
@@ -277,7 +276,7 @@ class RowUnitIO:
                 sample.error = kept
                 return
             sample.note.keep = kept
-        canvas = try_row(lambda: self._canvas(sample, row), "tokenize", "tokenize_error")
+        canvas = self._canvas(sample, row)
         if isinstance(canvas, RowError):
             sample.error = canvas
         else:
@@ -285,11 +284,9 @@ class RowUnitIO:
             sample.canvas, sample.score_from, sample.settings = canvas.tokens, canvas.score_from, canvas.settings
             sample.scored = canvas.scored
             if canvas.lengths is not None:
-                sample.search = LengthSearch(canvas.lengths, sample.key, canvas.settings)
-                sample.canvas = sample.search.canvas
-            if canvas.infilling is not None:
-                sample.infilling = canvas.infilling
-                sample.ask()
+                sample.find_lengths(canvas.lengths)
+            if canvas.infilling is not None and canvas.infilling.limits:
+                sample.fill(canvas.infilling)
 
     def _find_earlier(self, samples: Sequence[Sample]) -> None:
         """Give rows their texts in the runs that draft. Where these can't be read, rows do without; under rejection, where a text
@@ -308,29 +305,24 @@ class RowUnitIO:
                 if ids:
                     sample.earlier = (*sample.earlier, np.array(ids, dtype=np.int32))
 
-    def _canvas(self, sample: Sample, row: Row) -> Canvas:
-        """The canvas of the sample's row, which is made with the row's key: all samples of a row share it, or its error."""
+    def _canvas(self, sample: Sample, row: Row) -> Canvas | RowError:
+        """The canvas of the sample's row, which is made with the row's key: all samples of a row share it, or its error.
+
+        Raises ChangedInput if the row has another id than in the plan.
+        """
         planned: PlannedRow = sample.note.planned
         if self._latest is None or self._latest[0] is not row:
-            values = row.values or {}
-            self._check_id(planned, values)
-            key = row_key(values, self._recipe.columns, job_seed=self._recipe.seed, sample_id=planned.id)
-            self._latest = row, key, try_row(lambda: self._maker.make(values, key), "tokenize", "tokenize_error")
+            file = self._job.files[planned.file]
+            name, key, canvas = make_row(self._recipe, file, row, self._maker.make)
+            if name != planned.id:
+                raise ChangedInput(
+                    f"input.path: {file.uri} has changed since it was planned: row {planned.row} has the id {brief(name)}, which "
+                    f"was {brief(planned.id)}"
+                )
+            self._latest = row, key, canvas
         _, key, canvas = self._latest
-        if isinstance(canvas, RowError):
-            raise canvas
-        sample.key = nth_key(key, planned.sample)
+        sample.key = sample.key if isinstance(canvas, RowError) else nth_key(key, planned.sample)
         return canvas
-
-    def _check_id(self, planned: PlannedRow, values: Values) -> None:
-        """Raise ChangedInput if the row has another id than in the plan, RowError for an invalid one, as planning did."""
-        file = self._job.files[planned.file]
-        own_id = row_id(values, self._recipe.columns) or default_id(file, planned.row)
-        if own_id != planned.id:
-            raise ChangedInput(
-                f"input.path: {file.uri} has changed since it was planned: row {planned.row} has the id {brief(own_id)}, which "
-                f"was {brief(planned.id)}"
-            )
 
     # ---- rows out
 
@@ -418,6 +410,22 @@ def try_row(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
         raise
     except BaseException as error:  # noqa: BLE001 - see above
         return RowError(kind, stage, f"{type(error).__name__}: {error}")
+
+
+def make_row(
+    recipe: RowRecipe, file: InputFile, row: Row, make: Callable[[Values, int], T]
+) -> tuple[str, int, T | RowError]:
+    """The row's id, its key (0 if it has none), and what `make` makes of its values and key: its canvas, or the canvas's size."""
+    name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
+    if row.error is not None:
+        return name, 0, row.error
+    values = row.values or {}
+    try:
+        name = row_id(values, recipe.columns) or name
+        key = row_key(values, recipe.columns, job_seed=recipe.seed, sample_id=name)
+    except RowError as error:
+        return name, 0, error
+    return name, key, try_row(lambda: make(values, key), "tokenize", "tokenize_error")
 
 
 def drafter_of(job: Job, has_head: bool) -> str | None:

@@ -217,7 +217,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
                 )
             if infills and (options.apply_chat_template or options.num_fewshot):
                 raise UserError(
-                    f"{name!r} asks for a hole between two texts, without a conversation or examples; leave out "
+                    f"{name!r} asks for a hole between two texts, without a conversation or examples; omit "
                     "--apply_chat_template and --num_fewshot",
                     field=FIELD,
                 )

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -26,7 +26,6 @@ from draftmill.actors.planning.surveying import (
     HASH,
     SURVEYED,
     FilePart,
-    name_row,
     survey_pieces,
 )
 from draftmill.actors.rows.canvas import Canvas
@@ -34,7 +33,7 @@ from draftmill.actors.rows.fim import fills_in_middle
 from draftmill.actors.rows.makers import Maker, shares_beginnings
 from draftmill.actors.rows.prompts import read_columns
 from draftmill.actors.rows.row import row_id
-from draftmill.actors.rows.unit_io import try_row
+from draftmill.actors.rows.unit_io import make_row
 from draftmill.actors.task import Score
 from draftmill.jobs.formatting import Notes, counted, size_text
 from draftmill.jobs.plan.fingerprint import digest, with_files
@@ -237,12 +236,7 @@ def first_rows(resolved: Resolved, columns: dict[str, str] | None) -> Iterator[F
     recipe, maker = resolved.recipe, resolved.maker()
     for number, file in enumerate(resolved.inputs):
         for row in iterate(file, columns=columns, chunk_chars=recipe.chunk_chars):
-            name, key = name_row(recipe, file, row)
-            if isinstance(key, RowError):
-                yield FirstRow(number, row.offset, name, 0, key)
-            else:
-                made = try_row(partial(maker.make, row.values or {}, key), "tokenize", "tokenize_error")
-                yield FirstRow(number, row.offset, name, key, made)
+            yield FirstRow(number, row.offset, *make_row(recipe, file, row, maker.make))
 
 
 def no_column(resolved: Resolved) -> UserError:

@@ -44,8 +44,7 @@ from draftmill.storage.runs.commit import all_exact
 from draftmill.storage.runs.records import without_dictionaries
 from draftmill.storage.runs.unit_table import PLAN
 from draftmill.storage.secrets import redacted
-from draftmill.storage.stores.fsspec_store import DRIVERS, FsspecStore
-from draftmill.storage.stores.hub import HubStore
+from draftmill.storage.stores.fsspec_store import DRIVERS, FsspecStore, HubStore
 from draftmill.storage.stores.store import Place, Store, open_store
 
 Dataset: TypeAlias = Store | FsspecStore

@@ -253,7 +253,7 @@ def list_runs(store: Store, level: FolderLevel, *, as_json: bool) -> int:
     if not found and not (as_json and (level.folders or level.files)):
         is_empty = not level.folders and not level.files
         raise UserError(f"nothing is at {store.url}" if is_empty else f"no run is at or below {store.url}: no {PLAN}")
-    runs = [promise.result() for _, promise in parallel_map(store, found, facts_of)]
+    runs = [promise.result() for _, promise in parallel_map(found, facts_of)]
     if as_json:
         print(json.dumps([asdict(facts) for facts in runs], indent=1))
         return OK

@@ -138,7 +138,7 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
         if unit in manifest.units.listed
     )
     traced = plan.spec.output.trace != "none"
-    for (committed, names), file in parallel_map(store, units, lambda unit: _read(store, unit[0], traced=traced)):
+    for (committed, names), file in parallel_map(units, lambda unit: _read(store, unit[0], traced=traced)):
         findings.problems += check_unit(plan, committed, names, file, findings)
     if not findings.is_copy:
         findings.problems += findings.moved

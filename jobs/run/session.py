@@ -223,7 +223,7 @@ def _write_manifest(run: Run, units: UnitFacts, earlier: Collection[int]) -> Non
                     with suppress(ValueError, TypeError, KeyError, OverflowError):  # a damaged line
                         units.add(unit)
     names = (unit_name(unit) for unit in earlier if unit not in units.listed)
-    for _, facts in parallel_map(store, names, lambda name: committed_facts(plan, name), reads=True):
+    for _, facts in parallel_map(names, lambda name: committed_facts(plan, name)):
         units.add(facts.result())
     source = source_of(run.resolved.spec, plan.files, store) if plan.pass_ == 1 else None
     ways = None

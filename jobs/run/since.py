@@ -103,7 +103,7 @@ def runs_store(spec: JobSpec, path: str) -> Store:
 
 def done_inputs(base: Store, runs: Sequence[FoundRun]) -> Iterator[dict[str, Any]]:
     """The facts of the inputs of these runs, which are finished; their plans are read in parallel."""
-    for _, facts in parallel_map(base, runs, lambda run: planned_inputs(run.store)):
+    for _, facts in parallel_map(runs, lambda run: planned_inputs(run.store)):
         yield from facts.result()
 
 

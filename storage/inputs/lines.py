@@ -25,16 +25,8 @@ planning might refuse a row that a worker reads."""
 TOO_DEEP = f"its lists and objects are nested more than {MAX_LEVELS} levels deep"
 
 
-@dataclass(frozen=True, slots=True)
-class LineStart:
-    """Where to start: row `row`, which starts at byte `offset`."""
-
-    row: int = 0
-    offset: int = 0
-
-
-Reader = Callable[[BufferedReader, LineStart], Iterator[Row]]
-"""Yields the rows of a stream that is positioned at `start.offset`."""
+Reader = Callable[[BufferedReader, int, int], Iterator[Row]]
+"""Yields the rows of a stream from row `row` on, which starts at byte `offset`, where the stream is positioned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +39,9 @@ class _Line:
     too_long: bool
 
 
-def _lines(stream: BufferedReader, start: LineStart) -> Iterator[_Line]:
+def _lines(stream: BufferedReader, row: int, offset: int) -> Iterator[_Line]:
     """Yield the lines from here on, at most one of MAX_ROW_BYTES in memory; UTF-8 marks at the front of a line, where files were
     joined, are dropped."""
-    row, offset = start.row, start.offset
     while data := stream.readline(MAX_ROW_BYTES + 1):
         size = len(data)
         too_long = size > MAX_ROW_BYTES and not data.endswith(b"\n")
@@ -77,9 +68,9 @@ def _skip_line(stream: BufferedReader) -> int:
     return size
 
 
-def jsonl_rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
+def jsonl_rows(stream: BufferedReader, row: int, offset: int) -> Iterator[Row]:
     """One row per non-blank line; the line must hold a JSON object."""
-    for line in _lines(stream, start):
+    for line in _lines(stream, row, offset):
         if line.data.strip() or line.too_long:
             yield _jsonl_row(line)
 
@@ -161,9 +152,9 @@ def _refuse_deep(data: bytes, values: Any) -> None:
         level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
 
 
-def txt_rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
+def txt_rows(stream: BufferedReader, row: int, offset: int) -> Iterator[Row]:
     """One row per line, blank ones too, in the column `text`."""
-    for line in _lines(stream, start):
+    for line in _lines(stream, row, offset):
         if line.too_long:
             yield failed_row(line.row, line.offset, "bad_row", too_long_message("line"))
         else:
@@ -177,7 +168,7 @@ def _text_row(row: int, offset: int, text: str) -> Row:
     return Row(row, offset, {"text": text})
 
 
-def whole_rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
+def whole_rows(stream: BufferedReader, row: int, offset: int) -> Iterator[Row]:
     """The whole file as one row, kept to the byte, in the column `text`."""
     data = stream.read(MAX_ROW_BYTES + 1)
     if len(data) > MAX_ROW_BYTES:
@@ -193,8 +184,7 @@ def piece_reader(chunk_chars: int) -> Reader:
     to the text, except that pieces of only white space are skipped.
     """
 
-    def rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
-        row, offset = start.row, start.offset
+    def rows(stream: BufferedReader, row: int, offset: int) -> Iterator[Row]:
         for size, text in _pieces(stream, chunk_chars, at_front=offset == 0):
             if text.strip():
                 yield _text_row(row, offset, text)
@@ -241,27 +231,27 @@ def csv_reader(name: str, delimiter: str) -> Reader:
 
     header: list[str] | None = None  # cached, since a unit may start the reader once per row
 
-    def rows(stream: BufferedReader, start: LineStart) -> Iterator[Row]:
+    def rows(stream: BufferedReader, row: int, offset: int) -> Iterator[Row]:
         nonlocal header
-        source = _Lines(stream, start.offset)
-        if start.offset == 0:
+        source = _Lines(stream, offset)
+        if offset == 0:
             header = _read_header(source, name, delimiter)
         elif header is None:
             stream.seek(0)
             header = _read_header(_Lines(stream, 0), name, delimiter)
-            stream.seek(start.offset)
-        for row, offset, fields in _records(source, delimiter, start.row):
+            stream.seek(offset)
+        for number, start, fields in _records(source, delimiter, row):
             if isinstance(fields, str):
-                yield failed_row(row, offset, "bad_row", fields)
+                yield failed_row(number, start, "bad_row", fields)
             elif len(fields) != len(header):
-                yield failed_row(row, offset, "bad_row", f"{len(fields)} fields under a header of {len(header)}")
+                yield failed_row(number, start, "bad_row", f"{len(fields)} fields under a header of {len(header)}")
             elif any(map(_has_surrogates, fields)):
                 data = delimiter.join(fields).encode(
                     "utf-8", "surrogateescape"
                 )  # without quotes, which the offset lacks
-                yield failed_row(row, offset, "bad_encoding", _not_utf8(data, offset))
+                yield failed_row(number, start, "bad_encoding", _not_utf8(data, start))
             else:
-                yield Row(row, offset, dict(zip(header, fields, strict=True)))
+                yield Row(number, start, dict(zip(header, fields, strict=True)))
 
     return rows
 

@@ -66,7 +66,7 @@ def iterate(
                     _refuse_json_array(file, stream)
                 else:
                     stream.seek(part.offset)
-                rows = _reader(file, chunk_chars)(stream, lines.LineStart(part.row, part.offset))
+                rows = _reader(file, chunk_chars)(stream, part.row, part.offset)
                 if (end := part.end) is not None:
                     rows = takewhile(lambda row: row.offset is not None and row.offset < end, rows)
                 yield from _with_fields(rows, columns)
@@ -193,14 +193,14 @@ def _pick_stream_rows(file: InputFile, places: Places, reader: lines.Reader) -> 
     if any(offset is None for _, offset in places):
         numbers = {row for row, _ in places}
         with open_stream(file) as front:
-            rows = (row for row in reader(front, lines.LineStart()) if row.row in numbers)
+            rows = (row for row in reader(front, 0, 0) if row.row in numbers)
             yield from islice(rows, len(numbers))
         return
     stream = _UNPACKED.open(file) if file.compression is not None else _seekable(file, stamp_of(file))
     for row, offset in places:
         assert offset is not None
         stream.seek(offset)
-        yield from islice(reader(stream, lines.LineStart(row, offset)), 1)
+        yield from islice(reader(stream, row, offset), 1)
 
 
 @lru_cache(maxsize=64)

@@ -9,12 +9,12 @@ nothing of how rows were made. Names in a run directory:
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,15 +30,12 @@ from draftmill.storage.runs.done_units import DoneUnits
 from draftmill.storage.runs.lease import Lease, LeaseLost
 from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, Sums, damage_error, sum_up
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
-from draftmill.storage.stores.store import AlreadyExists, Body, Conflict, FileBody, Stat, Store
+from draftmill.storage.stores.store import AlreadyExists, Conflict, NotFound, Stat, Store
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
 
 FACTS: Final = ("rows", "ok", "failed", "skipped", "bytes")
-READ_BYTES: Final = 4 * 2**20
-MOST_BYTES_HELD: Final = 8 * 2**20
-"""A larger manifest is written by way of a temporary file."""
 
 _LISTED: Final = tuple(name for name in CommittedUnit.__slots__ if name != "sums")
 _OPENS: Final = b', "units": ['
@@ -206,68 +203,51 @@ def all_exact(parts: Iterable[bool | None]) -> bool | None:
 
 def read_manifest(store: Store) -> Manifest | None:
     """Return the manifest, None if the job has not finished; DamagedRun if it is damaged."""
-    if not store.exists(MANIFEST):
+    try:
+        data = store.get(MANIFEST)
+    except NotFound:
         return None
     units = UnitFacts()
     try:
-        return shaped(Manifest, _read_units(store, units) | {"units": units})
+        return shaped(Manifest, _read_units(data, units) | {"units": units})
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         remedy = f"delete it and {SUCCESS}, and `draftmill run` writes them again"
         raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
 
 
-def _read_units(store: Store, units: UnitFacts) -> dict[str, Any]:
-    """Read the units into `units`, and return what stands before them. Raises ValueError, KeyError or TypeError if damaged."""
-    lines = _lines(store)
-    first = next(lines, b"")
+def _read_units(data: bytes, units: UnitFacts) -> dict[str, Any]:
+    """Read the units into `units`, line by line, and return the rest. Raises ValueError, KeyError or TypeError if damaged."""
+    lines = io.BytesIO(data)
+    first = lines.readline().rstrip(b"\n")
     if not first.endswith(_OPENS):  # written by another program, with other line ends
-        manifest: dict[str, Any] = parse_json(store.get(MANIFEST))
+        manifest: dict[str, Any] = parse_json(data)
         for facts in manifest["units"]:
             units.add(shaped(CommittedUnit, facts))
         return manifest
     for line in lines:
-        if line == _CLOSES:
+        if line.startswith(_CLOSES):
             break
-        units.add(parse_as(CommittedUnit, line.removesuffix(b",")))
+        units.add(parse_as(CommittedUnit, line.rstrip(b",\n")))
     else:
         raise ValueError("it ends early")
-    if any(line.strip() for line in lines):
+    if lines.read().strip():
         raise ValueError("something follows its end")
     return parse_json(first.removesuffix(_OPENS) + b"}")
 
 
-def _lines(store: Store) -> Iterator[bytes]:
-    """The lines without their ends, with a few megabytes in memory."""
-    rest, at = b"", 0
-    while data := store.get_range(MANIFEST, at, READ_BYTES):
-        at += len(data)
-        *whole, rest = (rest + data).split(b"\n")
-        yield from whole
-    if rest:
-        yield rest
-
-
-@contextmanager
-def _manifest_body(manifest: Manifest) -> Iterator[Body]:
-    """The manifest as a store writes it: one unit per line, so that it can be searched and compared with plain tools."""
-    with tempfile.SpooledTemporaryFile(max_size=MOST_BYTES_HELD, prefix="draftmill-manifest-") as file:
-        for line in _manifest_lines(manifest):
-            file.write(line)
-        size = file.tell()
-        file.seek(0)
-        yield file.read() if size < MOST_BYTES_HELD else FileBody(file, size)
-
-
-def _manifest_lines(manifest: Manifest) -> Iterator[bytes]:
+def _manifest_bytes(manifest: Manifest) -> bytes:
+    """One unit per line, so that it can be searched and compared with plain tools."""
     totals = {"units": len(manifest.units)} | {fact: manifest.total(fact) for fact in FACTS}
     head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "exact": manifest.exact}
     head |= {"totals": totals} | ({} if manifest.sums is None else {"sums": manifest.sums.to_json()})
     head |= {name: value for name in ("source", "ways") if (value := getattr(manifest, name)) is not None}
-    yield json.dumps(head)[:-1].encode() + _OPENS
+    lines = io.BytesIO()
+    lines.write(json.dumps(head)[:-1].encode() + _OPENS)
     for number, unit in enumerate(manifest.units):
         facts = {name: getattr(unit, name) for name in _LISTED}  # asdict takes three times as long
-        yield f"{',' if number else ''}\n{json.dumps(facts)}".encode()
-    yield b"\n]}\n"
+        lines.write(f"{',' if number else ''}\n{json.dumps(facts)}".encode())
+    lines.write(b"\n]}\n")
+    return lines.getvalue()
 
 
 def write_manifest(
@@ -290,8 +270,7 @@ def write_manifest(
     manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order(), source=source, sums=facts.sums, ways=ways)
     _check_totals(manifest, units=units, rows=rows)
     failpoint("commit.before_manifest")
-    with _manifest_body(manifest) as body:
-        _write_latest(store, MANIFEST, body, lease)
+    _write_latest(store, MANIFEST, _manifest_bytes(manifest), lease)
     failpoint("commit.before_success")
     success = json.dumps({"fingerprint": fingerprint, "units": units, "rows": rows}, sort_keys=True)
     _write_latest(store, SUCCESS, f"{success}\n".encode(), lease)
@@ -311,14 +290,14 @@ def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
     assert manifest.total("ok") + manifest.total("failed") + manifest.total("skipped") == rows
 
 
-def _write_latest(store: Store, name: str, data: Body, lease: Lease | None, *, again: bool = True) -> None:
+def _write_latest(store: Store, name: str, data: bytes, lease: Lease | None, *, again: bool = True) -> None:
     """Create, or replace what an earlier driver left; of two drivers at once, one raises LeaseLost.
 
     It reads the object, checks the lease, then writes if the object is unchanged: however long a driver pauses in between,
     it never replaces what a later one has written. What a killed driver left half replaced takes a second try.
     """
     before = store.stat(name)
-    if before is not None and before.size == len(data) and _is_same(store, name, data):
+    if before is not None and before.size == len(data) and store.get(name) == data:
         return
     if lease is not None:
         lease.check()
@@ -331,14 +310,3 @@ def _write_latest(store: Store, name: str, data: Body, lease: Lease | None, *, a
         if lease is not None and again:
             return _write_latest(store, name, data, lease, again=False)
         raise LeaseLost(f"another driver has written {store.url}/{name} in the meantime") from None
-
-
-def _is_same(store: Store, name: str, data: Body) -> bool:
-    if isinstance(data, bytes):
-        return store.get(name) == data
-    at = 0
-    for part in data.chunks():
-        if store.get_range(name, at, len(part)) != part:
-            return False
-        at += len(part)
-    return True

@@ -229,7 +229,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def _by_unit(store: Store) -> Iterator[tuple[tuple[int, int], list[pa.Table]]]:
     units = measured_units(store)
     names = [metrics_name(*unit, metric_set) for unit, sets in units.items() for metric_set in sets]
-    answers = parallel_map(store, names, store.get)
+    answers = parallel_map(names, store.get)
     for unit, sets in units.items():
         yield unit, [_read(store, name, data.result()) for name, data in (next(answers) for _ in sets)]
 

@@ -142,7 +142,7 @@ def read_results(
     DamagedRun, which names the file and a remedy, where one is damaged or missing.
     """
     names = objects if objects is not None else (stat.name for stat in store.list("data/"))
-    for name, data in parallel_map(store, names, store.get):
+    for name, data in parallel_map(names, store.get):
         try:
             table = read_parquet(data.result(), columns=columns)
         except NotFound:

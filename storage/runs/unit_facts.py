@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import eq
 from typing import Any, Final
 
 import numpy as np
@@ -61,34 +60,28 @@ class UnitFacts(Collection[CommittedUnit]):
     """
 
     def __init__(self, units: Iterable[CommittedUnit] = ()) -> None:
-        self._blocks: list[NDArray[np.void]] = []
+        self._rows: NDArray[np.void] = np.zeros(0, dtype=_COLUMNS)
         self._count = 0
         self.listed = DoneUnits()
         self.sums: Sums | None = Sums()
-        self._order: NDArray[np.int64] | None = None  # places in the blocks, of a sorted view
         for unit in units:
             self.add(unit)
 
     def add(self, unit: CommittedUnit) -> None:
         """Add a unit; ValueError if its name, its etag or its SHA-256 is not of the usual form."""
-        assert self._order is None, "a sorted view is complete"
         sha256 = bytes.fromhex(unit.sha256)
         if unit.object != unit_name(unit.unit) or len(sha256) != 32 or not is_short_etag(unit.etag):
             raise ValueError(f"unit {unit.unit}: {unit.object!r}, {unit.etag!r}, {unit.sha256!r}")
         counts = (unit.rows, unit.ok, unit.failed, unit.skipped, unit.bytes)
         exact, digest = _EXACT[unit.exact], np.frombuffer(sha256, dtype=np.uint8)
-        row = np.array((unit.unit, *counts, exact, unit.etag.encode(), digest), dtype=_COLUMNS)
-        if self._count % BLOCK == 0:
-            self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
-        self._blocks[-1][self._count % BLOCK] = row
+        if self._count == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros(max(BLOCK, self._count // 4), dtype=_COLUMNS)])
+        self._rows[self._count] = (unit.unit, *counts, exact, unit.etag.encode(), digest)
         self._count += 1
         self.listed.add(unit.unit)
-        self._add_sums(unit.sums)
-
-    def _add_sums(self, text: str) -> None:
         try:
             if self.sums is not None:
-                self.sums.add(sums_of_text(text))
+                self.sums.add(sums_of_text(unit.sums))
         except (ValueError, TypeError):
             self.sums = None
 
@@ -96,10 +89,7 @@ class UnitFacts(Collection[CommittedUnit]):
         return self._count
 
     def __getitem__(self, index: int) -> CommittedUnit:
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        place = index if self._order is None else int(self._order[index])
-        row = self._blocks[place // BLOCK][place % BLOCK]
+        row = self._known[index]
         unit, rows, ok, failed, skipped, size, exact = row.item()[:7]
         etag, sha256 = row["etag"].decode(), row["sha256"].tobytes().hex()
         return CommittedUnit(unit, unit_name(unit), etag, rows, ok, failed, skipped, size, sha256, _IS_EXACT[exact])
@@ -111,30 +101,29 @@ class UnitFacts(Collection[CommittedUnit]):
         return any(unit == known for known in self)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnitFacts) and len(self) == len(other) and all(map(eq, self, other))
+        return isinstance(other, UnitFacts) and np.array_equal(self._known, other._known)
 
     __hash__ = None  # type: ignore[assignment]
 
     def total(self, fact: str) -> int:
         """Sum of rows, ok, failed, skipped or bytes."""
-        return sum(int(column.sum(dtype=np.int64)) for column in self._columns(fact))
+        return int(self._known[fact].sum(dtype=np.int64))
 
     def exacts(self) -> set[bool | None]:
         """The different values of `exact`."""
-        return {_IS_EXACT[int(value)] for column in self._columns("exact") for value in np.unique(column)}
+        return {_IS_EXACT[int(value)] for value in np.unique(self._known["exact"])}
 
     def numbers(self) -> NDArray[np.int64]:
         """The units' numbers; int64 [units]."""
-        numbers = np.concatenate([np.empty(0, dtype=np.int64), *self._columns("unit")])
-        return numbers if self._order is None else numbers[self._order]
+        return self._known["unit"]
 
     def in_order(self) -> UnitFacts:
-        """The same units, sorted by number: a view of them, to which nothing can be added."""
-        view = UnitFacts()
-        view._blocks, view._count, view.listed, view.sums = self._blocks, self._count, self.listed, self.sums
-        view._order = np.argsort(view.numbers(), kind="stable")
-        return view
+        """The same units, sorted by number."""
+        found = UnitFacts()
+        found._rows, found._count = self._known[np.argsort(self.numbers(), kind="stable")], self._count
+        found.listed, found.sums = self.listed, self.sums
+        return found
 
-    def _columns(self, name: str) -> Iterator[NDArray[Any]]:
-        for first in range(0, self._count, BLOCK):
-            yield self._blocks[first // BLOCK][name][: self._count - first]
+    @property
+    def _known(self) -> NDArray[Any]:
+        return self._rows[: self._count]

@@ -1,5 +1,5 @@
-"""A bucket of another cloud, by fsspec's drivers: gcsfs for gs://, adlfs for az:// and abfs://. Inputs are read from it, and
-datasets published to it; a run needs writes with a condition, which drivers don't have.
+"""A bucket of another cloud, by fsspec's drivers: gcsfs for gs://, adlfs for az:// and abfs://; and the Hugging Face hub. Inputs
+are read from them, and datasets published to them; a run needs writes with a condition, which drivers don't have.
 
 Nor have they reads with one, as S3's If-Match. So the object's version is compared after each read. A version that was
 replaced never comes back: an object that is the planned version after a read was so during the read.
@@ -9,6 +9,7 @@ A new scheme needs an entry in DRIVERS, once it is known which of the driver's f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -20,8 +21,10 @@ from draftmill.storage.stores.store import Conflict, NotFound, Stat
 DRIVERS: Final = {"gs": ("gcsfs", "generation"), "az": ("adlfs", "etag"), "abfs": ("adlfs", "etag")}
 """By scheme, the driver's package, and the fact about an object that identifies its version."""
 
-HUB: Final = {"hf": ("huggingface_hub", "blob_id")}
-"""The hub's driver, which hub.py alone uses: an input at hf:// is read by the library `datasets`."""
+_HUB: Final = {"hf": ("huggingface_hub", "blob_id")}
+"""The hub's driver: an input at hf:// is read by the library `datasets`."""
+
+_HUB_DATASET: Final = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(@[^/@]+)?")
 
 UNSEEN: Final = "; elsewhere an object that changes would not be noticed"
 """Why no other schemes are allowed."""
@@ -37,7 +40,7 @@ class FsspecStore:
         scheme, _, self._bucket = url.partition("://")
         if not self._bucket:
             raise StoreRefused(f"{url!r} names no bucket: {scheme}://bucket/path")
-        self.url, (package, self._version) = url, (DRIVERS | HUB)[scheme]
+        self.url, (package, self._version) = url, (DRIVERS | _HUB)[scheme]
         with self._errors(""):
             try:  # a cached listing would hide changes
                 self._files = fsspec.filesystem(scheme, use_listings_cache=False)
@@ -112,3 +115,39 @@ class FsspecStore:
             status = getattr(getattr(why, "response", None), "status_code", None)
             kind = StoreRefused if isinstance(why, PermissionError) or status in {401, 403} else StoreError
             raise kind(presentable(f"{where}: {type(why).__name__}: {' '.join(str(why).split())}")) from None
+
+
+class HubStore(FsspecStore):
+    """A dataset of the Hugging Face hub, hf://datasets/OWNER/NAME, and its next commit; @REVISION reads another version.
+
+    Data is sent when it is put, and appears with all other changes in one commit. The hub keeps what was sent for a commit that
+    failed: it is not sent again. `huggingface_hub` finds the token, and retries.
+    """
+
+    def __init__(self, url: str) -> None:
+        import huggingface_hub  # it takes a second
+
+        if (match := _HUB_DATASET.fullmatch(url)) is None:
+            raise StoreRefused(f"{url!r} is not allowed; allowed: hf://datasets/OWNER/NAME")
+        super().__init__(url)
+        self._files.invalidate_cache()  # fsspec shares drivers, and this one caches listings
+        self._hub, self._api, self._changes = huggingface_hub, huggingface_hub.HfApi(), list[Any]()
+        self._dataset: dict[str, Any] = {"repo_id": match[1], "repo_type": "dataset"}
+
+    def put(self, name: str, data: bytes) -> None:
+        """Send the data, unless the hub has it, and add it to the commit; a dataset that does not exist is created, private."""
+        added = self._hub.CommitOperationAdd(name, data)
+        with self._errors(name):
+            if not self._changes:
+                self._api.create_repo(**self._dataset, private=True, exist_ok=True)
+            self._api.preupload_lfs_files(**self._dataset, additions=[added])
+        self._changes.append(added)
+
+    def delete(self, name: str) -> None:
+        """Add the deletion to the commit."""
+        self._changes.append(self._hub.CommitOperationDelete(name))
+
+    def commit(self, message: str) -> None:
+        """Let all changes appear at once."""
+        with self._errors(""):
+            self._api.create_commit(**self._dataset, operations=self._changes, commit_message=message)

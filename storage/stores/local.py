@@ -14,7 +14,6 @@ from draftmill.storage.errors import StoreError, StoreFull, StoreRefused, UserEr
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.stores.store import (
     AlreadyExists,
-    Body,
     Conflict,
     FolderLevel,
     NotFound,
@@ -58,7 +57,7 @@ class LocalStore(Store):
             file.seek(start)
             return file.read(length)
 
-    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
         """`metadata` is not kept."""
         path = self._path(name)
         with self._temporary(path, data) as temporary, translate_errors(path):
@@ -71,7 +70,7 @@ class LocalStore(Store):
             sync_folder(path.parent)
             return self._stat(name, path)
 
-    def put(self, name: str, data: Body) -> Stat:
+    def put(self, name: str, data: bytes) -> Stat:
         path = self._path(name)
         with self._temporary(path, data) as temporary, translate_errors(path):
             failpoint("local.before_rename")
@@ -79,7 +78,7 @@ class LocalStore(Store):
             sync_folder(path.parent)
             return self._stat(name, path)
 
-    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         """Of the writers that replace one version, one gets the link that is named after it, and renames that link.
 
         So it needs no locks, which some file systems of clusters lack. If that writer is killed in between, the next one renames
@@ -179,7 +178,7 @@ class LocalStore(Store):
         return Stat(name, stat.st_size, _etag(stat), {}, stat.st_mtime)
 
     @contextmanager
-    def _temporary(self, path: Path, data: Body) -> Iterator[Path]:
+    def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
         """A synced temporary file with the data, in the folder of `path`; deleted afterwards unless renamed."""
         temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
@@ -226,10 +225,9 @@ def link_new(temporary: Path, path: Path) -> bool:
     return True
 
 
-def _write_synced(path: Path, data: Body) -> None:
+def _write_synced(path: Path, data: bytes) -> None:
     with path.open("xb") as file:
-        for part in (data,) if isinstance(data, bytes) else data.chunks():
-            file.write(part)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

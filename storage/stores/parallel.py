@@ -12,9 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from draftmill.storage.errors import StoreError
-from draftmill.storage.stores.store import Store, is_local
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -23,24 +20,13 @@ AHEAD = 16
 
 
 def parallel_map(
-    store: Store, items: Iterable[T], ask: Callable[[T], R], *, reads: bool = False
+    items: Iterable[T], ask: Callable[[T], R], *, threads: int = AHEAD, ahead: int = AHEAD
 ) -> Iterator[tuple[T, Future[R]]]:
     """Yield each item, in order, with the promise of `ask(item)`; its `result()` waits, or raises what `ask` raised.
 
-    For a remote store `ask` runs in threads; otherwise when the item's turn comes. `reads` says that on a disk `ask` reads
-    whole files and keeps little of them: there it runs in threads, too, as a disk may be a network's.
+    `ask` runs in threads, also for a store on a disk, which may be a network's. Items are pulled in the caller's thread, at most
+    `ahead` of the results.
     """
-    if store.url.startswith("s3://") or (reads and is_local(store.url)):
-        yield from side_by_side(items, ask, threads=AHEAD, ahead=AHEAD)
-        return
-    for item in items:
-        yield item, _ask_now(ask, item)
-
-
-def side_by_side(
-    items: Iterable[T], ask: Callable[[T], R], *, threads: int, ahead: int
-) -> Iterator[tuple[T, Future[R]]]:
-    """The same in `threads` threads, for any store. Items are pulled in the caller's thread, at most `ahead` of the results."""
     with thread_pool(threads, "promises") as pool:
         waiting: deque[tuple[T, Future[R]]] = deque()
         for item in items:
@@ -65,12 +51,3 @@ def thread_pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     pool.shutdown()
-
-
-def _ask_now(ask: Callable[[T], R], item: T) -> Future[R]:
-    promise: Future[R] = Future()
-    try:
-        promise.set_result(ask(item))
-    except StoreError as error:
-        promise.set_exception(error)
-    return promise

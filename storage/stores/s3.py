@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import boto3
 import tenacity
@@ -36,9 +36,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.store import (
     AlreadyExists,
-    Body,
     Conflict,
-    FileBody,
     FolderLevel,
     NotFound,
     Place,
@@ -76,9 +74,9 @@ class S3Store(Store):
         if not bucket:
             raise UserError(f"{url!r} names no bucket: s3://bucket/prefix")
         self.url, self.place = url, Place(url, options)
-        self._bucket, self._prefix = bucket, f"{prefix.rstrip('/')}/" if prefix else ""
+        self.bucket, self._prefix = bucket, f"{prefix.rstrip('/')}/" if prefix else ""
         self._sleep = sleep
-        self._client = _client(options)
+        self.client = _client(options)
 
     def get(self, name: str) -> bytes:
         return self._read(name)
@@ -91,7 +89,7 @@ class S3Store(Store):
         except _BeyondEnd:
             return b""
 
-    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
         """One PutObject with If-None-Match and a SHA-256 checksum."""
         failpoint("s3.before_create")
         is_ours, stat = self._write_if(name, data, metadata or {}, IfNoneMatch="*")
@@ -110,7 +108,7 @@ class S3Store(Store):
             raise self.error_of(name, error) from None
         return Stat(name, len(data), _etag(answer))
 
-    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         """One PutObject with If-Match."""
         failpoint("s3.before_replace")
         is_ours, stat = self._write_if(name, data, {}, IfMatch=etag)
@@ -136,9 +134,9 @@ class S3Store(Store):
         return FolderLevel(tuple(folders), files)
 
     def _pages(self, **query: Any) -> Iterator[dict[str, Any]]:
-        query |= {"Bucket": self._bucket, "MaxKeys": PAGE_KEYS}
+        query |= {"Bucket": self.bucket, "MaxKeys": PAGE_KEYS}
         while True:
-            page = self._call("", self._client.list_objects_v2, **query)
+            page = self._call("", self.client.list_objects_v2, **query)
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -150,22 +148,20 @@ class S3Store(Store):
 
     def stat(self, name: str) -> Stat | None:
         try:
-            head = self._call(name, self._client.head_object, Bucket=self._bucket, Key=self.key(name))
+            head = self._call(name, self.client.head_object, Bucket=self.bucket, Key=self.key(name))
         except NotFound:
             return None
         return Stat(name, head["ContentLength"], _etag(head), head["Metadata"], head["LastModified"].timestamp())
 
     def delete(self, name: str) -> None:
-        self._call(name, self._client.delete_object, Bucket=self._bucket, Key=self.key(name))
+        self._call(name, self.client.delete_object, Bucket=self.bucket, Key=self.key(name))
 
     # ---- for uploads in parts, too
 
     def ask(self, operation: str, name: str, **arguments: Any) -> Any:
         """The answer to a request, with retries; persistent ClientErrors are raised unchanged for the caller to handle."""
-        function = getattr(self._client, operation)
-        # Many may not list uploads, and nothing depends on it.
-        refusals = 1 if operation == "list_multipart_uploads" else REFUSED_ATTEMPTS
-        return self._retry(name, lambda: function(Bucket=self._bucket, **arguments), refusals=refusals)
+        function = getattr(self.client, operation)
+        return self._retry(name, lambda: function(Bucket=self.bucket, **arguments))
 
     def key(self, name: str) -> str:
         """The object's key in the bucket."""
@@ -179,13 +175,13 @@ class S3Store(Store):
 
     def where(self, name: str) -> str:
         """The object's URL, for messages."""
-        return f"s3://{self._bucket}/{self._prefix}{name}"
+        return f"s3://{self.bucket}/{self._prefix}{name}"
 
     def error_of(self, name: str, error: ClientError) -> Exception:
         """Our error for one of S3's: NotFound, StoreRefused if the user must act, else StoreError."""
         code = str(error.response["Error"].get("Code", ""))
         if code == "NoSuchBucket":
-            return StoreRefused(f"{self.url}: there is no bucket {self._bucket!r}")
+            return StoreRefused(f"{self.url}: there is no bucket {self.bucket!r}")
         if status_of(error) == 416:
             return _BeyondEnd(f"{self.where(name)} ends before the range")
         if status_of(error) == 412:
@@ -201,11 +197,11 @@ class S3Store(Store):
     def _read(self, name: str, **arguments: str) -> bytes:
         def read(**call: Any) -> bytes:
             # The body is read inside the attempt: it may be interrupted, and boto3 doesn't retry that.
-            return bytes(self._client.get_object(**call)["Body"].read())
+            return bytes(self.client.get_object(**call)["Body"].read())
 
-        return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
+        return self._call(name, read, Bucket=self.bucket, Key=self.key(name), **arguments)
 
-    def _write_if(self, name: str, data: Body, metadata: dict[str, str], **condition: str) -> tuple[bool, Stat | None]:
+    def _write_if(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> tuple[bool, Stat | None]:
         """Whether the object is now what was written, and its facts; if the condition is not met, those of what is there."""
         token = secrets.token_hex(16)
         try:
@@ -217,12 +213,12 @@ class S3Store(Store):
             return stat is not None and stat.metadata.get(TOKEN) == token, stat
         return True, Stat(name, len(data), _etag(answer), dict(metadata))
 
-    def _write(self, name: str, data: Body, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
+    def _write(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
         """PutObject with retries; persistent ClientErrors are raised unchanged for the verb to handle."""
         assert len(data) <= MAX_PUT_BYTES, f"{name} is beyond what one PutObject takes"
         checksum = {"ChecksumSHA256": sha256(data)} if self.with_checksums else {}
-        call = {"Bucket": self._bucket, "Key": self.key(name), "Metadata": metadata, **checksum, **condition}
-        return self._retry(name, lambda: self._client.put_object(Body=_from_start(data), **call))
+        call = {"Bucket": self.bucket, "Key": self.key(name), "Metadata": metadata, **checksum, **condition}
+        return self._retry(name, lambda: self.client.put_object(Body=data, **call))
 
     def _call(self, name: str, function: Callable[..., T], **arguments: Any) -> T:
         try:
@@ -230,10 +226,10 @@ class S3Store(Store):
         except ClientError as error:
             raise self.error_of(name, error) from None
 
-    def _retry(self, name: str, attempt: Callable[[], T], *, refusals: int = REFUSED_ATTEMPTS) -> T:
-        """Try up to ATTEMPTS times (`refusals` if refused), with exponential waits, while the failure may be temporary."""
+    def _retry(self, name: str, attempt: Callable[[], T]) -> T:
+        """Try up to ATTEMPTS times (REFUSED_ATTEMPTS if refused), with exponential waits, while the failure may be temporary."""
         retrying = tenacity.Retrying(
-            stop=lambda state: state.attempt_number >= (refusals if _was_refused(state) else ATTEMPTS),
+            stop=lambda state: state.attempt_number >= (REFUSED_ATTEMPTS if _was_refused(state) else ATTEMPTS),
             wait=lambda state: min(MAX_WAIT_S, (_wait_refused if _was_refused(state) else _wait)(state)),
             retry=tenacity.retry_if_exception(_may_pass),
             before_sleep=lambda state: self._log_once(name, state),
@@ -308,17 +304,6 @@ def _etag(answer: Any) -> str:
     return str(answer["ETag"]).strip('"')  # one server accepts If-Match only without the quotes
 
 
-def sha256(data: Body | bytearray) -> str:
+def sha256(data: bytes | bytearray) -> str:
     """The digest as S3 wants it, in base64."""
-    digest = hashlib.sha256()
-    for part in data.chunks() if isinstance(data, FileBody) else (data,):
-        digest.update(part)
-    return base64.b64encode(digest.digest()).decode()
-
-
-def _from_start(data: Body) -> bytes | IO[bytes]:
-    """The body of a request; each attempt reads a file from its start."""
-    if isinstance(data, FileBody):
-        data.file.seek(0)
-        return data.file
-    return data
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import IO, ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from draftmill.storage.errors import ChangedInput, StoreError, StoreFull, StoreRefused, UserError
 
@@ -67,29 +67,6 @@ class Place:
     def below(self, name: str) -> Place:
         """A name inside this folder."""
         return self.at(f"{self.url.rstrip('/')}/{name}")
-
-
-@dataclass(frozen=True, slots=True)
-class FileBody:
-    """Data that is too large to be held in memory: an open temporary file of `size` bytes, read from its start."""
-
-    file: IO[bytes]
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def chunks(self) -> Iterator[bytes]:
-        """The data from the start, in chunks."""
-        self.file.seek(0)
-        while data := self.file.read(CHUNK_BYTES):
-            yield data
-
-
-CHUNK_BYTES = 2**20
-
-Body = bytes | FileBody
-"""What `create` and `replace` write."""
 
 
 MOST_ETAG: Final = 48
@@ -173,7 +150,7 @@ class Store(ReadStore, Protocol):
         """Return the whole object as some one writer left it, never a mixture; NotFound if there is none."""
         ...
 
-    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
         """The first writer wins: exactly one create of a name returns, all others raise AlreadyExists.
 
         When it returns, the object is whole, durable and visible. An answer lost on the way does not turn a success
@@ -185,7 +162,7 @@ class Store(ReadStore, Protocol):
         """The last writer wins, and readers see one whole version or the other."""
         ...
 
-    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         """Write only if the object is still the version `etag`; otherwise Conflict, and nothing has changed."""
         ...
 
@@ -272,7 +249,7 @@ class MemoryStore(Store):
             raise Conflict(f"{self.url}/{name} has changed")
         return self.get(name)[start : start + length]
 
-    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
         with self._lock:
             if name in self._objects:
                 raise AlreadyExists(self._objects[name][1])
@@ -282,7 +259,7 @@ class MemoryStore(Store):
         with self._lock:
             return self._set(name, data, None)
 
-    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         with self._lock:
             if name not in self._objects or self._objects[name][1].etag != etag:
                 raise Conflict(f"{self.url}/{name} has changed")
@@ -300,12 +277,11 @@ class MemoryStore(Store):
         with self._lock:
             self._objects.pop(name, None)
 
-    def _set(self, name: str, body: Body, metadata: dict[str, str] | None) -> Stat:
-        data = body if isinstance(body, bytes) else b"".join(body.chunks())
+    def _set(self, name: str, data: bytes, metadata: dict[str, str] | None) -> Stat:
         # A random part distinguishes two writes of equal bytes, like a version.
         etag = f"{hashlib.sha256(data).hexdigest()[:16]}-{secrets.token_hex(4)}"
         stat = Stat(check_name(name), len(data), etag, dict(metadata or {}))
-        self._objects[name] = (bytes(data), stat)
+        self._objects[name] = (data, stat)
         return stat
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import io
 import logging
 import secrets
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from email.utils import parsedate_to_datetime
+from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from draftmill.storage.errors import StoreError
 from draftmill.storage.stores.s3 import TOKEN, S3Store, sha256, status_of
@@ -33,9 +32,6 @@ PARTS_OF_A_SIZE = 150
 
 ORPHAN_S = 3600.0
 """A younger upload may belong to a running exporter."""
-
-_NOT_LISTED = frozenset({403, 405, 501})
-"""Error codes of stores that cannot list uploads, or deny it."""
 
 _log = logging.getLogger(__name__)
 
@@ -180,34 +176,21 @@ def part_size(number: int, part_bytes: int) -> int:
 def abort_orphans(store: S3Store, name: str) -> int:
     """Abort the uploads to this very name that were begun more than ORPHAN_S ago, and return how many there were.
 
-    Raises StoreRefused if there is no such bucket. Does nothing on a store that cannot list uploads, or denies it.
+    Raises StoreRefused if there is no such bucket. Where uploads can't be listed nothing is done: many may not list them.
     """
+    key, until = store.key(name), datetime.now(UTC) - timedelta(seconds=ORPHAN_S)
+    pages = store.client.get_paginator("list_multipart_uploads").paginate(Bucket=store.bucket, Prefix=key)
     try:
-        uploads = list(_uploads(store, name))
-    except ClientError as error:
-        if status_of(error) not in _NOT_LISTED:
+        found = [upload for page in pages for upload in page.get("Uploads", ()) if upload["Key"] == key]
+    except (ClientError, BotoCoreError) as error:
+        if isinstance(error, ClientError) and _code(error) == "NoSuchBucket":
             raise store.error_of(name, error) from None
-        _log.warning("%s: can't look for parts that killed exporters left (%s)", store.where(name), _code(error))
+        _log.warning("%s: can't look for parts that killed exporters left (%s)", store.where(name), error)
         return 0
-    old = [upload_id for upload_id, age_s in uploads if age_s > ORPHAN_S]
+    old = [upload["UploadId"] for upload in found if upload["Initiated"] < until]
     for upload_id in old:
         _abort(store, name, upload_id)
     return len(old)
-
-
-def _uploads(store: S3Store, name: str) -> Iterator[tuple[str, float]]:
-    """The uploads to this very name: id, and age in seconds by the store's own clock."""
-    query: dict[str, Any] = {"Prefix": store.key(name)}
-    while True:
-        page = store.ask("list_multipart_uploads", name, **query)
-        date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
-        now_s = parsedate_to_datetime(date).timestamp() if date else time.time()
-        for upload in page.get("Uploads", ()):
-            if upload["Key"] == store.key(name):
-                yield upload["UploadId"], now_s - upload["Initiated"].timestamp()
-        if not page.get("IsTruncated"):
-            return
-        query |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
 def _abort(store: S3Store, name: str, upload_id: str) -> None:

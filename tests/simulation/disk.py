@@ -15,7 +15,7 @@ from draftmill.jobs.schedule.units import UnitSize
 from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import LEASE
-from draftmill.storage.stores.store import AlreadyExists, Body, Conflict, NotFound, Place, Stat, Store
+from draftmill.storage.stores.store import AlreadyExists, Conflict, NotFound, Place, Stat, Store
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -150,15 +150,13 @@ class Handle(Store):
     def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
         return self.get(name)[start : start + length]
 
-    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
-        assert isinstance(data, bytes), "manifests are small here"
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
         return self._access("create", name, lambda: self._create(name, data, metadata))
 
     def put(self, name: str, data: bytes) -> Stat:
         return self._access("put", name, lambda: self._write(name, data, None))
 
-    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
-        assert isinstance(data, bytes), "manifests are small here"
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         return self._access("replace", name, lambda: self._replace(name, data, etag))
 
     def list(self, prefix: str = "") -> Iterator[Stat]:

@@ -175,8 +175,7 @@ def test_what_a_mask_leaves_and_how_long_a_hole_may_get(mask, columns, values, p
     make = maker(tokenizer, mask=mask, columns=columns, max_new_tokens=9)
     canvas = make.make(values, 1)
     assert visible(canvas, tokenizer) == pieces and limits(canvas) == wanted
-    (size,) = make.sizes([(values, 1)])
-    assert size == canvas.size and canvas.size.masked == sum(wanted)
+    assert make.size(values, 1) == canvas.size and canvas.size.masked == sum(wanted)
 
 
 def test_random_spans_are_those_of_the_key():
@@ -195,8 +194,9 @@ def test_random_spans_are_those_of_the_key():
 def test_a_row_that_does_not_fit_fails_by_name(values, kind):
     with pytest.raises(RowError) as caught:
         maker().make(values, 1)
-    (size,) = maker().sizes([(values, 1)])
-    assert isinstance(size, RowError) and size.kind == caught.value.kind == kind
+    with pytest.raises(RowError) as planned:
+        maker().size(values, 1)
+    assert planned.value.kind == caught.value.kind == kind
 
 
 def test_a_hole_as_large_as_the_model_is_refused():

@@ -19,8 +19,8 @@ class HolesClerk(FakeClerk):
     def sample(self, unit: WorkUnit, index: int) -> Sample:
         count = self.lengths[unit.unit][index]
         pieces = tuple(np.array([10 * index + place], dtype=np.int32) for place in range(count + 1))
-        sample = Sample(index, key=index, infilling=Infilling(TEMPLATE, pieces, (2,) * count, None))
-        sample.ask()
+        sample = Sample(index, key=index)
+        sample.fill(Infilling(TEMPLATE, pieces, (2,) * count, None))
         return sample
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -56,11 +57,21 @@ def answer(request: Request, rng: np.random.Generator) -> Outcome:
     return outcome(list(fills[drawn]), math.log(law[drawn]), nfe=len(holes))
 
 
-def found(row: OpenLengths, key: int, rng: np.random.Generator) -> LengthSearch:
+def run(search: LengthSearch, answered: Callable[[Request], Outcome]) -> Outcome:
+    """Answer all requests of a search; returns the outcome of its sample."""
+    requests = search.requests()
+    request = next(requests)
+    try:
+        while True:
+            request = requests.send(answered(request))
+    except StopIteration as end:
+        last: Outcome = end.value
+        return last
+
+
+def found(row: OpenLengths, key: int, rng: np.random.Generator) -> tuple[LengthSearch, Outcome]:
     search = LengthSearch(row, key, JOB_SETTINGS)
-    while not search.is_over:
-        search.take(answer(search.request(0), rng))
-    return search
+    return search, run(search, lambda request: answer(request, rng))
 
 
 def masses(length: int) -> float:
@@ -73,7 +84,7 @@ def test_lengths_have_their_exact_posterior_whatever_is_filled_in():
     total = sum(map(masses, (1, 2, 3)))
     rng = np.random.default_rng(0)
     for seed in range(20):
-        search = found(row, sample_key(seed, "a"), rng)
+        search, _ = found(row, sample_key(seed, "a"), rng)
         assert search.num_tried == 3
         assert search.logprob == pytest.approx(math.log(masses(search.taken[0]) / total), abs=1e-12)
 
@@ -84,8 +95,8 @@ def test_lengths_and_fills_are_drawn_together_from_their_posterior():
     row = OpenLengths(pieces(BEFORE, AFTER), ((1, 2, 3),))
     rng, counts, times = np.random.default_rng(1), Counter[tuple[int, ...]](), 1500
     for seed in range(times):
-        search = found(row, sample_key(seed, "b"), rng)
-        counts[tuple(search.result().tokens.tolist())] += 1
+        _, result = found(row, sample_key(seed, "b"), rng)
+        counts[tuple(result.tokens.tolist())] += 1
     fills = [fill for length in (1, 2, 3) for fill in itertools.product(range(VOCAB), repeat=length)]
     law = np.array([joint([*BEFORE, *fill, *AFTER]) for fill in fills])
     assert chisquare([counts[fill] for fill in fills], times * law / law.sum()).pvalue > 1e-4
@@ -94,7 +105,7 @@ def test_lengths_and_fills_are_drawn_together_from_their_posterior():
 def test_at_temperature_0_the_likeliest_length_is_taken_and_nothing_depends_on_the_key():
     row = OpenLengths(pieces(BEFORE, AFTER), ((1, 2, 3, 4),), temperature=0.0)
     best = max((1, 2, 3, 4), key=masses)
-    assert {found(row, seed, np.random.default_rng(seed)).taken for seed in range(5)} == {(best,)}
+    assert {found(row, seed, np.random.default_rng(seed))[0].taken for seed in range(5)} == {(best,)}
 
 
 def test_a_length_is_drawn_by_its_own_noise_whichever_others_are_tried():
@@ -102,28 +113,29 @@ def test_a_length_is_drawn_by_its_own_noise_whichever_others_are_tried():
     rng = np.random.default_rng(0)
     for seed in range(30):
         key = sample_key(seed, "c")
-        best = found(OpenLengths(pieces(BEFORE, []), (tuple(range(1, 7)),)), key, rng).taken
+        best = found(OpenLengths(pieces(BEFORE, []), (tuple(range(1, 7)),)), key, rng)[0].taken
         fewer = tuple(length for length in range(1, 7) if length % 2 == best[0] % 2)
-        assert found(OpenLengths(pieces(BEFORE, []), (fewer,)), key, rng).taken == best
+        assert found(OpenLengths(pieces(BEFORE, []), (fewer,)), key, rng)[0].taken == best
 
 
 def test_holes_find_their_lengths_one_after_the_other():
     row = OpenLengths(pieces([0], [1], [0]), ((1, 2, 3), (2, 3, 4)))
     search, rng, seen = LengthSearch(row, 7, JOB_SETTINGS), np.random.default_rng(0), list[tuple[int, ...]]()
-    while not search.is_over:
-        request = search.request(0)
+
+    def answered(request: Request) -> Outcome:
         if not request.probe:
             holes = "".join("_" if token == HOLE else "x" for token in request.canvas.tolist()).strip("x").split("x")
             seen.append(tuple(map(len, holes)))
-        search.take(answer(request, rng))
+        return answer(request, rng)
+
+    result = run(search, answered)
     first, second = search.taken
     assert seen[:3] == [(1, 3), (2, 3), (3, 3)] and seen[3:] == [(first, 2), (first, 4)]
-    assert search.num_tried == 5 and len(search.result().tokens) == first + second
+    assert search.num_tried == 5 and len(result.tokens) == first + second
 
 
 def test_the_forwards_of_all_that_was_tried_count_and_drafts_are_those_of_the_fill():
-    search = found(OpenLengths(pieces(BEFORE, AFTER), ((1, 2, 3),)), 5, np.random.default_rng(0))
-    result = search.result()
+    search, result = found(OpenLengths(pieces(BEFORE, AFTER), ((1, 2, 3),)), 5, np.random.default_rng(0))
     assert result.nfe == 1 + 2 + 3 + 3
     assert result.iterations == len(result.tokens) == search.taken[0]
 
@@ -132,12 +144,15 @@ def test_a_masked_hole_is_weighed_by_its_own_confidence_alone():
     """Both holes may have 1 or 2 tokens. The first is surer with 1, the second with 2, beside whatever the other has."""
     row = OpenLengths(pieces([0], [1], [0]), ((1, 2), (1, 2)), bias=(0.0, 0.0, 0.0, 0.0, 1.0))
     search, asked = LengthSearch(row, 0, JOB_SETTINGS), list[tuple[int, int]]()
-    while not search.is_over:
-        request = search.request(0)
-        assert request.scored is not None
+
+    def answered(request: Request) -> Outcome:
+        if request.scored is None:
+            return outcome([1] * int((request.canvas == HOLE).sum()), -1.0)
         hole, size = int(request.scored[0] > 1), len(request.scored)
         asked.append((hole, size))
-        search.take(outcome([], math.log(0.9 if size == 1 + hole else 0.3)))
+        return outcome([], math.log(0.9 if size == 1 + hole else 0.3))
+
+    run(search, answered)
     assert asked == [(0, 1), (0, 2), (1, 1), (1, 2)] and search.taken == (1, 2)
 
 
@@ -151,13 +166,16 @@ def test_masked_canvases_are_probed_alone_and_the_least_biased_confidence_wins()
     confidence = {1: 0.7, 2: 0.5, 3: 0.6, 4: 0.3}
     row = OpenLengths(pieces(BEFORE, AFTER), ((1, 2, 3, 4),), bias=CAL_BIAS)
     search, asked = LengthSearch(row, 0, JOB_SETTINGS), list[Request]()
-    while not search.is_over:
-        asked.append(search.request(0))
-        length = int((asked[-1].canvas == HOLE).sum())
-        search.take(outcome([], math.log(confidence[length])))
+
+    def answered(request: Request) -> Outcome:
+        if not request.probe:
+            return outcome([1, 1, 1], -1.0, nfe=3)
+        asked.append(request)
+        return outcome([], math.log(confidence[int((request.canvas == HOLE).sum())]))
+
+    last = run(search, answered)
     best = max(confidence, key=lambda length: confidence[length] / bias_at(CAL_BIAS, length))
     assert search.taken == (best,) and best == 3, "the bias hides it: the first length has the greatest confidence"
     assert all(request.probe and request.settings.temperature == 0.0 for request in asked)
     assert [request.scored.tolist() for request in asked if request.scored is not None][1] == [2, 3]
-    last = search.result(outcome([1, 1, 1], -1.0, nfe=3))
     assert (last.nfe, search.logprob, search.num_tried) == (7, None, 4)

@@ -58,7 +58,7 @@ def maker(
 def prompt_of(made: Maker, row: dict) -> str:
     """The prompt of the row, or the text of its canvas with [] for each hole; planning knows its size."""
     canvas = made.make(row, 1)
-    assert made.sizes([(row, 1)]) == [canvas.size]
+    assert made.size(row, 1) == canvas.size
     pieces, start = [], 0
     for hole, end in (*canvas.holes, (len(canvas.tokens), 0)):
         pieces.append(byte_level().decode(canvas.tokens[start:hole].tolist()))
@@ -70,8 +70,9 @@ def prompt_of(made: Maker, row: dict) -> str:
 def failure(made: Maker, row: dict) -> str:
     with pytest.raises(RowError) as caught:
         made.make(row, 1)
-    (planned,) = made.sizes([(row, 1)])
-    assert isinstance(planned, RowError) and planned.message == caught.value.message
+    with pytest.raises(RowError) as planned:
+        made.size(row, 1)
+    assert planned.value.message == caught.value.message
     return f"{caught.value.kind}: {caught.value.message}"
 
 

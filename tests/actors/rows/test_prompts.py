@@ -81,7 +81,7 @@ def maker(
 def made(make: Maker, values: dict[str, Any]) -> Canvas:
     """The row's canvas, of the size that the planner knows."""
     canvas = make.make(values, 1)
-    assert make.sizes([(values, 1)]) == [canvas.size]
+    assert make.size(values, 1) == canvas.size
     return canvas
 
 
@@ -92,8 +92,9 @@ def prompt(canvas: Canvas) -> list[int]:
 def error_kind(make: Maker, values: dict[str, Any]) -> str:
     with pytest.raises(RowError) as caught:
         make.make(values, 1)
-    (size,) = make.sizes([(values, 1)])
-    assert isinstance(size, RowError) and size.kind == caught.value.kind
+    with pytest.raises(RowError) as planned:
+        make.size(values, 1)
+    assert planned.value.kind == caught.value.kind
     return caught.value.kind
 
 

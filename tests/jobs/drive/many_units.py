@@ -42,7 +42,7 @@ from draftmill.storage.runs.commit import MANIFEST, read_manifest
 from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
 from draftmill.storage.runs.unit_table import FOLDER, PLAN, ROW_SCHEMA
 from draftmill.storage.stores.local import LocalStore
-from draftmill.storage.stores.store import Body, Stat
+from draftmill.storage.stores.store import Stat
 from tests.jobs.specs import infilling
 
 WINDOW, WORKERS = 50_000, 8
@@ -78,7 +78,7 @@ class Folder(LocalStore):
     def exists(self, name: str) -> bool:
         return name.startswith("data/") or super().exists(name)
 
-    def put(self, name: str, data: Body) -> Stat:
+    def put(self, name: str, data: bytes) -> Stat:
         return Stat(name, len(data), "0") if name.startswith(FOLDER) else super().put(name, data)
 
 

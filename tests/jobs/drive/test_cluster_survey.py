@@ -194,8 +194,8 @@ def test_rows_that_begin_alike_are_planned_alike(ray_session, folder, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_task_that_is_killed_in_the_middle_is_done_again(ray_session, folder, tmp_path):
-    """One file that can't be cut, of several items: the second task leaves out what has arrived."""
+def test_the_rest_of_a_task_that_is_killed_in_the_middle_is_done_by_the_driver(ray_session, folder, tmp_path):
+    """One file that can't be cut, of several items: the driver leaves out what has arrived."""
     rows = [json.dumps({"id": str(number), "text": "a b"}) for number in range(20_000)]
     (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode(), 1))
     (folder / "b.jsonl").write_bytes(lines(200, 1))
@@ -278,8 +278,7 @@ def test_where_tasks_fail_or_get_no_cpu_the_driver_plans_alone(ray_session, fold
     bad = survey_pool.SurveyJob(*(None for _ in range(4)))  # type: ignore[arg-type]
     shutil.rmtree(tmp_path / "there")
     monkeypatch.setattr(ray_session, "put", lambda job, put=ray_session.put: put(bad))
-    assert planned_there(spec, note=notes.append) == here
-    assert notes[1:] == ["planning on the cluster fails: planning here"]
+    assert planned_there(spec) == here
 
 
 def test_small_jobs_and_local_ones_are_planned_by_the_driver(folder, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from draftmill.jobs.drive.leases import give_back, hold_lease, keep_once
 from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
-from draftmill.storage.stores.store import Body, MemoryStore, Stat
+from draftmill.storage.stores.store import MemoryStore, Stat
 
 
 class Unreachable(MemoryStore):
@@ -15,7 +15,7 @@ class Unreachable(MemoryStore):
 
     down: StoreError | None = None
 
-    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         if self.down is not None:
             raise self.down
         return super().replace(name, data, etag=etag)

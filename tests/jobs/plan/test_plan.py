@@ -435,20 +435,14 @@ class Panic(BaseException):
 @pytest.mark.parametrize("trouble", [Exception("bare"), Panic("out of bounds"), MemoryError()], ids=repr)
 def test_a_row_on_which_the_tokenizer_fails_is_planned_as_a_failed_one(rows, monkeypatch, trouble):
     strange = "7" * (7 * 7 % 50)
-    encode, encode_batch = Tokenizer.encode, Tokenizer.encode_batch
+    encode = Tokenizer.encode
 
     def failing(self: Tokenizer, text: str) -> list[int]:
         if text == strange:
             raise trouble
         return encode(self, text)
 
-    def failing_batch(self: Tokenizer, texts: list[str]) -> list[list[int]]:
-        if strange in texts:
-            raise trouble
-        return encode_batch(self, texts)
-
     monkeypatch.setattr(Tokenizer, "encode", failing)
-    monkeypatch.setattr(Tokenizer, "encode_batch", failing_batch)
     made = plan(spec_for(rows, output__unit_rows=64), open_store(f"memory://{trouble!r}"))
     assert made.rows == 40 and made.totals.errors == {"bad_json": 1, "tokenize_error": 1}
     (bad,) = [row for row in made.unit_rows(0) if row.error_kind == "tokenize_error"]
@@ -457,10 +451,10 @@ def test_a_row_on_which_the_tokenizer_fails_is_planned_as_a_failed_one(rows, mon
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_while_planning_is_no_rows_error(rows, monkeypatch, stop):
-    def interrupted(self: Tokenizer, texts: list[str]) -> list[list[int]]:
+    def interrupted(self: Tokenizer, text: str) -> list[int]:
         raise stop
 
-    monkeypatch.setattr(Tokenizer, "encode_batch", interrupted)
+    monkeypatch.setattr(Tokenizer, "encode", interrupted)
     with pytest.raises(stop):
         plan(spec_for(rows), open_store("memory://interrupted"))
 

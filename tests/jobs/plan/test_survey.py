@@ -6,7 +6,7 @@ from threading import Barrier, Lock
 import pytest
 
 from draftmill.actors.planning import surveying
-from draftmill.actors.rows.canvas import Canvas, CanvasSize
+from draftmill.actors.rows.canvas import CanvasSize
 from draftmill.actors.rows.row import Values
 from draftmill.jobs.config.spec import JobSpec, check_spec
 from draftmill.jobs.plan.planning import survey
@@ -16,42 +16,42 @@ from tests.jobs.specs import infilling
 
 PATIENCE_S = 60.0
 THREADS = 3
+ROWS, BATCH_ROWS = 50, 8
 
 
 class Measures:
-    """Says that a canvas is as long as the row's number; the first batches are measured at once, or nobody gets further."""
+    """Says that a canvas is as long as the row's number; the first batches are measured at once, or nobody gets further.
+    Batches of files of ROWS rows have BATCH_ROWS of them."""
 
     def __init__(self, barrier: Barrier | None = None) -> None:
         self.barrier = barrier
         self.lock = Lock()
         self.batches = 0
 
-    def make(self, values: Values, key: int) -> Canvas:
-        raise AssertionError("a batch as a whole can be measured")
-
-    def sizes(self, rows) -> list[CanvasSize | RowError]:
-        with self.lock:
-            self.batches += 1
-            is_first = self.batches <= THREADS
-        if self.barrier is not None and is_first:
-            self.barrier.wait(PATIENCE_S)
-        return [
-            RowError("odd", "tokenize", "no") if values["n"] % 10 == 7 else CanvasSize(values["n"], 1)
-            for values, _ in rows
-        ]
+    def size(self, values: Values, key: int) -> CanvasSize:
+        number = values["n"]
+        if number % ROWS % BATCH_ROWS == 0:
+            with self.lock:
+                self.batches += 1
+                is_first = self.batches <= THREADS
+            if self.barrier is not None and is_first:
+                self.barrier.wait(PATIENCE_S)
+        if number % 10 == 7:
+            raise RowError("odd", "tokenize", "no")
+        return CanvasSize(number, 1)
 
 
 @pytest.fixture(autouse=True)
 def small_batches_on_three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surveying, "BATCH_ROWS", 8)
+    monkeypatch.setattr(surveying, "BATCH_ROWS", BATCH_ROWS)
     monkeypatch.setattr("os.cpu_count", lambda: THREADS)
 
 
 @pytest.fixture
 def spec(tmp_path) -> JobSpec:
     """Two files of 50 rows."""
-    for name, first in (("a.jsonl", 0), ("b.jsonl", 50)):
-        lines = [json.dumps({"id": f"r{n}", "n": n}) for n in range(first, first + 50)]
+    for name, first in (("a.jsonl", 0), ("b.jsonl", ROWS)):
+        lines = [json.dumps({"id": f"r{n}", "n": n}) for n in range(first, first + ROWS)]
         (tmp_path / name).write_text("\n".join(lines))
     return check_spec(infilling(input={"path": str(tmp_path)}))
 

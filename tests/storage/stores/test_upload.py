@@ -3,7 +3,6 @@
 import os
 import random
 from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,30 +276,22 @@ def test_what_a_killed_exporter_left_is_aborted_and_nobody_elses(s3_store, monke
     assert abort_orphans(s3_store, NAME) == 0
 
 
-def test_uploads_of_the_last_hour_may_be_at_work_by_the_stores_own_clock():
-    stores_now = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
+def test_uploads_of_the_last_hour_may_be_at_work(s3_store, monkeypatch):
     aborted: list[str] = []
 
     def one(upload_id: str, key: str, minutes: float) -> dict[str, Any]:
-        return {"Key": key, "UploadId": upload_id, "Initiated": stores_now - timedelta(minutes=minutes)}
+        return {"Key": key, "UploadId": upload_id, "Initiated": datetime.now(UTC) - timedelta(minutes=minutes)}
 
-    def pages():
-        heard = {"ResponseMetadata": {"HTTPHeaders": {"date": format_datetime(stores_now, usegmt=True)}}}
-        uploads = [one("young", "k", 59), one("old", "k", 61)]
-        yield heard | {"Uploads": uploads, "IsTruncated": True, "NextKeyMarker": "k", "NextUploadIdMarker": "old"}
-        yield heard | {"Uploads": [one("older", "k", 10**4), one("other", "k/2", 10**4)]}
-
-    answers, markers = pages(), []
-
-    def ask(operation: str, name: str, **arguments: Any) -> Any:
-        if operation == "abort_multipart_upload":
-            return aborted.append(arguments["UploadId"])
-        markers.append((arguments["Prefix"], arguments.get("KeyMarker"), arguments.get("UploadIdMarker")))
-        return next(answers)
-
-    store: Any = SimpleNamespace(ask=ask, key=lambda name: name)
-    assert abort_orphans(store, "k") == 2
-    assert aborted == ["old", "older"] and markers == [("k", None, None), ("k", "k", "old")]
+    key = s3_store.key(NAME)
+    first, second = (
+        [one("young", key, 59), one("old", key, 61)],
+        [one("older", key, 10**4), one("other", f"{key}2", 10**4)],
+    )
+    paginator = SimpleNamespace(paginate=lambda **query: [{"Uploads": first}, {}, {"Uploads": second}])
+    monkeypatch.setattr(s3_store, "client", SimpleNamespace(get_paginator=lambda operation: paginator))
+    monkeypatch.setattr(s3_store, "ask", lambda operation, name, **given: aborted.append(given["UploadId"]))
+    assert abort_orphans(s3_store, NAME) == 2
+    assert aborted == ["old", "older"]
 
 
 def test_a_store_that_lists_no_uploads_is_written_all_the_same(s3_store, s3_server, s3_options, caplog):
