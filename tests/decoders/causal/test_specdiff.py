@@ -16,7 +16,6 @@ from draftmill.decoders.backbones.invariance import rows_exact
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
-from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import find_heads
@@ -43,7 +42,6 @@ from tests.decoders.support import (
     decode,
     decoder_settings,
     engine,
-    random_lengths,
     run_all,
     texts,
     toy_heads,
@@ -85,15 +83,6 @@ def test_coupled_text_is_the_autoregressive_text(warp, steps, heads):
         found = run(shuffled, settings, sampling, rows=rows, heads=heads)
         as_sequential(found, expected)
         assert all(outcome.nfe_draft <= steps * outcome.iterations for outcome in found.values())
-
-
-@ORDERED
-def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(order, heads, monkeypatch):
-    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
-    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
-    found = run(requests, specdiff("auto", order=order), rows=5, heads=heads)
-    assert texts(found) == texts(sequential(requests))
-    assert sum(outcome.accepted for outcome in found.values()) > 5
 
 
 def by_reference(request, settings, sampling, *, tail=None, heads=None, stop=lambda generated: False):
@@ -226,11 +215,6 @@ def test_a_text_longer_than_the_drafters_window_is_seen_by_its_end(window):
 def test_a_full_window_needs_to_know_its_length():
     with pytest.raises(ValueError, match=r"decoder\.window: 'full'.*allowed: short"):
         run([], specdiff(3, window="full"))
-
-
-def test_auto_lengths_need_coupled_acceptance():
-    with pytest.raises(ValueError, match=r"decoder\.gamma: 'auto'.*a number"):
-        run(toy_prompts(1, vocab_size=VOCAB, longest=3), specdiff("auto"), Sampling(acceptance="rejection"))
 
 
 def on_the_engine(settings, *, rows=1, heads=None, requests=None, index=0, suppressed=(), **sampling):
