@@ -18,7 +18,7 @@ from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
 from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, texts, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -287,6 +287,36 @@ def test_what_the_target_never_says_is_never_drafted():
     assert texts(found) == texts(expected)
     drafts = [token for o in found.values() for step in o.trace for token in step.proposed]
     assert len(drafts) > 50 and 1 not in drafts
+
+
+def counted(outcomes):
+    return sum(one.nfe for one in outcomes.values()), sum(one.accepted for one in outcomes.values())
+
+
+def test_an_index_of_suffixes_keeps_the_texts_of_a_worker_also_when_it_is_cleared():
+    requests = [one for one in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=5) if (one.canvas < 0).sum() > 3]
+    expected = texts(decode(table(), INFO, AR, Sampling(), requests))
+    decoder = engine(table(), INFO, spec(8, SUFFIX), rows=3)
+    first, second = run_all(decoder, requests), run_all(decoder, requests)
+    decoder.admit(requests[:2])
+    decoder.step()
+    decoder.clear()
+    third = run_all(decoder, requests)
+    assert texts(first) == texts(second) == texts(third) == expected
+    assert counted(third) <= counted(second) < (0.8 * counted(first)[0],)
+    # A look-up at most an iteration, and no forward without an iteration.
+    assert all(0 <= one.nfe_draft <= one.iterations == one.nfe for one in second.values())
+
+
+def test_rows_draft_from_neighbours_that_are_still_at_work():
+    """A sample that begins two steps after its twin has the words of that one before its own."""
+    (request,) = requests_of(prompt(0, 1, holes=5))
+    decoder = engine(table(), INFO, spec(4, SUFFIX), rows=2)
+    decoder.admit([request])
+    assert not decoder.step() and not decoder.step(), "the first is still at work"
+    decoder.admit([replace(request, index=1)])
+    outcomes = {outcome.index: outcome for _ in range(9) for outcome in decoder.step()}
+    assert texts(outcomes)[0] == texts(outcomes)[1] and outcomes[1].nfe < outcomes[0].nfe
 
 
 @pytest.mark.one_in(2)
