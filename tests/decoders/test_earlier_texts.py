@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from draftmill.decoders.base import Request
-from draftmill.decoders.common_settings import RunDrafterSettings, Sampling
+from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.earlier_texts import Pointer
 from draftmill.decoders.settings import DECODERS
 from tests.decoders import results
-from tests.decoders.support import decoder_settings, random_lengths, run_all, texts
+from tests.decoders.support import random_lengths, run_all, texts
 
 BASELINES: dict[str, dict] = {
     "speculative": {"kind": "autoregressive"},
@@ -92,11 +92,18 @@ def test_an_unchanged_text_takes_few_forwards_and_says_what_it_reused(kind, k):
         assert one.nfe <= 2 and (one.reused > 0 or len(one.tokens) < 3)
 
 
-@KINDS
-def test_under_rejection_a_number_is_needed_as_k(kind):
-    settings = decoder_settings(kind, drafter=RunDrafterSettings(kind="run", path=("a",)), **MORE.get(kind, {}))
-    with pytest.raises(ValueError, match=r"decoder\.drafter\.k: 'auto'.*allowed with 'rejection': a number"):
-        settings.check_sampling(results.REJECTION[0])
+@pytest.mark.parametrize(
+    ("kind", "field", "more"),
+    [
+        *((kind, "drafter.k", {"drafter": {"kind": "run", "path": ["a"]}} | MORE.get(kind, {})) for kind in BASELINES),
+        ("assd", "k", {"k": "auto"}),
+        ("speculative", "k", {"k": "auto"}),
+        ("specdiff", "gamma", {"gamma": "auto", "drafter": {"path": "a"}}),
+    ],
+)
+def test_under_rejection_a_length_is_a_number(kind, field, more):
+    with pytest.raises(ValueError, match=rf"decoder\.{field}: 'auto'.*allowed with 'rejection': a number"):
+        results.engine_of(results.Case({"kind": kind} | more), results.REJECTION[0], 1)
 
 
 @pytest.mark.parametrize("kind", ["speculative", "assd"])

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from jsonschema import Draft202012Validator
 from safetensors.torch import load_file, save_file
 
 from draftmill.actors.checkpoints.models import fetch_model
@@ -176,49 +175,6 @@ def write_drafter(folder: Path, target: Path) -> Path:
     rounded = {name: tensor.to(torch.float8_e4m3fn).to(torch.bfloat16) for name, tensor in weights.items()}
     save_file(rounded, target / "model.safetensors", metadata={"format": "pt"})
     return target
-
-
-def check_again(bench: Bench) -> list[Finding]:
-    """Finished runs draft: the same job again, and one whose weights were int8; both give the rows without a drafter."""
-    baseline, found = bench.baseline(), []
-    bench.place.run("sampled-int8", bench.chat, bench.rows[::4], sampling=WARM, model={"weights": "int8"})
-    for name, what in (("sampled", "the same job"), ("sampled-int8", "int8 before")):
-        drafter = {"kind": "run", "path": str(bench.place.root / name / "run")}
-        decoder = {"kind": "speculative", "drafter": drafter}
-        rows = bench.place.run(f"after-{name}", bench.chat, bench.rows[::4], sampling=WARM, decoder=decoder)
-        tokens, nfe, reused = (sum(row[name] for row in rows.values()) for name in ("new_tokens", "nfe", "reused"))
-        note = f"{nfe / tokens:.2f} forwards a token, {reused / tokens:.0%} reused"
-        equal = same(rows, baseline, RESULT)
-        found.append(
-            Finding(f"a run drafts ({what}): autoregressive", equal, len(rows), note, equal == len(rows) and reused > 0)
-        )
-    return found
-
-
-def check_common_noise(bench: Bench) -> list[Finding]:
-    """float32 beside int8 (int4 is what the file holds): pairs share their noise, so a difference needs fewer samples."""
-    folders = []
-    for name, model in (("noise-float32", {}), ("noise-int8", {"weights": "int8"})):
-        task = bench.chat | {"max_new_tokens": min(24, bench.new_tokens)}
-        metrics = [{"kind": "length"}]
-        bench.place.run(name, task, bench.rows, sampling=WARM, model=model, metrics=metrics)
-        folders.append(str(bench.place.root / name / "run"))
-    code, said = call("compare", *folders, "--json")
-    assert code == 0, said[-1500:]
-    found = json.loads(said)["comparisons"][0]
-    pairing = found["metrics"]["length_characters"]["pairing"]
-    worth = pairing["worth"] or 0.0
-    note = f"characters: correlation {pairing['correlation'] or 0.0:.2f}, pairs are worth {worth:.1f} times the samples"
-    pairs = found["noise"]["pairs"]
-    return [
-        Finding(
-            "float32 and int8: pairs with common noise",
-            pairs,
-            len(bench.rows),
-            note,
-            worth > 1.0 and pairs == found["pairs"],
-        )
-    ]
 
 
 def check_two_workers(bench: Bench) -> list[Finding]:
@@ -408,66 +364,9 @@ def check_lm_eval(bench: Bench) -> list[Finding]:
     ]
 
 
-PENALTIES: dict = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
-SCHEMA = {
-    "type": "object",
-    "properties": {"answer": {"type": "string", "maxLength": 24}, "is_sure": {"type": "boolean"}},
-    "required": ["answer", "is_sure"],
-}
-
-
-def check_texts(bench: Bench) -> list[Finding]:
-    """Penalties are transformers'; constraints hold, and speculation keeps their texts; templates make the prompts they say."""
-    chosen = bench.rows[::4]
-    ids = {row["id"]: bench.ids[row["id"]] for row in chosen}
-    rows = bench.place.run("penalties", bench.chat, chosen, sampling=PENALTIES)
-    expected = bench.theirs.greedy(ids, bench.new_tokens, [bench.end], batch=1, **PENALTIES)
-    penalized = sum(rows[key]["tokens"] == tokens for key, tokens in expected.items())
-    changed = sum(tokens != bench.expected[key] for key, tokens in expected.items())
-    task = bench.chat | {"max_new_tokens": 64, "constraint": {"json_schema": SCHEMA}}
-    made = bench.place.run("schema", task, chosen, sampling=WARM)
-    drafted = {"kind": "speculative", "k": 5}
-    again = bench.place.run("schema-speculative", task, chosen, sampling=WARM, decoder=drafted)
-    valid = sum(Draft202012Validator(SCHEMA).is_valid(json.loads(row["text"])) for row in made.values())
-    system, template = "You answer in one word.", "{{ question | trim }}\n\nAnswer {{ how }}."
-    asked = [{"id": row["id"], "question": f" {row['prompt']}", "how": "briefly"} for row in chosen]
-    prompt = {"template": template, "system": system}
-    short = bench.chat | {"max_new_tokens": 8}
-    templated = bench.place.run("template", short, asked, prompt=prompt)
-    theirs = {
-        row["id"]: bench.theirs.chat_ids(f"{row['question'].strip()}\n\nAnswer briefly.", system) for row in asked
-    }
-    answers = bench.theirs.greedy(theirs, 8, [bench.end])
-    by_template = sum(
-        templated[key]["tokens"] == answers[key] and templated[key]["prompt_tokens"] == len(ids)
-        for key, ids in theirs.items()
-    )
-    note = f"{changed} differ from those without"
-    return [
-        Finding(
-            "penalties: transformers' generate", penalized, len(rows), note, penalized == len(rows) and changed > 0
-        ),
-        Finding("constrained: valid JSON of the schema", valid, len(made)),
-        Finding("constrained, speculative: autoregressive, T = 0.8", same(again, made, RESULT), len(made)),
-        Finding("template and system message: generate on transformers' prompt", by_template, len(templated)),
-    ]
-
-
-def check_refusals(bench: Bench) -> list[Finding]:
-    """What the model can't do is refused by name before anything is written."""
-    folder = bench.place.spec(
-        "infill", {"kind": "infill", "mask": {"kind": "marker"}}, [{"id": "a", "text": "x <mask> y"}]
-    )
-    code, said = call("run", str(folder / "spec.yaml"), "--quiet")
-    named = code == 2 and "task" in said and not (folder / "run" / "data").exists()
-    return [Finding("infilling, which it was not trained for, is refused", int(named), 1, " ".join(said.split())[:100])]
-
-
 CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
     "greedy": check_greedy,
     "decoders": check_decoders,
-    "again": check_again,
-    "noise": check_common_noise,
     "workers": check_two_workers,
     "resume": check_resume,
     "scores": check_scores,
@@ -476,6 +375,4 @@ CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
     "int8": check_int8,
     "openai": check_openai,
     "lm_eval": check_lm_eval,
-    "texts": check_texts,
-    "refusals": check_refusals,
 }

@@ -17,22 +17,18 @@ class Theirs:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
-    def chat_ids(self, prompt: str, system: str | None = None) -> list[int]:
+    def chat_ids(self, prompt: str) -> list[int]:
         """The prompt in the form of the chat template, up to where the answer begins."""
-        talk = [] if system is None else [{"role": "system", "content": system}]
-        talk.append({"role": "user", "content": prompt})
+        talk = [{"role": "user", "content": prompt}]
         return list(self.tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=True)["input_ids"])
 
     @torch.no_grad()
-    def greedy(
-        self, prompts: Mapping[str, list[int]], new_tokens: int, ends: Sequence[int], *, batch: int = BATCH, **more
-    ) -> dict[str, list[int]]:
-        """`generate` without sampling, prompts of like lengths together: each one's new tokens, its end token included. Where
-        `more` arguments count the tokens of a prompt, a `batch` of 1 leaves no padding to be counted."""
+    def greedy(self, prompts: Mapping[str, list[int]], new_tokens: int, ends: Sequence[int]) -> dict[str, list[int]]:
+        """`generate` without sampling, prompts of like lengths together: each one's new tokens, its end token included."""
         found: dict[str, list[int]] = {}
         keys = sorted(prompts, key=lambda key: len(prompts[key]))
-        for start in range(0, len(keys), batch):
-            group = keys[start : start + batch]
+        for start in range(0, len(keys), BATCH):
+            group = keys[start : start + BATCH]
             width = max(len(prompts[key]) for key in group)
             gaps = [width - len(prompts[key]) for key in group]
             given = torch.tensor([[0] * gap + prompts[key] for gap, key in zip(gaps, group, strict=True)])
@@ -44,7 +40,6 @@ class Theirs:
                 do_sample=False,
                 eos_token_id=list(ends),
                 pad_token_id=ends[0],
-                **more,
             )
             for key, row in zip(group, out[:, width:].tolist(), strict=True):
                 end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))

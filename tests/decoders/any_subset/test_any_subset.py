@@ -6,17 +6,11 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine.auto import AutoLength
-from draftmill.decoders.engine.samples import decoding_order
-from tests.decoders.references import any_subset as reference
-from tests.decoders.references.any_subset import PlainModel
-from tests.decoders.references.choosers import CoupledRule
 from tests.decoders.references.table import TableBackbone
 from tests.decoders.support import (
     decode,
     decoder_settings,
     engine,
-    random_lengths,
     score,
     table_info,
     texts,
@@ -56,38 +50,6 @@ def test_coupled_output_is_the_sequential_output(variant, warp, rows):
         assert texts(found) == texts(expected)
         for index, outcome in found.items():
             assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, monkeypatch):
-    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
-    requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=12)
-    expected = decode(table(), INFO, SEQUENTIAL, Sampling(), requests)
-    heads = toy_heads(VOCAB) if variant != "ngram" else None
-    settings = decoder_settings("assd", k="auto", **VARIANTS[variant])
-    found = decode(table(), INFO, settings, Sampling(), requests, rows=5, heads=heads)
-    assert texts(found) == texts(expected)
-    assert sum(outcome.accepted for outcome in found.values()) > 5
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_lengths_that_time_chooses_need_coupled_acceptance(variant):
-    settings = decoder_settings("assd", k="auto", **VARIANTS[variant])
-    with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
-        engine(table(), INFO, settings, Sampling(acceptance="rejection"), rows=1, max_tokens=9, heads=toy_heads(VOCAB))
-
-
-def test_the_sequential_decoder_equals_its_reference():
-    requests = toy_requests(30, vocab_size=VOCAB, longest=LENGTH, seed=3)
-    outcomes = decode(table(), INFO, SEQUENTIAL, Sampling(), requests)
-    for request in requests:
-        order, num_prompt = decoding_order(request.canvas)
-        model = PlainModel(table(), order=order.tolist(), num_prompt=num_prompt, sampling=Sampling())
-        prompt = request.canvas[order[:num_prompt]].tolist()
-        trail = reference.sequential(model, prompt, CoupledRule(request.key, Sampling()))
-        assert outcomes[request.index].tokens.tolist() == trail.tokens[num_prompt:]
-        assert outcomes[request.index].nfe == trail.nfe == len(trail.tokens) - num_prompt
 
 
 @pytest.mark.one_in(7, soak=3)

@@ -218,16 +218,19 @@ def choose_by_hand(scores, bias, groups, kept, chosen):
     ranked = sorted((e for e in range(len(scores)) if e // size in alive), key=biased.__getitem__, reverse=True)[
         :chosen
     ]
-    return ranked, [2.5 * scores[expert] / sum(scores[e] for e in ranked) for expert in ranked]
+    total = sum(scores[expert] for expert in ranked) if chosen > 1 else 1.0
+    return ranked, [2.5 * scores[expert] / total for expert in ranked]
 
 
-@pytest.mark.parametrize("shift", [0.0, -5.0])
-def test_a_row_chooses_the_best_experts_of_its_best_groups_even_where_every_biased_score_is_negative(shift):
-    mixture, rows = mixture_of(), torch.randn(40, 16)
+@pytest.mark.parametrize(("shift", "groups", "chosen"), [(0.0, (4, 2), 3), (-5.0, (4, 2), 3), (0.0, (2, 1), 1)])
+def test_a_row_chooses_the_best_experts_of_its_best_groups_even_where_every_biased_score_is_negative(
+    shift, groups, chosen
+):
+    mixture, rows = mixture_of(groups=groups, num_chosen=chosen), torch.randn(40, 16)
     mixture.expert_bias += shift
     expert, weight = mixture.choose(rows)
     for row, scores in enumerate(torch.sigmoid(rows @ mixture.gate.weight.T).tolist()):
-        experts, weights = choose_by_hand(scores, mixture.expert_bias.tolist(), 4, 2, 3)
+        experts, weights = choose_by_hand(scores, mixture.expert_bias.tolist(), *groups, chosen)
         assert expert[row].tolist() == experts
         assert weight[row].tolist() == pytest.approx(weights, rel=1e-5)
 

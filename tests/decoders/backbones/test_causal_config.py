@@ -112,6 +112,14 @@ def test_rotations_are_those_of_transformers(rope):
     torch.testing.assert_close(ours[1].abs(), sin[0].abs(), atol=1e-6, rtol=1e-6)
 
 
+def test_where_a_part_of_a_head_is_rotated_the_rest_has_no_angle():
+    part, whole = (Rotation(ROPES[0], width, 4, 128, torch.float64, torch.device("cpu")) for width in (12, 4))
+    (cos, sin), (cos_4, sin_4), rest = part.at(torch.arange(9)), whole.at(torch.arange(9)), [2, 3, 4, 5]
+    assert part.order_d.tolist() == [0, 1, 4, 5, 6, 7, 2, 3, 8, 9, 10, 11] and whole.order_d is None
+    assert torch.equal(cos[:, [0, 1, 6, 7]], cos_4) and torch.equal(sin[:, [0, 1, 6, 7]], sin_4)
+    assert (cos[:, rest] == 1).all() and (sin[:, rest] == 0).all()
+
+
 @pytest.mark.parametrize("changes", [{}, EVEN], ids=["odd widths", "even widths"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernels_references_give_the_same_states(name, changes, tmp_path, monkeypatch):

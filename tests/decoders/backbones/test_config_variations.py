@@ -9,6 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from draftmill.decoders.backbones.checkpoint import inspect_model, stop_ids
+from draftmill.decoders.backbones.families.rotary import MixtureShape
+from draftmill.decoders.backbones.families.table import find_family
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
@@ -110,6 +112,58 @@ def test_how_others_run_the_weights_is_no_matter(tmp_path, key):
     save_random(tmp_path, "llama")
     change_config(tmp_path, {key: "flash_attention_2"})
     load(tmp_path)
+
+
+# ---- families of which transformers has no class: what their networks are built from ---------------------------------
+
+SIZES: list[tuple[str, dict, dict]] = [
+    ("llada", {"n_kv_heads": 1, "embedding_size": None}, {"num_key_value_heads": 1, "vocab_size": 96}),
+    ("llada", {"n_kv_heads": None, "mlp_hidden_size": None, "mlp_ratio": 3}, {"intermediate_size": 144}),
+    ("llada", {"weight_tying": True, "rms_norm_eps": 1e-2}, {"tied": True, "rms_norm_eps": 1e-2, "max_length": 256}),
+    ("llada", {"rope_theta": 100.0}, {"rope": {"rope_type": "default", "rope_theta": 100.0}}),
+    ("llada", {"embedding_size": 104, "n_kv_heads": None}, {"vocab_size": 104, "num_key_value_heads": 4}),
+    ("llada2", {"first_k_dense_replace": 2, "num_key_value_heads": 4}, {"dense": {0, 1}, "num_key_value_heads": 4}),
+    ("llada2", {"partial_rotary_factor": 0.25, "rotary_dim": 4}, {"rotary_dim": 4, "rope": {"rope_theta": 600000}}),
+    ("llada2", {"partial_rotary_factor": 1.0, "rotary_dim": None, "head_dim": None}, {"rotary_dim": 12, "head_dim": 12}),
+    ("mdlm", {"n_heads": 8, "cond_dim": 33, "time_conditioning": True}, {"num_attention_heads": 8, "cond_dim": 33}),
+    ("mdlm", {"n_blocks": 3, "time_conditioning": None}, {"num_hidden_layers": 3, "takes_sigma": False}),
+]  # fmt: skip
+MIXTURE = {
+    "num_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "routed_scaling_factor": 1.0,
+}
+
+
+def shape_of(golden, family, **changes):
+    config = json.loads((golden / family / "config.json").read_text()) | changes
+    return find_family(config, "auto").shape(config)
+
+
+@pytest.mark.parametrize(("family", "changes", "expected"), SIZES)
+def test_sizes_are_those_that_config_json_says(golden, family, changes, expected):
+    shape = shape_of(golden, family, **changes)
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+def test_a_mixture_is_the_one_that_config_json_says(golden):
+    found = shape_of(golden, "llada2", **MIXTURE).mixture
+    assert found == MixtureShape(inner=24, num_experts=8, num_chosen=1, groups=(2, 1), scale=1.0, shared=48)
+    assert shape_of(golden, "llada2", num_shared_experts=0, first_k_dense_replace=0).mixture.shared == 0
+
+
+def test_a_llada2_may_keep_its_rotation_in_rope_parameters(golden):
+    rope = {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.5}
+    config = json.loads((golden / "llada2" / "config.json").read_text())
+    newer = {key: value for key, value in config.items() if key not in rope} | {"rope_parameters": rope}
+    assert find_family(newer, "auto").shape(newer) == shape_of(golden, "llada2")
+
+
+def test_a_mask_that_is_null_is_the_public_one():
+    for family, mask in (("llada", 126336), ("dream", 151666)):
+        assert find_family({"model_type": family}, family).mask_id({"mask_token_id": None}) == mask
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -240,6 +240,17 @@ def test_a_copied_beginning_goes_on_as_its_source_and_leaves_the_other_columns(t
     assert torch.equal(play(backbone, {2: in_a_row(text[5:], 5)}, width=16)[2], expected[0][5:])
 
 
+def test_columns_are_copied_within_their_slots_with_their_positions(tmp_path):
+    save_random(tmp_path)
+    backbone = load(tmp_path)
+    backbone.allocate(2, 16)
+    text = random_tokens(8, seed=8)
+    expected = play(backbone, {1: in_a_row(text)})[1]
+    backbone.copy_columns(torch.tensor([1, 1]), torch.tensor([6, 3]), torch.tensor([12, 9]))
+    found = play(backbone, {1: [(text[7], 7, 7, [0, 1, 2, 9, 4, 5, 12, 7])]})[1]
+    torch.testing.assert_close(found, expected[7:], atol=1e-5, rtol=1e-5)
+
+
 def test_rows_computed_are_counted_with_their_padding(tmp_path):
     save_random(tmp_path)
     backbone = load(tmp_path)

@@ -9,11 +9,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import XLNetConfig, XLNetLMHeadModel
 
 from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.families.table import find_family
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.xlnet import xlnet_rules
 from draftmill.decoders.base import Request
@@ -23,6 +24,7 @@ from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.draws.sampling import inverse_cdf_draw
 from draftmill.decoders.engine.samples import decoding_order
 from draftmill.decoders.engine.setup import Setup
+from tests.decoders.backbones.config_changes import GONE, change_config
 from tests.decoders.backbones.masked_models import check_misfits
 from tests.decoders.enumeration import decoded, engine_of
 from tests.decoders.references.any_subset import PlainModel
@@ -114,6 +116,28 @@ def test_the_shape_rules_hold_on_this_machine():
 
 def test_a_tensor_that_does_not_fit_is_named(golden, tmp_path):
     check_misfits(golden / "xlnet_asarm", tmp_path, "xlnet", "lm_loss.bias", "extra")
+
+
+DEFAULTS = ("d_head", "clamp_len", "layer_norm_eps", "ff_activation", "attn_type", "bi_data", "tie_word_embeddings")
+
+
+def test_fields_that_an_xlnet_leaves_out_have_the_values_of_transformers(tmp_path):
+    save_random(tmp_path)
+    full = json.loads((tmp_path / "config.json").read_text())
+    change_config(tmp_path, dict.fromkeys(DEFAULTS, GONE))
+    check = find_family(full, "auto").shape
+    assert check(json.loads((tmp_path / "config.json").read_text())) == check(full)
+    load_backbone(tmp_path, device="cpu")
+
+
+def test_an_untied_xlnet_needs_its_output_layer(tmp_path):
+    save_random(tmp_path, tie_word_embeddings=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = weights.pop("lm_loss.weight")
+    torch.testing.assert_close(load_backbone(tmp_path, device="cpu").output_VD, head)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks the tensors lm_loss\.weight"):
+        inspect_model(tmp_path)
 
 
 def test_damaged_or_missing_weights_are_a_clear_error(tmp_path):

@@ -24,7 +24,6 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.auto import AutoLength
-from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
 from draftmill.decoders.settings import check_model
@@ -141,25 +140,6 @@ def request(prompt, index=0, length=LENGTH):
 def chain_rule(prompt, sampling=Sampling()):  # noqa: B008
     model = plain(sampling)
     return {fill: math.exp(model.logprob(prompt, fill)) for fill in fills(VOCAB, LENGTH - len(prompt))}
-
-
-@pytest.mark.parametrize("sampling", CUTS, ids=str)
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_its_law_is_that_of_the_model_to_1e_12(sampling, acceptance):
-    beside = [request([2, 2, 1], 1, 4), request([1, 0], 2)]
-    for prompt, k, others in (([1, 0], 2, beside), ([0, 1, 0], 1, beside[:1])):
-        law = law_of(setup(sampling, acceptance, rows=2), spec(k), [request(prompt), *others], 0)
-        assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
-        assert total_variation(law, chain_rule(prompt, sampling)) < 1e-12
-
-
-def test_a_text_that_ends_at_a_stop_has_the_law_of_the_texts_up_to_there():
-    law = law_of(setup(Sampling(), "rejection", stops=Stops((2,))), spec(2), [request([1, 0])], 0)
-    ended = dict[Any, float]()
-    for fill, mass in chain_rule([1, 0]).items():
-        text = fill[: fill.index(2) + 1] if 2 in fill else fill
-        ended[text] = ended.get(text, 0.0) + mass
-    assert total_variation(law, ended) < 1e-12
 
 
 def public_law(prompt, masks, sampling, *, draws):

@@ -3,7 +3,6 @@
 import json
 import time
 from copy import copy
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,14 +12,11 @@ from safetensors.torch import save_file
 
 from draftmill.decoders.backbones.heads.markov import DraftHeads, MarkovHead, load_heads
 from draftmill.decoders.backbones.invariance import rows_exact
-from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
-from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import find_heads
-from tests.decoders import enumeration
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.causal.test_speculative import as_sequential, check_runs, cut_places
 from tests.decoders.masked.diffusion_tables import (
@@ -43,7 +39,6 @@ from tests.decoders.support import (
     decode,
     decoder_settings,
     engine,
-    random_lengths,
     run_all,
     texts,
     toy_heads,
@@ -85,15 +80,6 @@ def test_coupled_text_is_the_autoregressive_text(warp, steps, heads):
         found = run(shuffled, settings, sampling, rows=rows, heads=heads)
         as_sequential(found, expected)
         assert all(outcome.nfe_draft <= steps * outcome.iterations for outcome in found.values())
-
-
-@ORDERED
-def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(order, heads, monkeypatch):
-    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
-    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
-    found = run(requests, specdiff("auto", order=order), rows=5, heads=heads)
-    assert texts(found) == texts(sequential(requests))
-    assert sum(outcome.accepted for outcome in found.values()) > 5
 
 
 def by_reference(request, settings, sampling, *, tail=None, heads=None, stop=lambda generated: False):
@@ -226,65 +212,6 @@ def test_a_text_longer_than_the_drafters_window_is_seen_by_its_end(window):
 def test_a_full_window_needs_to_know_its_length():
     with pytest.raises(ValueError, match=r"decoder\.window: 'full'.*allowed: short"):
         run([], specdiff(3, window="full"))
-
-
-def test_auto_lengths_need_coupled_acceptance():
-    with pytest.raises(ValueError, match=r"decoder\.gamma: 'auto'.*a number"):
-        run(toy_prompts(1, vocab_size=VOCAB, longest=3), specdiff("auto"), Sampling(acceptance="rejection"))
-
-
-def on_the_engine(settings, *, rows=1, heads=None, requests=None, index=0, suppressed=(), **sampling):
-    setup = Setup(
-        backbone=target(),
-        info=replace(TARGET_INFO, suppressed=suppressed),
-        sampling=Sampling(acceptance="rejection", **sampling),
-        max_rows=rows,
-        max_tokens=99,
-        drafter=None if settings is AR else drafter(),
-        drafter_info=None if settings is AR else mask_info(max_length=5),
-        heads=heads,
-    )
-    return enumeration.law_of(setup, settings, requests or [request_of(0)], index)
-
-
-def request_of(index, prompt=2, holes=3):
-    return Request(index, 55 + index, np.array([*range(prompt), *[-1] * holes], dtype=np.int32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (2, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize("window", ["short", "full"])
-@pytest.mark.parametrize("with_head", [False, True])
-@pytest.mark.one_in(99, soak=3)
-def test_the_decoder_in_the_engine_has_the_autoregressive_law(gamma, steps, window, with_head):
-    heads = toy_heads(VOCAB + 1) if with_head else None
-    found = on_the_engine(specdiff(gamma, steps, window=window), heads=heads)
-    assert enumeration.total_variation(found, on_the_engine(AR)) < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_head", [False, True])
-@pytest.mark.parametrize("warp", [{"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 2}], ids=str)
-def test_the_warps_and_suppressed_ids_leave_the_law_alone(warp, with_head):
-    heads = toy_heads(VOCAB + 1, seed=2) if with_head else None
-    found = on_the_engine(specdiff(2, 2), heads=heads, suppressed=(1,), **warp)
-    assert all(1 not in fill for fill in found)
-    assert enumeration.total_variation(found, on_the_engine(AR, suppressed=(1,), **warp)) < 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_head", [False, True])
-def test_a_sample_that_refills_a_slot_beside_others_has_that_law_too(with_head):
-    heads = toy_heads(VOCAB + 1) if with_head else None
-    requests = [request_of(1, 1, 2), request_of(2, 2, 4), request_of(0)]
-    found = on_the_engine(specdiff(2, 2), rows=2, heads=heads, requests=requests, index=0, temperature=0.7)
-    assert enumeration.total_variation(found, on_the_engine(AR, temperature=0.7)) < 1e-12
-
-
-@pytest.mark.slow
-def test_the_native_order_has_another_law_in_the_engine():
-    found = on_the_engine(specdiff(2, 2, order="native"))
-    assert enumeration.total_variation(found, on_the_engine(AR)) > 1e-4
 
 
 WIDTH = VOCAB + 1

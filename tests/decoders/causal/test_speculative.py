@@ -13,13 +13,12 @@ from draftmill.decoders.causal.settings import ModelDrafterSettings, NgramDrafte
 from draftmill.decoders.causal.speculative import Lookup
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.ends import Stops
 from tests.decoders.references import causal as causal_reference
 from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
 from tests.decoders.references.choosers import rule_of
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import decode, decoder_settings, random_lengths, texts, token_info, toy_prompts
+from tests.decoders.support import decode, decoder_settings, engine, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -91,16 +90,6 @@ def test_coupled_text_is_the_autoregressive_text(drafter, warp):
         shuffled = [requests[i] for i in np.random.default_rng(number).permutation(len(requests))]
         found = speculate(shuffled, k=k, drafter=ALL[drafter], sampling=sampling, rows=rows)
         as_sequential(found, expected)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("drafter", ALL)
-def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(drafter, monkeypatch):
-    monkeypatch.setattr(AutoLength, "__call__", random_lengths)
-    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
-    found = speculate(requests, k="auto", drafter=ALL[drafter], rows=5)
-    assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))
-    assert sum(outcome.accepted for outcome in found.values()) > 5
 
 
 def by_reference(request, k, drafter, sampling, stop=lambda generated: False):
@@ -300,6 +289,36 @@ def test_what_the_target_never_says_is_never_drafted():
     assert len(drafts) > 50 and 1 not in drafts
 
 
+def counted(outcomes):
+    return sum(one.nfe for one in outcomes.values()), sum(one.accepted for one in outcomes.values())
+
+
+def test_an_index_of_suffixes_keeps_the_texts_of_a_worker_also_when_it_is_cleared():
+    requests = [one for one in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=5) if (one.canvas < 0).sum() > 3]
+    expected = texts(decode(table(), INFO, AR, Sampling(), requests))
+    decoder = engine(table(), INFO, spec(8, SUFFIX), rows=3)
+    first, second = run_all(decoder, requests), run_all(decoder, requests)
+    decoder.admit(requests[:2])
+    decoder.step()
+    decoder.clear()
+    third = run_all(decoder, requests)
+    assert texts(first) == texts(second) == texts(third) == expected
+    assert counted(third) <= counted(second) < (0.8 * counted(first)[0],)
+    # A look-up at most an iteration, and no forward without an iteration.
+    assert all(0 <= one.nfe_draft <= one.iterations == one.nfe for one in second.values())
+
+
+def test_rows_draft_from_neighbours_that_are_still_at_work():
+    """A sample that begins two steps after its twin has the words of that one before its own."""
+    (request,) = requests_of(prompt(0, 1, holes=5))
+    decoder = engine(table(), INFO, spec(4, SUFFIX), rows=2)
+    decoder.admit([request])
+    assert not decoder.step() and not decoder.step(), "the first is still at work"
+    decoder.admit([replace(request, index=1)])
+    outcomes = {outcome.index: outcome for _ in range(9) for outcome in decoder.step()}
+    assert texts(outcomes)[0] == texts(outcomes)[1] and outcomes[1].nfe < outcomes[0].nfe
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("vocab_size", [2, 5])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -326,8 +345,3 @@ def test_a_drafter_with_a_shorter_context_stops_drafting_there():
     assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))
     # Positions 1 .. 4 can be drafted; the second prompt is longer than that already.
     assert found[0].proposed == found[0].accepted == 3 and found[1].nfe_draft == 0
-
-
-def test_auto_lengths_need_coupled_acceptance():
-    with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
-        speculate(requests_of(prompt(0, holes=2)), k="auto", sampling=Sampling(acceptance="rejection"))

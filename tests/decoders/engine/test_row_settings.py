@@ -7,7 +7,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.base import RowSettings
 from draftmill.decoders.causal.settings import SpeculativeSettings
 from draftmill.decoders.common_settings import Sampling
@@ -94,99 +93,61 @@ def causal(settings):
     return make
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("sampling", JOBS[1:], ids=str)
-@pytest.mark.parametrize("kind", CAUSAL)
-def test_a_causal_row_with_its_own_sampling_is_that_of_a_job_with_it(kind, sampling):
-    check(causal(CAUSAL[kind]), toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=5), sampling)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", RATIOS)
-def test_so_it_is_under_the_rejection_rule(kind):
-    requests = toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=6)
-    for job in JOBS[1:]:
-        check(causal(CAUSAL[kind]), requests, job.model_copy(update={"acceptance": "rejection"}))
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("sampling", JOBS[2:], ids=str)
-@pytest.mark.parametrize("order", ["left_to_right", "native"])
-def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
+def diffusing(order):
     tables = diffusion_tables
-
-    def make(sampling, rows):
-        return engine(
-            tables.target(),
-            tables.TARGET_INFO,
-            tables.specdiff(3, 2, order=order),
-            sampling,
-            rows=rows,
-            drafter=tables.drafter(),
-            drafter_info=tables.mask_info(),
-        )
-
-    check(make, toy_prompts(70, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=5), sampling)
+    more = {"drafter_info": tables.mask_info()}
+    return lambda sampling, rows: engine(
+        tables.target(), tables.TARGET_INFO, tables.specdiff(3, 2, order=order), sampling, rows=rows,
+        drafter=tables.drafter(), **more,
+    )  # fmt: skip
 
 
-@pytest.mark.one_in(11)
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        decoder_settings("any_subset"),
-        decoder_settings("parallel"),
-        decoder_settings("assd", k=3),
-        decoder_settings("assd", k=3, drafter="ngram"),
-        decoder_settings("assd", k=3, fused="rows"),
-    ],
-    ids=str,
-)
-def test_so_it_is_in_any_subset_models(settings, acceptance):
-    backbone = TableBackbone(vocab_size=4, num_positions=6, seed=1)
-    heads = toy_heads(backbone.width) if isinstance(settings, AssdSettings) and settings.drafter == "self" else None
+def any_subset(kind, **settings):
+    heads = toy_heads(4) if kind == "assd" and "drafter" not in settings else None
+    made = decoder_settings(kind, **settings)
+    return lambda sampling, rows: engine(
+        TableBackbone(vocab_size=4, num_positions=6, seed=1), table_info(4), made, sampling, rows=rows, heads=heads
+    )
 
-    def make(sampling, rows):
-        made = TableBackbone(vocab_size=4, num_positions=6, seed=1)
-        return engine(made, table_info(4), settings, sampling, rows=rows, heads=heads)
 
-    for job in JOBS[2:]:
-        requests = toy_requests(60, vocab_size=4, longest=6, seed=2)
-        check(make, requests, job.model_copy(update={"acceptance": acceptance}))
+def masked(kind, **settings):
+    made = decoder_settings(kind, **settings)
+    return lambda sampling, rows: engine(test_ssd.table(), test_ssd.table_info(), made, sampling, rows=rows)
+
+
+def ancestral(predictor):
+    tables = test_ancestral
+    return lambda sampling, rows: tables.decoder(tables.settings_of(4, predictor), sampling, rows=rows)
+
+
+REJECTING = [job.model_copy(update={"acceptance": "rejection"}) for job in JOBS]
+PROMPTS = toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=5)
+CANVASES = toy_requests(60, vocab_size=4, longest=7, seed=2)
+MANY = toy_requests(120, vocab_size=3, longest=6, seed=2)
+SHORT = toy_requests(60, vocab_size=4, longest=6, seed=2)
+ALIKE: dict = {
+    **{f"causal, {kind}": (causal(one), PROMPTS, JOBS[1:]) for kind, one in CAUSAL.items()},
+    **{f"causal by ratios, {kind}": (causal(CAUSAL[kind]), PROMPTS, REJECTING[1:]) for kind in RATIOS},
+    **{f"specdiff, {one}": (diffusing(one), PROMPTS, JOBS[2:]) for one in ("left_to_right", "native")},
+    "any_subset": (any_subset("any_subset"), SHORT, [JOBS[2], REJECTING[2]]),
+    "parallel": (any_subset("parallel"), SHORT, [JOBS[2], REJECTING[2]]),
+    "assd": (any_subset("assd", k=3), SHORT, [JOBS[2], REJECTING[2]]),
+    "assd, ngram": (any_subset("assd", k=3, drafter="ngram"), SHORT, [JOBS[2], REJECTING[2]]),
+    "assd, fused": (any_subset("assd", k=3, fused="rows"), SHORT, [JOBS[2], REJECTING[2]]),
+    "stepwise, blocks": (masked("stepwise", block_length=2), CANVASES, JOBS[1:]),
+    "stepwise": (masked("stepwise", steps=2), CANVASES, JOBS[1:]),
+    "threshold": (masked("threshold", tau=0.4), CANVASES, JOBS[1:]),
+    "ssd": (masked("ssd", draft_length=2), CANVASES, JOBS[1:]),
+    **{f"ancestral, {one}": (ancestral(one), MANY, JOBS[:1]) for one in test_ancestral.PREDICTORS},
+}
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        decoder_settings("stepwise", block_length=2),
-        decoder_settings("stepwise", steps=2),
-        decoder_settings("threshold", tau=0.4),
-        decoder_settings("ssd", draft_length=2),
-    ],
-    ids=str,
-)
-def test_so_it_is_in_masked_diffusion_models(settings):
-    tables = test_ssd
-
-    def make(sampling, rows):
-        info = tables.table_info()
-        info = replace(info, kind="masked")
-        return engine(tables.table(), info, settings, sampling, rows=rows)
-
-    for job in JOBS[1:]:
-        check(make, toy_requests(60, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=2), job)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("predictor", test_ancestral.PREDICTORS)
-def test_so_it_is_where_chance_says_when_a_mask_is_revealed(predictor):
-    tables = test_ancestral
-
-    def make(sampling, rows):
-        return tables.decoder(tables.settings_of(4, predictor), sampling, rows=rows)
-
-    check(make, toy_requests(120, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=2), Sampling())
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_row_with_its_own_sampling_is_that_of_a_job_with_it(name):
+    make, requests, jobs = ALIKE[name]
+    for sampling in jobs:
+        check(make, requests, sampling)
 
 
 @pytest.mark.one_in(7)

@@ -70,30 +70,6 @@ def test_the_reference_is_attention_under_a_mask_of_the_intervals():
     torch.testing.assert_close(by_slots.float(), found)
 
 
-def test_the_reference_adds_the_numbers_of_the_distances():
-    query, layer = torch.zeros(1, 1, 4), torch.zeros(2, 1, 1, 3, 4)
-    layer[1, 0, 0, :, 0] = torch.tensor([1.0, 10.0, 100.0])
-    # The columns stand at the positions 5, 0 and 2 and the row at 2: distances -3, 2 and 0, of which -2 .. 1 have numbers.
-    positions = torch.tensor([[5, 0, 2]])
-    seen = Seen(
-        torch.tensor([0]),
-        torch.tensor([[0]]),
-        torch.tensor([[3]]),
-        position_N=torch.tensor([2]),
-        positions_SW=positions,
-    )
-    relative = torch.tensor([0.5, 9.0, 0.25, 0.125]).log().reshape(1, 1, 4)
-    found = reference.attend(query, layer, seen, scaling=1.0, relative_NHP=relative)
-    assert float(found[0, 0, 0]) == pytest.approx((0.5 * 1 + 0.125 * 10 + 0.25 * 100) / 0.875)
-
-
-def test_the_reference_multiplies_each_row_with_its_experts_weights():
-    rows, weights = torch.randn(5, 3), torch.randn(4, 2, 3)
-    found = reference.product(rows, weights, torch.tensor([2, 2, 5, 5], dtype=torch.int32))
-    expected = torch.stack([weights[expert] @ row for expert, row in zip((0, 0, 2, 2, 2), rows, strict=True)])
-    torch.testing.assert_close(found, expected)
-
-
 def test_the_reference_of_a_fixed_product_gives_a_row_the_same_bits_in_any_batch():
     rows, weight, bias = torch.randn(40, 130), torch.randn(24, 130), torch.randn(24)
     found = reference.fixed_product(rows, weight, bias)

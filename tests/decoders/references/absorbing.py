@@ -1,6 +1,7 @@
 """The distributions of MDLM and SEDD as their papers state them, beside which ours are tested.
 
-Sources: see absorbing_rows.py. The shape letters are those of decoders/__init__.py.
+Sources: Sahoo et al., "Simple and Effective Masked Diffusion Language Models" (2024), SUBS parameterisation; Lou et al.,
+"Discrete Diffusion Modeling by Estimating the Ratios of the Data Distribution" (2024), absorbing graph, log-linear noise.
 """
 
 import torch

@@ -7,7 +7,6 @@ Source: Guo and Ermon, ASSD, the sequential sampler.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.rows import RowShape, StreamRows
 from draftmill.decoders.common_settings import Sampling
-from tests.decoders.references.choosers import Rule
 from tests.decoders.references.sampling import log_law
 
 
@@ -74,32 +72,3 @@ class PlainModel:
         """Suppress and warp, [V]."""
         suppressed = logits_1V.index_fill(-1, self._suppressed, -torch.inf)
         return log_law(suppressed, self.sampling)[0]
-
-
-@dataclass(slots=True)
-class Trail:
-    """One sample in progress: its tokens by rank, and its counters."""
-
-    tokens: list[int]
-    nfe: int = 0
-    lookups: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    committed: list[int] = field(default_factory=list)
-
-    def close(self, *, drafts: int, accepted: int, committed: int) -> None:
-        """End one iteration."""
-        self.proposed += drafts
-        self.accepted += accepted
-        self.committed.append(committed)
-
-
-def sequential(model: PlainModel, prompt: Sequence[int], rule: Rule) -> Trail:
-    """One token a forward, in order."""
-    trail = Trail(list(prompt))
-    while (n := len(trail.tokens)) < len(model.order):
-        p_V = model.law(model.hidden(trail.tokens, [(n, n)])[0])
-        trail.nfe += 1
-        trail.tokens.append(rule.direct(p_V, model.order[n], n))
-        trail.close(drafts=0, accepted=0, committed=1)
-    return trail

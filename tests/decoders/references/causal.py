@@ -7,6 +7,7 @@ Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.heads.markov import MarkovHead, distance_index
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.common_settings import Sampling
-from tests.decoders.references.any_subset import Trail
 from tests.decoders.references.choosers import Rule
 from tests.decoders.references.sampling import log_law
 
@@ -23,6 +23,24 @@ Drafting = Callable[[list[int], Rule, int], tuple[list[Tensor], list[int]]]
 """(all tokens, rule, most drafts) -> (distributions q, drafts)."""
 Stop = Callable[[list[int]], bool]
 """Whether these generated tokens end the sample."""
+
+
+@dataclass(slots=True)
+class Trail:
+    """One sample in progress: its tokens in order, and its counters."""
+
+    tokens: list[int]
+    nfe: int = 0
+    lookups: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    committed: list[int] = field(default_factory=list)
+
+    def close(self, *, drafts: int, accepted: int, committed: int) -> None:
+        """End one iteration."""
+        self.proposed += drafts
+        self.accepted += accepted
+        self.committed.append(committed)
 
 
 class PlainCausal:
@@ -45,15 +63,6 @@ class PlainCausal:
         """Return the log-probability of `tokens` after the prompt."""
         text = [*prompt, *tokens]
         return sum(float(self.law(text[:place])[text[place]]) for place in range(len(prompt), len(text)))
-
-
-def autoregressive(model: PlainCausal, prompt: Sequence[int], rule: Rule) -> Trail:
-    trail = Trail(list(prompt))
-    while (n := len(trail.tokens)) < model.length:
-        trail.tokens.append(rule.direct(model.law(trail.tokens), n, n))
-        trail.nfe += 1
-        trail.close(drafts=0, accepted=0, committed=1)
-    return trail
 
 
 def speculative(
