@@ -5,13 +5,12 @@
 
 Lossless decoders give one text, so a job may change from one to another after any step. All samples of a worker's batch are
 decoded in the same way: by the baseline, or with drafts of some kind and number, whichever gives the most tokens per second
-(engine/auto.py). This module imports no torch; `algorithm` imports the room of the baseline.
+(engine/auto.py). This module imports no torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,10 +20,6 @@ from draftmill.decoders.blocks.settings import BlockDiffusionSettings
 from draftmill.decoders.causal import settings as causal
 from draftmill.decoders.common_settings import DecoderChoice, RunDrafterSettings, Sampling
 from draftmill.decoders.masked.settings import MaskedSettings, StepwiseSettings
-
-if TYPE_CHECKING:
-    from draftmill.decoders.engine.algorithm import Algorithm
-    from draftmill.decoders.engine.setup import Setup
 
 Like = Literal["autoregressive", "any_subset", "stepwise", "block_diffusion"]
 ROOMS: Final[dict[ModelKind, tuple[Like, str]]] = {
@@ -40,7 +35,6 @@ class FastestSettings(MaskedSettings):
     """The lossless decoder that takes the least time, chosen anew while the job runs; the text is that of a baseline.
     The settings are those of `stepwise`, for masked-diffusion models."""
 
-    runs: ClassVar = "draftmill.decoders.fastest:algorithm"
     kind: Literal["fastest"]
     like: Like | None = Field(
         default=None, description="the baseline, which the model decides; `draftmill eval` needs it"
@@ -78,6 +72,11 @@ class FastestSettings(MaskedSettings):
                 f"decoder.drafter.kind: {self.drafter.kind!r} drafts for causal models, and the baseline is {self.like!r}; "
                 "allowed: run, or no drafter"
             )
+
+    @property
+    def runs(self) -> str:  # type: ignore[override]
+        """See DecoderChoice; what drafts for the baseline is in its room."""
+        return f"draftmill.decoders.{ROOMS[self.baseline.runs_on][1]}:fastest"
 
     @property
     def baseline(self) -> DecoderChoice:
@@ -140,9 +139,3 @@ class FastestSettings(MaskedSettings):
             )
         if self.like is not None:
             self.baseline.check_sampling(sampling)
-
-
-def algorithm(setup: Setup, settings: FastestSettings) -> Algorithm:
-    """What the engine runs: the ways to draft of the room that the baseline belongs to."""
-    _, module = ROOMS[settings.baseline.runs_on]
-    return importlib.import_module(f"draftmill.decoders.{module}").fastest(setup, settings)

@@ -1,7 +1,7 @@
 """Chooses which samples run in the next step, and how many rows of new samples' prompts.
 
-A new sample waits in a line until its prompt has run. Prompts run whole and apart from the others (a few may run beside them), or
-in chunks, with a budget of rows beside the decoding samples:
+A new sample waits in a line until its prompt has run. Prompts run apart from the others, whole where memory allows it (a few may
+run beside them), or in chunks, with a budget of rows beside the decoding samples:
 
     budget 512          step 1             step 2            step 3
     A  prompt of 300    300, its first ask decodes           decodes
@@ -125,9 +125,8 @@ class Scheduler:
             return self._turn(everyone, [])
         ready = self._ready()
         if budget is None:
-            new = sorted(ready, key=lambda sample: sample.slot)
-            line = sorted((prefill.sample for prefill in self.line), key=lambda sample: sample.slot)
-            return self._turn(line, new[: fitting(new, plan.prompt_rows)])
+            slots = {prefill.sample.slot for prefill in self.line}
+            everyone, budget = [sample for sample in everyone if sample.slot in slots], plan.prompt_rows or FAR
         return self._turn(everyone, schedule_chunks(ready, self.algorithm, budget))
 
     def _turn(self, everyone: list[Sample], running: list[Sample]) -> Turn:
@@ -230,16 +229,6 @@ def prompt_of(sample: Sample, vocab_size: int) -> Ints:
 def columns_left(sample: Sample, most: int) -> int:
     """How many columns of a prompt its sample's first ask leaves in the cache."""
     return min(most + 1, sample.prompt)
-
-
-def fitting(new: list[Sample], most: int | None) -> int:
-    """How many whole prompts fit into the memory of one forward, `most` rows; at least one."""
-    num_rows = 0
-    for count, sample in enumerate(new):
-        num_rows += len(sample.request.canvas) - sample.cached
-        if most is not None and count and num_rows > most:
-            return count
-    return len(new)
 
 
 def schedule_chunks(waiting: Iterable[Sample], algorithm: Algorithm, budget: int) -> list[Sample]:

@@ -38,7 +38,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.asks import FAR, MOST_STRETCHES, NO_DRAFT, TARGET, Answer, Ask, Ints, Span
 from draftmill.decoders.engine.ends import EOS, STOP, ending
 from draftmill.decoders.engine.samples import Sample, runs_of
+from draftmill.decoders.masked.settings import MaskedSettings
 
 Pick = tuple[float, int, int, float]
 """(-how sure, position, token, log-probability under the model itself): so pairs of tuples compare as the surest first."""
@@ -199,55 +200,45 @@ class CanvasAsk:
             draws.append([picks[first:end] for first, end in pairwise(ends)])
         return draws
 
-    def sure(self, s: Canvas, kind: str, answer: Answer, *, ends_last: bool = False) -> NDArray[np.float64]:
-        """The confidence of each token, for each draw; `random`: the position's uniform number. With `ends_last`, tokens that end
-        the text rank below all others."""
-        if kind == "random":
+    def sure(self, s: Canvas, settings: MaskedSettings, answer: Answer) -> NDArray[np.float64]:
+        """The confidence of each token, for each draw; `random`: the position's uniform number. With `suppress_end`, tokens that
+        end the text rank below all others."""
+        if settings.confidence == "random":
             uniform_R: NDArray[np.float64] = s.order_uniforms[np.concatenate(self._positions)]
             sure_AR = np.broadcast_to(uniform_R, np.shape(answer.tokens))
         else:
-            sure_AR = -answer.notes[0] if kind == "entropy" else answer.notes[0]
-        return np.where(np.isin(answer.tokens, s.stops.ids), -np.inf, sure_AR) if ends_last else sure_AR
+            sure_AR = -answer.notes[0] if settings.confidence == "entropy" else answer.notes[0]
+        return np.where(np.isin(answer.tokens, s.stops.ids), -np.inf, sure_AR) if settings.suppress_end else sure_AR
 
 
 Positions = tuple[int, int]
 """The positions from the first number up to the second."""
 
 
-class Reading(NamedTuple):
-    """How masks are read: through which `cache`, rebuilt after `refresh` tokens (None: at each block), under the model's `shift`;
-    how sure a token is (Algorithm.notes, or `random`), whether steps draw anew, whether a second canvas guides the logits, and
-    whether end tokens are revealed last."""
-
-    cache: str
-    refresh: int | None
-    shift: int
-    confidence: str
-    fresh: bool
-    guided: bool
-    ends_last: bool
-
-
 class Windows:
-    """When the cache of a sample was made, and the windows that follow from it."""
+    """When the cache of a sample was made, and the windows that follow from it, from the settings and from the model's shift."""
 
-    def __init__(self, s: Canvas, reading: Reading) -> None:
-        self._s, self.reading = s, reading
+    def __init__(self, s: Canvas, settings: MaskedSettings, shift: int) -> None:
+        self._s, self.settings, self.shift = s, settings, shift
         # The block of the last forward, -1 before the first; the number of decided tokens when the cache was made.
         self.last, self.made_at = -1, s.decided
+
+    def ask(self) -> CanvasAsk:
+        """What a forward is asked; with guidance, a second canvas guides each one."""
+        return CanvasAsk(self.shift, self._s.given if self.settings.guidance_scale else None)
 
     def window(self, block: int) -> Positions:
         """The positions that a forward in a block runs when the cache is not rebuilt."""
         start = self._s.origin + block * self._s.size
-        end = self._s.length if self.reading.cache == "prefix" else self._s.end_of(block)
-        return max(start - self.reading.shift, 0), end
+        end = self._s.length if self.settings.cache == "prefix" else self._s.end_of(block)
+        return max(start - self.shift, 0), end
 
     def next_runs(self, block: int) -> list[Positions]:
         """The positions that the next forward runs, whose first masks are in `block`; it then becomes the last forward."""
         last, self.last = self.last, block
-        if self.reading.cache == "none":
+        if self.settings.cache == "none":
             return [(0, self._s.length)]
-        refresh = self.reading.refresh
+        refresh = self.settings.refresh
         if last < 0 or (last != block if refresh is None else self.since() >= refresh):
             self.made_at = self._s.decided
             return [(0, self._s.length)]
@@ -315,13 +306,12 @@ class NodeLayout:
     def __init__(
         self, s: Canvas, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, count: int, best: int
     ) -> None:
-        reading = windows.reading
-        self._s, self._count, self._best, self._fresh = s, count, best, reading.fresh
-        self._shift, self.asked = reading.shift, CanvasAsk(reading.shift, s.given if reading.guided else None)
+        self._s, self._count, self._best, self._fresh = s, count, best, windows.settings.draws_anew
+        self._shift, self.asked = windows.shift, windows.ask()
         self._column = s.length  # nodes stand beside the canvas
         for number, node in enumerate(nodes):
             node.block = s.block(node.nth_mask(s.holes, 0))
-            if reading.cache == "none":  # a whole canvas of its own
+            if windows.settings.cache == "none":  # a whole canvas of its own
                 first = self.asked.run(self._canvas(node), 0, s.length, column=0, below=s.length, node=number)
                 self._ask(node, [(first, 0, s.length)])
             elif not number:  # the canvas itself, in its own columns

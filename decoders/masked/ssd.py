@@ -57,9 +57,9 @@ from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.auto import AutoLength, Way
 from draftmill.decoders.engine.earlier_texts import PlacedTexts
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.canvas import Canvas, Draft, Node, NodeLayout, Pick, Reading, Windows
+from draftmill.decoders.masked.canvas import Canvas, Draft, Node, NodeLayout, Pick, Windows
 from draftmill.decoders.masked.settings import MaskedSettings, SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.masked.stepwise import algorithm_of, reading_of
+from draftmill.decoders.masked.stepwise import algorithm_of
 
 if TYPE_CHECKING:
     from draftmill.decoders.fastest import FastestSettings
@@ -84,8 +84,8 @@ class Tree:
 
     drafts: int
     mixed: bool
-    reading: Reading
-    block_length: int | None
+    settings: MaskedSettings
+    shift: int
     auto: AutoLength | None = None
 
     def now(self) -> tuple[int, bool]:
@@ -96,17 +96,17 @@ class Tree:
     @property
     def cached(self) -> bool:
         """Whether nodes share a cache."""
-        return self.reading.cache != "none"
+        return self.settings.cache != "none"
 
     @property
     def relaxed(self) -> bool:
         """Whether drafts continue past a refresh without making one."""
-        return self.reading.cache == "dual_relaxed"
+        return self.settings.cache == "dual_relaxed"
 
     @property
     def crosses(self) -> bool:
         """Whether drafts continue into the next block and read the existing cache there."""
-        return self.relaxed or (self.cached and self.reading.refresh is not None)
+        return self.relaxed or (self.cached and self.settings.refresh is not None)
 
     @property
     def most_nodes(self) -> int:
@@ -115,9 +115,9 @@ class Tree:
 
     def stride(self, length: int) -> int:
         """The columns of a node beside a canvas of this length."""
-        if self.block_length is None or self.reading.cache in {"none", "prefix"}:
+        if self.settings.block_length is None or self.settings.cache in {"none", "prefix"}:
             return length
-        return min(length, self.block_length + self.reading.shift)
+        return min(length, self.settings.block_length + self.shift)
 
     def columns(self, length: int) -> int:
         """The columns of a canvas and its nodes around a cache."""
@@ -127,24 +127,23 @@ class Tree:
 
 
 def ssd(s: Canvas, tree: Tree) -> Decoding:
-    reading, windows, known = tree.reading, Windows(s, tree.reading), Predictions()
+    windows, known = Windows(s, tree.settings, tree.shift), Predictions()
     earlier = PlacedTexts(s, s.holes)
     while s.holes:
         runs = windows.next_runs(s.block(s.holes[0]))
         most, mixed = tree.now()
         ahead, deepest = reach(s, tree, windows, most)
         nodes = grow_tree(s.holes, partial(known.next, s, earlier, ahead), most, deepest, mixed=mixed)
-        near = 1 + most + (s.size if tree.cached and tree.block_length else 0)
+        near = 1 + most + (s.size if tree.cached and tree.settings.block_length else 0)
         asked = NodeLayout(s, nodes, windows, runs, count=near, best=most + 1).asked
         answer = yield asked.ask()
-        sure_AR = asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
-        picks_A = map(iter, asked.picks(answer, sure_AR))
+        picks_A = map(iter, asked.picks(answer, asked.sure(s, tree.settings, answer)))
         node_picks_A = [[list(islice(picks, len(node.asked))) for node in nodes] for picks in picks_A]
         news, last = walk(nodes, node_picks_A[0])
         for number in {0, last} if last else (0,):
             step = s.decided - s.prompt + len(nodes[number].gone)
             known.learn(nodes[number], [node_picks[number] for node_picks in node_picks_A], step)
-        if tree.cached and reading.refresh is not None:
+        if tree.cached and tree.settings.refresh is not None:
             windows.last = nodes[last].block
             s.copies = nodes[last].evictions(windows.window(windows.last))
         tried = [token for node in nodes[1:] for _, token in node.drafts - nodes[node.before].drafts]
@@ -162,8 +161,8 @@ def reach(s: Canvas, tree: Tree, windows: Windows, most: int) -> tuple[int, int]
             ahead = s.block(s.holes[num_open])
             num_open = bisect_left(s.holes, s.end_of(ahead))
     most = min(most, num_open - 1)
-    if tree.cached and tree.reading.refresh is not None and not tree.relaxed:
-        most = min(most, tree.reading.refresh - windows.since() - 1)
+    if tree.cached and tree.settings.refresh is not None and not tree.relaxed:
+        most = min(most, tree.settings.refresh - windows.since() - 1)
     return ahead, most
 
 
@@ -242,8 +241,7 @@ class Predictions:
 
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
-    tree = Tree(settings.draft_length, settings.tree == "mixed", reading_of(setup, settings), settings.block_length)
-    return _algorithm_of(setup, settings, tree)
+    return _algorithm_of(setup, Tree(settings.draft_length, settings.tree == "mixed", settings, setup.info.shift))
 
 
 def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
@@ -251,14 +249,13 @@ def fastest(setup: Setup, settings: FastestSettings) -> Algorithm:
     like = settings.baseline
     assert isinstance(like, StepwiseSettings)
     auto = AutoLength(Way(_MOST_AUTO, name="chain"), Way(_MOST_AUTO, least=1, name="mixed"))
-    tree = Tree(_MOST_AUTO, True, reading_of(setup, like), like.block_length, auto)
-    return replace(_algorithm_of(setup, like, tree), auto=auto)
+    return replace(_algorithm_of(setup, Tree(_MOST_AUTO, True, like, setup.info.shift, auto)), auto=auto)
 
 
-def _algorithm_of(setup: Setup, settings: MaskedSettings, tree: Tree) -> Algorithm:
+def _algorithm_of(setup: Setup, tree: Tree) -> Algorithm:
     # At temperature 0 all steps draw alike.
-    anew = settings.draws_anew and setup.sampling.temperature > 0.0
-    base = algorithm_of(partial(ssd, tree=tree), setup, settings, knows_logprob=True)
+    anew = tree.settings.draws_anew and setup.sampling.temperature > 0.0
+    base = algorithm_of(partial(ssd, tree=tree), setup, tree.settings, knows_logprob=True)
     base = replace(base, ahead=min(tree.drafts, MOST_AHEAD) if anew else 0)
     if tree.cached:
         return replace(base, columns=tree.columns)

@@ -32,7 +32,7 @@ from draftmill.decoders.draws.settings import Note
 from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.asks import Answer, Ask, Decoding
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.masked.canvas import Canvas, CanvasAsk, Pick, Reading, Windows
+from draftmill.decoders.masked.canvas import Canvas, Pick, Windows
 from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
 
 # The end time of Dream's schedule.
@@ -45,35 +45,35 @@ Count = Callable[[list[float]], int]
 
 def stepwise(
     s: Canvas,
-    reading: Reading,
+    settings: MaskedSettings,
+    shift: int,
     quota_of: Callable[[Canvas], Quota] = lambda s: lambda masks: masks,
     count: Count | None = None,
 ) -> Decoding:
     """Reveal by a schedule, or the number of tokens that their confidences allow."""
-    windows, quota = Windows(s, reading), quota_of(s)
+    windows, quota = Windows(s, settings, shift), quota_of(s)
     while s.holes:
-        picks = yield from surest(s, reading, windows, quota)
+        picks = yield from surest(s, windows, quota)
         s.reveal(picks if count is None else picks[: count([-less_sure for less_sure, *_ in picks])])
 
 
-def surest(s: Canvas, reading: Reading, windows: Windows, quota: Quota) -> Generator[Ask, Answer, list[Pick]]:
+def surest(s: Canvas, windows: Windows, quota: Quota) -> Generator[Ask, Answer, list[Pick]]:
     """Run the canvas, or what the cache leaves to run; the surest of the masks that may come next."""
-    block = s.block(s.holes[0])
+    block, asked, settings = s.block(s.holes[0]), windows.ask(), windows.settings
     high = s.end_of(block)
-    masks, asked = bisect_left(s.holes, high), CanvasAsk(reading.shift, s.given if reading.guided else None)
+    masks = bisect_left(s.holes, high)
     for low, end in windows.next_runs(block):
         first = asked.run(s.canvas, low, end, column=low, below=s.length)
         if low < high <= end:
-            asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * reading.fresh)
+            asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * settings.draws_anew)
     answer = yield asked.ask()
-    sure_AR = asked.sure(s, reading.confidence, answer, ends_last=reading.ends_last)
-    return asked.picks(answer, sure_AR)[0][0]
+    return asked.picks(answer, asked.sure(s, settings, answer))[0][0]
 
 
-def first_confidence(s: Canvas, reading: Reading) -> Decoding:
+def first_confidence(s: Canvas, settings: MaskedSettings, shift: int) -> Decoding:
     """Answers a probe: the mean probability of the best tokens of the masks at Request.scored, in one forward; its logarithm. The
     request's temperature is 0. Source: CAL (actors/rows/lengths.py)."""
-    asked = CanvasAsk(reading.shift, s.given if reading.guided else None)
+    asked = Windows(s, settings, shift).ask()
     assert s.request.scored is not None, "a probe names the masks that it asks about"
     asked.read(asked.run(s.canvas, 0, s.length, column=0, below=s.length), s.request.scored.tolist(), best=1, draw=0)
     answer = yield asked.ask()
@@ -136,24 +136,18 @@ def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
     quota_of: Callable[[Canvas], Quota] = partial(equal_steps, tokens=settings.tokens_per_step)
     if settings.steps is not None:
         quota_of = partial(dream_quota if settings.schedule == "dream" else equal_shares, steps=settings.steps)
-    decode = partial(stepwise, reading=reading_of(setup, settings), quota_of=quota_of)
+    decode = partial(stepwise, settings=settings, shift=setup.info.shift, quota_of=quota_of)
     return algorithm_of(decode, setup, settings, knows_logprob=settings.steps is None and settings.tokens_per_step == 1)
 
 
 def threshold(setup: Setup, settings: ThresholdSettings) -> Algorithm:
-    decode = partial(stepwise, reading=reading_of(setup, settings), count=partial(above, settings.tau))
+    decode = partial(stepwise, settings=settings, shift=setup.info.shift, count=partial(above, settings.tau))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
 
 
 def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
-    decode = partial(stepwise, reading=reading_of(setup, settings), count=partial(within, settings.factor))
+    decode = partial(stepwise, settings=settings, shift=setup.info.shift, count=partial(within, settings.factor))
     return algorithm_of(decode, setup, settings, knows_logprob=False)
-
-
-def reading_of(setup: Setup, settings: MaskedSettings) -> Reading:
-    guided, confidence = settings.guidance_scale > 0.0, settings.confidence
-    through = settings.cache, settings.refresh, setup.info.shift
-    return Reading(*through, confidence, settings.draws_anew, guided, settings.suppress_end)
 
 
 def algorithm_of(
@@ -172,7 +166,7 @@ def algorithm_of(
         num_slots=2 if settings.guidance_scale else 1,
         guidance=settings.guidance_scale,
         nodes=cached,
-        probe=partial(first_confidence, reading=reading_of(setup, settings)),
+        probe=partial(first_confidence, settings=settings, shift=setup.info.shift),
         notes=notes,
         warped=setup.info.family == "dream",
         fresh=settings.draws_anew,

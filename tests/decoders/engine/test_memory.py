@@ -220,7 +220,7 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch):
 
     monkeypatch.setattr(table, "forward", counted)
     decoder = engine(table, INFO, AR, rows=9)
-    decoder.plan = MemoryPlan(logits=1 << 20, noise=1 << 20, slots=1 << 20, prompt_rows=10)
+    decoder.plan = MemoryPlan(logits=1 << 20, noise=1 << 20, slots=1 << 20, prompt_rows=2)
     requests = [prompt(index, 5) for index in range(5)]
     decoder.admit(requests)
     done = [outcome for _ in range(12) for outcome in decoder.step()]

@@ -11,6 +11,7 @@ from draftmill.decoders.engine.algorithm import Algorithm, no_prompt
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.canvas import Canvas, CanvasAsk
+from draftmill.decoders.masked.settings import MaskedSettings
 from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all
 
@@ -27,7 +28,7 @@ def engine_of(asked_of):
     def decoding(s):
         asked = asked_of(s)
         answer = yield asked.ask()
-        (heard[s.request.index],) = asked.picks(answer, asked.sure(s, "top1", answer))
+        (heard[s.request.index],) = asked.picks(answer, asked.sure(s, MaskedSettings(), answer))
         s.reveal([(0.0, position, 0, 0.0) for position in s.holes])
 
     algorithm = Algorithm(
