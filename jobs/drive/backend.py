@@ -133,6 +133,10 @@ class RayBackend:
         self._spare_measure = False
 
     def check(self, spec: JobSpec) -> None:
+        if spec.output.path.startswith("memory://"):
+            raise UserError(
+                f"{spec.output.path!r} is memory of one process; allowed with --local alone", field="output.path"
+            )
         check_reachable(self.address)
 
     @contextmanager

@@ -20,7 +20,7 @@ def messages(source: str) -> list[str]:
     texts = []
     for node in ast.walk(tree):
         if id(node) not in inside and isinstance(node, ast.JoinedStr):
-            texts.append("".join(one.value if isinstance(one, ast.Constant) else "{}" for one in node.values))
+            texts.append("".join(str(one.value) if isinstance(one, ast.Constant) else "{}" for one in node.values))
         elif id(node) not in inside and isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append(node.value)
     return [text for text in texts if " " in text.strip()]

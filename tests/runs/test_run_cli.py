@@ -58,6 +58,12 @@ def test_a_run_joins_a_cluster_by_its_address(ray_session, tmp_path):
     assert "8 ok" in done.stdout
 
 
+def test_results_in_memory_are_refused_where_ray_would_decode_them(tmp_path, capsys):
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
+    assert cli.main(["run", str(spec), "--set", "output.path=memory://results"]) == 2
+    assert "output.path: 'memory://results' is memory of one process" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
