@@ -167,14 +167,12 @@ def notes(comparisons: Comparisons) -> list[str]:
 def heading(comparison: Comparison) -> str:
     """What is compared with what, how many pairs there are, and what has none."""
     pairs = comparison.pairs
-    failed = pairs.failed_first + pairs.failed_second + pairs.failed_both
-    split = (
-        f" ({pairs.failed_first:,} in the baseline, {pairs.failed_second:,} in the run, {pairs.failed_both:,} in both)"
-    )
+    failed = pairs.failed_first, pairs.failed_second, pairs.failed_both
+    split = " ({:,} in the baseline, {:,} in the run, {:,} in both)".format(*failed) if any(failed) else ""
     return (
         f"{comparison.run} against {comparison.baseline}: {pairs.both:,} pairs, "
         f"{pairs.only_first:,} only in the baseline, {pairs.only_second:,} only in the run; "
-        f"{failed:,} failed{split if failed else ''}, {pairs.num_compared:,} compared"
+        f"{sum(failed):,} failed{split}, {pairs.num_compared:,} compared"
     )
 
 
@@ -190,9 +188,7 @@ def number(value: float | None) -> str:
 
 def interval_text(interval: Interval) -> str:
     """[low, high]; empty without bounds."""
-    if interval.low is None or interval.high is None:
-        return ""
-    return f" [{number(interval.low)}, {number(interval.high)}]"
+    return f" [{', '.join(map(number, interval.bounds))}]" if interval.bounds else ""
 
 
 def _run_cell(name: str, value: Any) -> str:

@@ -10,21 +10,11 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from draftmill.actors.metrics.settings import Better
+from draftmill.jobs.compare import statistics
 from draftmill.jobs.compare.pairing import Pairing, Pairs, SharedNoise, Sizes, pair, pairing_of, shared_noise, sizes_for
 from draftmill.jobs.compare.rows import By, RunRows, read_rows
 from draftmill.jobs.compare.runs import FinishedRun, check_same_work, same_tokenizer
-from draftmill.jobs.compare.statistics import (
-    ALPHA,
-    Floats,
-    Interval,
-    Statistic,
-    finite_values,
-    grouped_sums,
-    intervals_of,
-    mcnemar_p,
-    quotient,
-    sign_flip_p,
-)
+from draftmill.jobs.compare.statistics import Floats, Interval, Statistic
 from draftmill.storage.errors import UserError
 
 Verdict = Literal["higher", "lower", "equal", "not distinguishable"]
@@ -243,8 +233,8 @@ def _ratios(pairs: Pairs, baseline: RunRows, rows: RunRows) -> dict[str, RatioFi
     for run, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
         columns += [run.counts[name][place].astype(np.float64) for name in ("nfe", "nfe_draft", "new_tokens")]
         columns.append(run.device_s_N[place])
-    sums_GS = grouped_sums(columns, pairs.row_P)
-    intervals, total = intervals_of(sums_GS, [*map(_ratio, _FIGURES.values())]), sums_GS.sum(axis=0)
+    sums_GS = statistics.grouped_sums(columns, pairs.row_P)
+    intervals, total = statistics.intervals_of(sums_GS, [*map(_ratio, _FIGURES.values())]), sums_GS.sum(axis=0)
     return {
         name: RatioFigure(
             baseline=float(figure(total)),
@@ -280,7 +270,7 @@ def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:
     """What a figure says; `null` is its value for equal runs. "not distinguishable" if the interval or the test says so."""
     if interval.value == null and interval.low == interval.high == null:
         return "equal"
-    if p >= ALPHA or interval.holds(null):
+    if p >= statistics.ALPHA or interval.holds(null):
         return "not distinguishable"
     return "higher" if interval.value > null else "lower"
 
@@ -288,20 +278,20 @@ def verdict(interval: Interval, null: float, p: float = 0.0) -> Verdict:
 def _metric_figure(name: str, pairs: Pairs, baseline: RunRows, rows: RunRows) -> MetricFigure | None:
     """The figure of a metric; None where no pair has it."""
     before, now = baseline.metrics[name][pairs.first_P], rows.metrics[name][pairs.second_P]
-    sums_GS = grouped_sums(finite_values(now - before), pairs.row_P)
+    sums_GS = statistics.grouped_sums(statistics.finite_values(now - before), pairs.row_P)
     valid = np.isfinite(before) & np.isfinite(now)
     if not valid.any():
         return None
-    [interval] = intervals_of(sums_GS, [quotient(0)])
+    [interval] = statistics.intervals_of(sums_GS, [statistics.quotient(0)])
     before, now, row_P = before[valid], now[valid], pairs.row_P[valid]
     facts: dict[str, Any] = {}
     if is_binary(before) and is_binary(now):
         facts = {"only_baseline": int((before > now).sum()), "only_run": int((now > before).sum())}
     if facts and len(np.unique(row_P)) == len(row_P):
         test: Test = "McNemar"
-        p = mcnemar_p(facts["only_baseline"], facts["only_run"])
+        p = statistics.mcnemar_p(facts["only_baseline"], facts["only_run"])
     else:
-        test, p = "sign flips", sign_flip_p(sums_GS[:, 0])
+        test, p = "sign flips", statistics.sign_flip_p(sums_GS[:, 0])
     equal = bool((before == now).all())
     return MetricFigure(
         pairs=len(before),

@@ -146,7 +146,7 @@ def pairing_of(before_P: Floats, now_P: Floats, row_P: NDArray[np.int64], differ
     counts_G, num_pairs = np.bincount(row_P), len(row_P)
     rows, samples = len(counts_G), int(counts_G.max())
     rounding = _ROUNDING * float(max(np.abs(before_P).max(), np.abs(now_P).max()))
-    if difference.low is None or difference.high is None or difference.high - difference.low <= rounding:
+    if not difference.bounds or np.ptp(difference.bounds) <= rounding:
         return Pairing(rows, samples)
     variance = mean_variance(now_P - before_P, row_P)
     apart = [mean_variance(values_P, row_P) for values_P in (before_P, now_P)]

@@ -69,15 +69,13 @@ class LocalBackend:
         if len(spec.shapes) > 1:
             raise UserError(f"{len(spec.shapes)} kinds of workers, but --local has one worker", field="workers")
         (workers,) = spec.shapes
-        if workers.count not in {"auto", 1}:
-            raise UserError(f"{workers.count} workers, but --local has one; allowed: auto, 1", field="workers.count")
-        if workers.gpus_per_model > 1:
-            message = (
-                f"{workers.gpus_per_model}, but --local runs a model in one process; allowed: 1, or run without --local"
-            )
-            raise UserError(message, field="workers.gpus_per_model")
-        if workers.gpus != "auto" and workers.gpus > 1:
-            raise UserError(f"{workers.gpus:g} GPUs, but --local uses one; allowed: auto, 0, 1", field="workers.gpus")
+        for key in ("count", "gpus_per_model", "gpus"):
+            asked = getattr(workers, key)
+            if asked != "auto" and asked > 1:
+                message = (
+                    f"{asked:g}, but --local is one process with one GPU at most; allowed: 1, or run without --local"
+                )
+                raise UserError(message, field=f"workers.{key}")
         if workers.gpus == 0 and spec.model.device.startswith("cuda"):
             raise UserError(f"{spec.model.device!r}, but workers.gpus is 0", field="model.device")
 

@@ -217,7 +217,6 @@ class Driver:
                 self._drain(self.stop.reason)
             for event in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
                 self._take(event)
-            self._count_held()
             self._note_progress()
             self.display.show(self.totals)
             self.watch(lambda watcher: watcher.look(self.totals, self.scheduler))
@@ -249,13 +248,11 @@ class Driver:
         self._looked_s = now_s
         return self._watched_s
 
-    def _count_held(self) -> None:
-        """Count the units that workers hold, once a second: with many workers, the count takes as long as a report."""
+    def _note_progress(self) -> None:
+        """Note since when nothing has moved and, once a second, how many units are held: with many workers, that takes long."""
         if self._watched_s >= self._held_at_s or self.scheduler.finished is not None:
             self._held_at_s = self._watched_s + 1.0
             self.totals.units_held = len({lease.unit for lease in self.scheduler.state.leases.values()})
-
-    def _note_progress(self) -> None:
         moved = self.totals.effort.engine.committed, self.totals.decoded.rows, self.totals.units_done
         if moved != self._moved:
             self._moved, self._moved_s = moved, self._watched_s

@@ -60,8 +60,8 @@ METRICS = (
     Metric("draftmill_nfe_draft", "counter", "the same of what drafts", tally="nfe_draft"),
     Metric("draftmill_drafts_proposed", "counter", "draft tokens in committed units", tally="proposed"),
     Metric("draftmill_drafts_accepted", "counter", "draft tokens that were accepted", tally="accepted"),
-    Metric("draftmill_slots", "gauge", "slots of the workers, mean of the last second"),
-    Metric("draftmill_slots_used", "gauge", "slots with a sample, mean of the last second"),
+    Metric("draftmill_slots", "gauge", "slots of the workers, as of their last reports"),
+    Metric("draftmill_slots_used", "gauge", "slots with a sample, as of their last reports"),
     Metric("draftmill_units", "gauge", "units of this session by state", ("status",)),
     Metric("draftmill_workers", "gauge", "workers by state", ("status",)),
     Metric("draftmill_worker_deaths", "counter", "workers that died or were killed; each is replaced"),
@@ -101,15 +101,12 @@ class MetricsWatcher(Watcher):
         self._counted: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._failures: Counter[str] = Counter()
         self._commits_s: list[float] = []
-        self._steps: dict[str, Counter[str]] = {}
-        self._slots: dict[
-            str, tuple[float, float, float]
-        ] = {}  # when it decoded last; its slots, and those in use then
+        self._slots: dict[str, tuple[float, float, float]] = {}  # when it decoded last, its slots, those in use then
 
     def reported(self, worker: str, report: TurnReport) -> None:
         engine = report.effort.engine
-        steps = self._steps.setdefault(worker, Counter())
-        steps.update(steps=engine.steps, slots=engine.slot_steps, used=engine.active_slot_steps)
+        if number := engine.steps:
+            self._slots[worker] = self._clock(), engine.slot_steps / number, engine.active_slot_steps / number
         for answer in report.answers:
             if isinstance(answer, Failure):
                 self._failures[answer.error_kind] += 1
@@ -143,10 +140,6 @@ class MetricsWatcher(Watcher):
         self._set("draftmill_samples_planned", totals.rows)
         self._set("draftmill_samples_done", totals.rows_done)
         self._set("draftmill_seconds_without_progress", totals.still_s if running else 0.0)
-        for worker, steps in self._steps.items():
-            if number := steps["steps"]:
-                self._slots[worker] = self._clock(), steps["slots"] / number, steps["used"] / number
-        self._steps.clear()
         for gone in self._slots.keys() - scheduler.state.workers.keys():
             del self._slots[gone]
         self._set("draftmill_slots", sum(slots for _, slots, _ in self._slots.values()))

@@ -160,7 +160,7 @@ def _only_what_jobs_use() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _UNUSED:
             if node is not None and inside(replace(NODE, name=f"{NODE.name}.{name}")) is not None:
-                stack.enter_context(patch.object(node, name))
+                stack.enter_context(patch.object(node, name, return_value=None))
         yield
 
 

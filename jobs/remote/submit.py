@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -216,30 +216,22 @@ def stop_jobs(client: RayJobs, target: str, run: str, *, wait: bool) -> bool:
     running = [job for job in jobs if not cluster.is_over(job)]
     if not running:
         _log.info(f"nothing to stop: {jobs[-1].submission_id} has ended ({jobs[-1].status})")
-    patience_s = {}
+    limits_s = {}
     for job in running:
         variables = (job.runtime_env or {}).get("env_vars") or {}
-        patience_s[job.submission_id] = float(
-            variables.get("RAY_JOB_STOP_WAIT_TIME_S", 3)
-        )  # before Ray kills the driver
+        limit_s = float(variables.get("RAY_JOB_STOP_WAIT_TIME_S", 3))  # before Ray kills the driver
+        limits_s[job.submission_id] = limit_s + SPARE_S
         client.stop(job.submission_id)
-        _log.info(
-            f"stopping {job.submission_id}: running units may finish, within {patience_s[job.submission_id]:.0f} s"
-        )
-
-    def end(name: str) -> str | None:
-        job = client.info(name)
-        return f"{name} has ended ({job.status})" if cluster.is_over(job) else None
-
-    return not wait or all(_wait_for(end, name, limit_s + SPARE_S) for name, limit_s in patience_s.items())
+        _log.info(f"stopping {job.submission_id}: running units may finish, within {limit_s:.0f} s")
+    return not wait or all(_wait_for(client, name, limit_s) for name, limit_s in limits_s.items())
 
 
-def _wait_for(end: Callable[[str], str | None], name: str, limit_s: float) -> bool:
-    """Ask until `end` is a text, which is printed; False if it is None for `limit_s`."""
+def _wait_for(client: RayJobs, name: str, limit_s: float) -> bool:
+    """Wait until a job has ended, at most `limit_s`; returns whether it has."""
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:
-        if (message := end(name)) is not None:
-            _log.info(message)
+        if cluster.is_over(job := client.info(name)):
+            _log.info(f"{name} has ended ({job.status})")
             return True
         time.sleep(POLL_S)
     _log.info(f"{name} has not ended within {limit_s:.0f} s")
@@ -265,21 +257,21 @@ def stop_driver(store: Store, *, limit_s: float) -> bool:
     try:
         driver = psutil.Process(pid)
         if driver.create_time() > lease.expires_at_s - TTL_S:  # the number of a dead driver, given to another process
-            raise UserError(
-                f"process {pid} is not the driver that took the lease; it runs out by itself", field="TARGET"
-            )
+            raise UserError(f"process {pid} is not the driver that took the lease, which runs out", field="TARGET")
         driver.terminate()
     except psutil.AccessDenied:
         raise UserError(f"process {pid}, the driver, belongs to another user", field="TARGET") from None
     except psutil.NoSuchProcess:
         pass  # it has ended meanwhile
     _log.info(f"stopping the driver, process {pid}: running units may finish")
-
-    def end(_: str) -> str | None:
-        left = holder(store)
-        return "it has ended" if left is None or left.owner != owner else None
-
-    return _wait_for(end, "it", limit_s)
+    until_s = time.monotonic() + limit_s
+    while (left := holder(store)) is not None and left.owner == owner:
+        if time.monotonic() >= until_s:
+            _log.info(f"it has not ended within {limit_s:.0f} s")
+            return False
+        time.sleep(POLL_S)
+    _log.info("it has ended")
+    return True
 
 
 # ---- what is sent to the cluster for a spec: the command of the driver, and its runtime environment

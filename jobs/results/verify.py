@@ -37,7 +37,7 @@ from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, Manifest, trace_name, unit_number
 from draftmill.storage.runs.metric_files import KEYS, MetricSet, measured_units, metric_sets, metrics_name
 from draftmill.storage.runs.records import REMEDY, SCHEMA_VERSION, Sums, read_results, sum_up
-from draftmill.storage.runs.unit_facts import CommittedUnit
+from draftmill.storage.runs.unit_facts import CommittedUnit, unit_name
 from draftmill.storage.stores.parallel import parallel_map
 from draftmill.storage.stores.store import NotFound, Place, Store, open_store
 
@@ -291,19 +291,12 @@ def check_metrics(store: Store, passes: Sequence[Pass]) -> tuple[str | None, lis
         return None, [str(error)]
     if not measured:
         return None, []
-    fingerprint = passes[0].plan.fingerprint
-    objects = {
-        (pass_.number, unit.unit): (pass_.store, unit.object)
-        for pass_ in passes
-        if pass_.manifest
-        for unit in pass_.manifest.units
-    }
+    fingerprint, places = passes[0].plan.fingerprint, {part.number: part for part in passes}
     problems: list[str] = []
     for (number, unit), names in measured.items():
-        results = None
-        if (number, unit) in objects:
-            place, name = objects[number, unit]
-            [table] = read_results(place, objects=[name], columns=KEYS.names)
+        results, part = None, places.get(number)
+        if part is not None and part.manifest is not None and unit in part.manifest.units.listed:
+            [table] = read_results(part.store, objects=[unit_name(unit)], columns=KEYS.names)
             results = table.to_pylist()
         for name in names:
             file = metrics_name(number, unit, name)

@@ -11,23 +11,18 @@ from tests.jobs.remote.fake_cluster import answering
 RAYLET = "/x/ray/core/src/ray/raylet/raylet"
 
 
-@pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch):
-    """Adds one to the processes that there are."""
-    there: list[SimpleNamespace] = []
-    monkeypatch.setattr(psutil, "process_iter", lambda names: there)
-
-    def add(pid: int, status: str, *command: str, name: str = "python") -> None:
-        info = {"name": name, "cmdline": list(command), "status": status}
-        there.append(SimpleNamespace(pid=pid, info=info))
-
-    return add
+def run(monkeypatch: pytest.MonkeyPatch, *processes: tuple) -> None:
+    """Let there be these processes: the name, the command line and the status of each."""
+    found = [
+        SimpleNamespace(pid=42, info=dict(zip(("name", "cmdline", "status"), each, strict=True))) for each in processes
+    ]
+    monkeypatch.setattr(psutil, "process_iter", lambda names: found)
 
 
-def test_a_container_without_ray_is_healthy(process):
+def test_a_container_without_ray_is_healthy(monkeypatch):
+    run(monkeypatch)
     assert problem() is None
-    process(1, "sleeping", "/usr/local/bin/python", "/usr/local/bin/draftmill", "run", "job.yaml")
-    process(7, "zombie", name="some child")
+    run(monkeypatch, ("python", ["python", "/bin/draftmill", "run"], "sleeping"), ("some child", None, "zombie"))
     assert problem() is None
 
 
@@ -40,22 +35,22 @@ def test_a_container_without_ray_is_healthy(process):
         ("zombie", [], "gcs_server"),
     ],
 )
-def test_a_process_that_stands_still_or_is_dead_is_named(state, command, name, process):
-    process(42, state, *command, name=name)
+def test_a_process_that_stands_still_or_is_dead_is_named(state, command, name, monkeypatch):
+    run(monkeypatch, (name, command, state))
     assert "process 42" in str(problem())
 
 
 @pytest.mark.parametrize(
     ("code", "text", "said"), [(200, "success", None), (200, "failed", "answers 'failed'"), (503, "", "answers 503")]
 )
-def test_a_ray_node_is_as_healthy_as_its_agent_says(process, code, text, said):
-    process(9, "sleeping", RAYLET, "--node_ip_address=127.0.0.1", name="raylet")
+def test_a_ray_node_is_as_healthy_as_its_agent_says(monkeypatch, code, text, said):
+    run(monkeypatch, ("raylet", [RAYLET, "--node_ip_address=127.0.0.1"], "sleeping"))
     with answering(code, text) as address:
         agent = f"http://{{host}}:{address.rpartition(':')[2]}/healthz"
         found = problem(agent=agent)
     assert found is None if said is None else said in str(found)
 
 
-def test_a_ray_without_an_agent_is_judged_by_its_processes(process):
-    process(9, "sleeping", RAYLET, "--node_ip_address=127.0.0.1", name="raylet")
+def test_a_ray_without_an_agent_is_judged_by_its_processes(monkeypatch):
+    run(monkeypatch, ("raylet", [RAYLET, "--node_ip_address=127.0.0.1"], "sleeping"))
     assert problem(agent="http://{host}:1/healthz") is None

@@ -45,8 +45,8 @@ def test_a_local_run_has_the_rows_and_the_fingerprint_of_any_other(tmp_path):
 def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(tmp_path, capsys):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
     for key, message in {
-        "workers.count=2": "workers.count: 2 workers, but --local has one; allowed: auto, 1",
-        "workers.gpus=2": "workers.gpus: 2 GPUs, but --local uses one",
+        "workers.count=2": "workers.count: 2, but --local is one process",
+        "workers.gpus=2": "workers.gpus: 2, but --local is one process with one GPU at most",
     }.items():
         assert main(["run", str(spec), "--local", "--quiet", "--set", key]) == 2
         assert message in capsys.readouterr().err

@@ -77,4 +77,4 @@ def test_a_family_without_a_plan_is_refused_by_name_before_its_weights_are_read(
 def test_local_refuses_a_split_model(tmp_path, capsys):
     save_model(tmp_path / "model", ends=[2])
     said = refused(job_spec(tmp_path, ROWS, workers=SPLIT), tmp_path, capsys, "--local")
-    assert "workers.gpus_per_model: 2, but --local runs a model in one process" in said
+    assert "workers.gpus_per_model: 2, but --local is one process" in said

@@ -306,7 +306,7 @@ def test_wrong_cases_are_named_together_before_work_starts_and_the_others_run(tm
     assert "3 cases of 5 can't run; the others do" in captured.err
     assert "\n  zero: decoder.k: 0 is not allowed; allowed: >= 1 or auto\n" in captured.err
     assert "\n  nowhere: model.path: 'builtin:nothing' does not exist" in captured.err
-    assert "\n  crowd: workers.count: 3 workers, but --local has one" in captured.err
+    assert "\n  crowd: workers.count: 3, but --local is one process" in captured.err
     assert "\n  empty: input.path:" in captured.err and "no rows" in captured.err
     assert os.listdir(tmp_path / "out" / "cases") == ["good"]
     assert captured.out.count("can't run") == 3

@@ -32,7 +32,7 @@ def test_a_dead_worker_is_replaced_a_too_large_case_fails_alone(ray_session, tmp
     file.write_text(file.read_text() + "metrics: [entropy]\n")
     assert main(["sweep", str(file), "--quiet"]) == 2
     assert (
-        "large: workers.gpus: a worker needs 8 GPUs and 1 CPU on one node; the nodes have (2 CPUs)"
+        "large: workers: a worker needs 8 GPUs and 1 CPU on one node; the nodes have (2 CPUs)"
         in capsys.readouterr().err
     )
     assert not (tmp_path / "out" / "cases" / "large").exists()

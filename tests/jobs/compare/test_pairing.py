@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from scipy import stats
 
-from draftmill.jobs.compare import comparison, statistics
+from draftmill.jobs.compare import statistics
 from draftmill.jobs.compare.comparison import MetricFigure, compare_rows
 from draftmill.jobs.compare.pairing import Pairing, SharedNoise, Sizes, pair, pairing_of, shared_noise, sizes_for
 from draftmill.jobs.compare.rows import COUNTS, RunRows
@@ -261,7 +261,7 @@ def hits(run: FinishedRun, case: tuple[str, bool], times: int, *, rows: int = 20
 @pytest.fixture
 def few_flips(monkeypatch: pytest.MonkeyPatch) -> None:
     """9 flips in place of 9,999: no test here reads p."""
-    monkeypatch.setattr(f"{comparison.__name__}.sign_flip_p", partial(statistics.sign_flip_p, flips=9))
+    monkeypatch.setattr(statistics, "sign_flip_p", partial(statistics.sign_flip_p, flips=9))
 
 
 @pytest.mark.soak
