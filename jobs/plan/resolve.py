@@ -414,13 +414,7 @@ def head_hash(spec: JobSpec) -> str | None:
     if head in {None, "auto", "none"}:
         return None
     folder = Path(head).expanduser()
-    files = [folder / name for name in ("draft_head.json", "draft_head.safetensors")]
-    if not all(file.is_file() for file in files):
-        raise UserError(
-            f"{head!r} lacks draft_head.json or draft_head.safetensors; allowed: auto, none, or a folder that has both",
-            field="decoder.head",
-        )
-    return hash_files(folder, files)
+    return hash_files(folder, [folder / name for name in ("draft_head.json", "draft_head.safetensors")])
 
 
 # ---- checks of what will run against its model and tokenizer
