@@ -101,9 +101,9 @@ def flag(name: str, help: str, *, action: str = "store_true", **more: Any) -> Op
     return lambda parser: parser.add_argument(name, action=action, help=help, **more)
 
 
-def choice(name: str, choices: list[str], help: str | None = None) -> Option:
+def choice(name: str, choices: list[str], help: str | None = None, **more: Any) -> Option:
     """An option with a few values, of which the first is the default."""
-    return option(name, help=help, choices=choices, default=choices[0])
+    return option(name, help=help, choices=choices, default=choices[0], **more)
 
 
 def group(title: str | None, *options: Option, required: bool = False) -> Option:
@@ -375,13 +375,7 @@ command(
     "write a finished run's results to files",
     lambda arguments: "results.export:export" if arguments.to is None else "results.publish:publish",
     *RUN_DIR,
-    option(
-        "--format",
-        help="default: parquet",
-        dest="kind",
-        default="parquet",
-        choices=["openai", "jsonl", "csv", "parquet"],
-    ),
+    choice("--format", ["parquet", "openai", "jsonl", "csv"], "default: parquet", dest="kind"),
     group(
         None,
         option("--out", "FILE", "a file, s3://bucket/key, or - (standard output)"),

@@ -23,8 +23,7 @@ from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from draftmill.actors.checkpoints.models import fetch_model
-from draftmill.actors.rows.text import Tokenizer, load_tokenizer
+from draftmill.actors.rows.text import Tokenizer
 from draftmill.decoders.base import ModelInfo
 from draftmill.jobs.config.spec import JobSpec
 from draftmill.jobs.drive.log import print_result, shows_progress
@@ -34,7 +33,7 @@ from draftmill.jobs.eval.options import EvalOptions, require_lm_eval
 from draftmill.jobs.eval.spec import EvalSpec, document, read_eval_spec
 from draftmill.jobs.exit_codes import OK
 from draftmill.jobs.formatting import counted
-from draftmill.jobs.plan.resolve import inspect
+from draftmill.jobs.plan.resolve import open_model
 from draftmill.jobs.run.job import complete_job
 from draftmill.jobs.run.session import RunOptions
 from draftmill.storage.errors import StoreError, UserError
@@ -81,10 +80,7 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, run_options:
 
 
 def _load_model(spec: EvalSpec, options: EvalOptions) -> tuple[ModelInfo, Tokenizer]:
-    job = spec.any_job()
-    folder = fetch_model(job.place(job.model.path), job.model.revision, adapter=job.model.adapter)
-    info = inspect(job, folder)
-    tokenizer = load_tokenizer(folder, job.model.tokenizer, trust_remote_code=job.model.trust_remote_code)
+    _, info, tokenizer = open_model(spec.any_job())
     if tokenizer is None:
         raise UserError("'none', but tasks are made of text; allowed: auto, or a folder", field="model.tokenizer")
     if options.apply_chat_template and tokenizer.chat is None:

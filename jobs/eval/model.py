@@ -33,7 +33,6 @@ from draftmill.jobs.eval.infilling import FIELD, TASKS, hole_of, hole_row
 from draftmill.jobs.eval.options import EvalOptions
 from draftmill.jobs.eval.requests import Encoder, Generation, generation_of
 from draftmill.jobs.eval.spec import (
-    PLACE,
     AskedAnswer,
     EvalSpec,
     JobRows,
@@ -132,13 +131,13 @@ class DraftmillLM(LM):  # type: ignore[misc]
             return replace(generation, stop=())  # a text ends where it matches; `until` could cut it before
         return generation
 
-    def job_for(self, kind: Kind, generation: Generation) -> Callable[[str, str | None], JobSpec]:
-        """Make the spec of the job that generates so."""
+    def job_for(self, kind: Kind, generation: Generation) -> JobSpec:
+        """The job that generates so."""
         if kind == "infill":
-            return partial(self._spec.infilling, generation)
+            return self._spec.infilling(generation)
         special = self._tokenizer.special.values()
         hidden = any(text in stop for stop in generation.stop for text in special)
-        return partial(self._spec.completing, generation, special=hidden)
+        return self._spec.completing(generation, special=hidden)
 
     def _take(self, request: AskedAnswer, results: Results, names: Sequence[str], **more: Any) -> list[Row]:
         """The rows that answer a request. Their sums are noted, with the other facts of one that failed or of the first."""
@@ -158,7 +157,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
         asked = self._begin(requests)
         rows = JobRows()
         names = [rows.add_scored(request.id, self._encoder.pair(*request.instance.args)) for request in asked]
-        results = self._finish("score", rows, self._spec.scoring)
+        results = self._finish("score", rows, self._spec.scoring())
         answers = [self._take(request, results, [name])[0] for request, name in zip(asked, names, strict=True)]
         return [(_logprob(row), bool(row["is_greedy"])) for row in answers]
 
@@ -172,7 +171,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
             names.append([rows.add_scored(f"{request.id}:w{number}", window) for number, window in windows])
         if not len(rows):
             return [0.0] * len(asked)
-        results = self._finish("score", rows, self._spec.scoring)
+        results = self._finish("score", rows, self._spec.scoring())
         return [
             sum(map(_logprob, self._take(request, results, of_text, windows=len(of_text))))
             for request, of_text in zip(asked, names, strict=True)
@@ -250,7 +249,7 @@ class DraftmillLM(LM):  # type: ignore[misc]
         asked = [request for task in tasks.values() for request in task.instances]
         prompts = [request for request in asked if request.request_type == "generate_until"]
         for name, generation in {(each.task_name, self.generation(each.task_name, each.args[1])) for each in prompts}:
-            job = self.job_for(self._kind(name), generation)(PLACE, None)
+            job = self.job_for(self._kind(name), generation)
             if isinstance(job.task, Infill) and fills_in_middle(job.task, self._info):
                 template_of(job.task.fim, self._tokenizer, self._info)
         return number_repeats(requests, self._chosen)

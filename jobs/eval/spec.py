@@ -20,7 +20,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -87,20 +86,17 @@ class EvalSpec:
     def any_job(self) -> JobSpec:
         """A job of this spec, for what all of them share. UserError for a spec that can't be used."""
         if "complete" in self.baseline.tasks:
-            return self.completing(Generation(1, (), 0.0), PLACE)
-        task = {"kind": "infill", "mask": {"kind": "given"}}
-        return check_spec(self._job(task, {"tokens": "tokens"}, PLACE, None))
+            return self.completing(Generation(1, (), 0.0))
+        return self._job({"kind": "infill", "mask": {"kind": "given"}}, ("tokens",))
 
-    def completing(
-        self, generation: Generation, path: str, out: str | None = None, *, special: bool = False
-    ) -> JobSpec:
+    def completing(self, generation: Generation, *, special: bool = False) -> JobSpec:
         """The job that generates; `special` searches the stop strings among the special tokens, too."""
         own = self.task if self.task.get("kind") == "complete" else {}
         task = {**own, "kind": "complete", "max_new_tokens": generation.max_new_tokens, "stop": list(generation.stop)}
         task["skip_special_tokens"] = not special
         if generation.constraint is not None:
             task["constraint"] = json.loads(generation.constraint)
-        return self._sampled(self._job(task, {"tokens": "tokens"}, path, out), generation)
+        return self._job(task, ("tokens",), sampling=self._sampled(generation))
 
     @property
     def holes(self) -> Mapping[str, Any]:
@@ -112,7 +108,7 @@ class EvalSpec:
         """Whether a hole has the length of its hidden text."""
         return bool(self.holes["mask"]["kind"] == "spans")
 
-    def infilling(self, generation: Generation, path: str, out: str | None = None) -> JobSpec:
+    def infilling(self, generation: Generation) -> JobSpec:
         """The job that fills holes; a causal model's have the tasks' own maximum number of tokens."""
         task = dict(self.holes)
         if self.baseline.runs_on == "causal":
@@ -120,28 +116,22 @@ class EvalSpec:
         if generation.constraint is not None:
             task["constraint"] = json.loads(generation.constraint)
         columns = ("text", "spans") if self.knows_lengths else ("prefix", "suffix")
-        return self._sampled(self._job(task, {name: name for name in columns}, path, out), generation)
+        return self._job(task, columns, sampling=self._sampled(generation))
 
-    def _sampled(self, job: dict[str, Any], generation: Generation) -> JobSpec:
+    def _sampled(self, generation: Generation) -> dict[str, Any]:
         cuts = {"temperature": generation.temperature, "top_k": generation.top_k, "top_p": generation.top_p}
-        job["sampling"] = {**(self.data.get("sampling") or {}), **cuts, **dict(generation.others)}
-        return check_spec(job)
+        return {**(self.data.get("sampling") or {}), **cuts, **dict(generation.others)}
 
-    def scoring(self, path: str, out: str | None = None) -> JobSpec:
+    def scoring(self) -> JobSpec:
         """The job that scores, with the decoder that scores for the spec's models."""
         own = self.task if self.task.get("kind") == "score" else {}
-        job = self._job({**own, "kind": "score"}, {"tokens": "tokens", "reference": "reference"}, path, out)
-        job["decoder"] = scorer_of(self.any_job().decoder).model_dump(mode="json")
-        return check_spec({key: value for key, value in job.items() if key != "sampling"})
+        decoder = scorer_of(self.any_job().decoder).model_dump(mode="json")
+        return self._job({**own, "kind": "score"}, ("tokens", "reference"), decoder=decoder, sampling={})
 
-    def _job(self, task: Mapping[str, Any], columns: Mapping[str, str], path: str, out: str | None) -> dict[str, Any]:
-        job = deepcopy(dict(self.data))
-        if out is not None:
-            job["output"]["path"] = out
-        rows = {"path": path, "columns": {"id": "id", **columns}}
-        if task["kind"] != "infill":
-            rows["truncate"] = "left"
-        return job | {"task": dict(task), "input": rows}
+    def _job(self, task: Mapping[str, Any], columns: Sequence[str], **sections: Any) -> JobSpec:
+        truncate = None if task["kind"] == "infill" else "left"
+        rows = {"path": PLACE, "columns": {name: name for name in ("id", *columns)}, "truncate": truncate}
+        return check_spec({**self.data, "task": dict(task), "input": rows, **sections})
 
 
 def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
@@ -179,12 +169,12 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
         check_spec({**data, "task": {"kind": "complete"}, "input": {"path": PLACE}})  # it says what is wrong
     spec.any_job()
     if spec.task.get("kind") == "score":
-        spec.scoring(PLACE)
+        spec.scoring()
     if spec.task.get("kind") == "infill":
-        spec.infilling(Generation(1, (), 0.0), PLACE)
+        spec.infilling(Generation(1, (), 0.0))
     if chat is not None:
         chatting = {"task": {"kind": "score", "chat": True}, "input": {"path": PLACE}, "chat": chat}
-        return replace(spec, chat=check_spec(spec.scoring(PLACE).model_dump(mode="json") | chatting).chat)
+        return replace(spec, chat=check_spec(spec.scoring().model_dump(mode="json") | chatting).chat)
     return spec
 
 
@@ -300,24 +290,22 @@ class Results:
     rows: Mapping[str, Row]
 
 
-def finish_job(
-    spec: EvalSpec, run: Callable[[JobSpec], object], kind: Kind, rows: JobRows, job: Callable[[str, str], JobSpec]
-) -> Results:
-    """Run the job over these rows, or resume it, or only read it. `job` makes its spec from paths of input and output.
+def finish_job(spec: EvalSpec, run: Callable[[JobSpec], object], kind: Kind, rows: JobRows, job: JobSpec) -> Results:
+    """Run the job over these rows, or resume it, or only read it; its input and output are found here.
 
     Raises Ended as `run`, which runs a job until it is finished, and UserError if the directory is a run's.
     """
-    any_job = spec.any_job()
-    base = any_job.output.path.rstrip("/")
-    store = open_store(any_job.place(base))
+    base = job.output.path.rstrip("/")
+    store = open_store(job.place(base))
     if store.exists(PLAN):
         raise UserError(f"{base!r} is a job's run directory; use another directory", field="output.path")
     lines = rows.lines()
     requests = f"requests/{kind}-{hashlib.sha256(lines).hexdigest()[:12]}.jsonl"
     with suppress(AlreadyExists):  # of the same content, by its name
         store.create(requests, lines)
-    place = f"{base}/runs/{kind}-{name_of(job('requests.jsonl', base), lines)}"
-    run(job(f"{base}/{requests}", place))
+    place = f"{base}/runs/{kind}-{name_of(job, lines)}"
+    places = {"input.path": f"{base}/{requests}", "output.path": place}
+    run(check_spec(job.model_dump(mode="json", exclude_unset=True), places.items()))
     passes = passes_of(open_store(store.place.at(place)))
     answers = (row for table in latest_rows(passes, columns=COLUMNS) for row in table.to_pylist())
     return Results(place, {row["id"]: row for row in answers})

@@ -53,17 +53,17 @@ def column_of(hashes: Hashes, *, without: Hashes) -> pa.Array:
 
 
 class _Buckets(ExitStack):
-    """Records of any number: from `held_rows` on they are in a temporary folder, in a file for each first byte of a hash."""
+    """Records of any number: from HELD_ROWS on they are in a temporary folder, in a file for each first byte of a hash."""
 
-    def __init__(self, dtype: np.dtype[Any], held_rows: int = HELD_ROWS) -> None:
+    def __init__(self, dtype: np.dtype[Any]) -> None:
         super().__init__()
-        self._dtype, self._held_rows = dtype, held_rows
+        self._dtype = dtype
         self._held: list[NDArray[Any]] = []
         self._folder: Path | None = None
 
     def _keep(self, records: NDArray[Any]) -> None:
         self._held.append(records)
-        if sum(map(len, self._held)) >= self._held_rows:
+        if sum(map(len, self._held)) >= HELD_ROWS:
             if self._folder is None:
                 self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="draftmill-ids-")))
             self._spread(self._folder)
@@ -90,8 +90,8 @@ class _Buckets(ExitStack):
 class DuplicateFinder(_Buckets):
     """Collects every id with its place; `first` then returns a duplicate. A context manager, since it owns a folder."""
 
-    def __init__(self, *, held_rows: int = HELD_ROWS) -> None:
-        super().__init__(_RECORD, held_rows)
+    def __init__(self) -> None:
+        super().__init__(_RECORD)
 
     def add(self, hashes: Hashes, files: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
         """Add a batch: three arrays of equal length."""

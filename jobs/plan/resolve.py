@@ -121,14 +121,11 @@ def resolve(
     if plan is not None:
         recipe = as_planned(spec, recipe, plan)
         compare_settings(plan, recorded(spec, recipe))
-    model = spec.model
-    folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
-    info = inspect(spec, folder)
+    folder, info, tokenizer = open_model(spec)
     spec = with_baseline(spec, info)
     recipe = replace(recipe, decoder=spec.recipe().decoder)
     if spec.sampling.from_checkpoint:
         recipe = with_sampling(spec, recipe, folder)
-    tokenizer = load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
     planned = None if plan is None else plan.results["input"].get("run")
     run = None if spec.input.run is None else run_state(spec.place(spec.input.run), planned)
     if run is not None:
@@ -148,7 +145,7 @@ def resolve(
         drafter = check_drafter(place, folder, info, tokenizer, spec.model_place(), decoder=spec.decoder)
     if isinstance(recipe.task, Infill) and fills_in_middle(recipe.task, info):
         fim = template_of(recipe.task.fim, tokenizer, info).key()
-    same_tokens = tokenizer_hash(folder, model.tokenizer)
+    same_tokens = tokenizer_hash(folder, spec.model.tokenizer)
     earlier, fingerprints = earlier_runs(spec, same_tokens, plan, display or Notes())
     results = results_key(
         recorded(spec, recipe),
@@ -188,10 +185,8 @@ def inputs_of(plan: Plan) -> list[InputFile]:
 def resolved_of(plan: Plan) -> Resolved:
     """What a plan's run ran, to show it: with the model where it is now, of which nothing is compared."""
     spec = plan.spec.with_s3(plan.store.place.s3)
-    model, recipe = spec.model, spec.recipe(plan.results["task"].get("ends", ()))
-    folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
-    tokenizer = load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
-    info, drafts = inspect(spec, folder), tuple[FinishedRun, ...]()
+    recipe, drafts = spec.recipe(plan.results["task"].get("ends", ())), tuple[FinishedRun, ...]()
+    folder, info, tokenizer = open_model(spec)
     with suppress(UserError):  # a run that drafted is gone
         drafts, _ = earlier_runs(spec, plan.results["model"]["tokenizer"], plan, Notes())
     return Resolved(spec, recipe, plan.results, folder, info, tokenizer, list(plan.files), plan, earlier=drafts)
@@ -387,13 +382,15 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
-    """Describe the checkpoint; checks that its family supports the task and the decoder."""
+def open_model(spec: JobSpec) -> tuple[Path, ModelInfo, Tokenizer | None]:
+    """Fetch and describe the model and load its tokenizer; checks that its family supports the task and the decoder."""
     from draftmill.decoders.backbones.checkpoint import check_split, inspect_model
     from draftmill.decoders.backbones.heads.files import check_heads
 
+    model = spec.model
+    folder = fetch_model(spec.place(model.path), model.revision, adapter=model.adapter)
     try:
-        info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
+        info = inspect_model(folder, family=model.family, mask_id=model.mask_id)
         check_task(spec.task.kind, info)
         decoder = with_baseline(spec, info).decoder
         check_model(decoder, info, spec.task.kind)
@@ -401,11 +398,11 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
             check_heads(decoder, folder)
         for shape in spec.shapes:
             check_split(info.family, folder, shape.gpus_per_model)
-        return info
     except UserError:
         raise
     except ValueError as error:
         raise user_error(error, "model.path") from None
+    return folder, info, load_tokenizer(folder, model.tokenizer, trust_remote_code=model.trust_remote_code)
 
 
 def head_hash(spec: JobSpec) -> str | None:
@@ -414,13 +411,7 @@ def head_hash(spec: JobSpec) -> str | None:
     if head in {None, "auto", "none"}:
         return None
     folder = Path(head).expanduser()
-    files = [folder / name for name in ("draft_head.json", "draft_head.safetensors")]
-    if not all(file.is_file() for file in files):
-        raise UserError(
-            f"{head!r} lacks draft_head.json or draft_head.safetensors; allowed: auto, none, or a folder that has both",
-            field="decoder.head",
-        )
-    return hash_files(folder, files)
+    return hash_files(folder, [folder / name for name in ("draft_head.json", "draft_head.safetensors")])
 
 
 # ---- checks of what will run against its model and tokenizer

@@ -143,7 +143,7 @@ def complete_job(spec: JobSpec, options: RunOptions, now: datetime | None = None
     return job.output.path
 
 
-def decode_here(job: JobSpec, backend: Backend, check: Callable[[Resolved], None] = lambda _: None) -> list[Pass]:
+def decode_here(job: JobSpec, backend: Backend, check: Callable[[Resolved], None]) -> list[Pass]:
     """Run a small job in this process, and return its passes; `check` may refuse what was resolved. Prints no table. A signal
     ends it at once, with Ended: the caller keeps no part of it."""
     store, stop = open_store(job.output.path), StopFlag()

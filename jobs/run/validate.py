@@ -172,7 +172,7 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
 def size_lines(resolved: Resolved, sample: RowSample) -> Iterator[str]:
     """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
     each = resolved.recipe.sampling.n
-    lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
+    (lengths, masked), about = sample.sizes(), "" if sample.exact else "~"
     scale = sample.total / len(lengths)
     yield f"samples   {about}{sample.total:,}; read {each * len(lengths):,} of them"
     errors = Counter(row.error for row in sample.rows if row.error is not None)
@@ -263,13 +263,10 @@ class RowSample:
     total: int
     exact: bool
 
-    def lengths(self) -> NDArray[np.int32]:
-        """Canvas tokens of each row, int32 [rows]."""
-        return np.array([row.made.size.length if isinstance(row.made, Canvas) else 0 for row in self.rows], np.int32)
-
-    def masked(self) -> NDArray[np.int32]:
-        """Tokens to generate of each row, int32 [rows]."""
-        return np.array([row.made.size.masked if isinstance(row.made, Canvas) else 0 for row in self.rows], np.int32)
+    def sizes(self) -> NDArray[np.int32]:
+        """Canvas tokens of each row, and those to generate, int32 [2, rows]."""
+        sizes = [row.made.size if isinstance(row.made, Canvas) else None for row in self.rows]
+        return np.array([(size.length, size.masked) if size else (0, 0) for size in sizes], np.int32).T
 
 
 def take_sample(resolved: Resolved) -> RowSample:

@@ -118,7 +118,8 @@ def run_cases(spec: Sweep, cases: list[SweepCase], store: Store, backend: Backen
                 plan_cases(cases, backend, display)
                 late = {case.name: case.problem for case in ready if case.problem and case.code == UNUSABLE}
                 warn_of(late, len(cases))
-                write_record(store, spec, cases)
+                failpoint("sweep.before_record")
+                store.put(RECORD, record_of(spec, [case for case in cases if case.plan is not None]))
                 left, first = [case for case in ready if case.is_ready], len(cases) - len(ready) + 1
                 for number, (case, loads) in enumerate(zip(left, loads_of(left), strict=True), start=first):
                     if session.reason is not None:
@@ -147,7 +148,7 @@ class SweepSession:
         self.current.set(reason)
 
     def decode(self, case: SweepCase, *, loads: bool) -> None:
-        """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
+        """Decode one case; a problem of this case alone does not end the sweep."""
         assert case.plan is not None
         with self._blame(case) as stop, hold_lease(case.store, stop.set) as lease:
             failpoint("sweep.before_case")
@@ -156,7 +157,7 @@ class SweepSession:
                 self._drafted(case), case.plan, self.options, lease, stop, self.display, self.backend, loads=loads
             )
             decode(run)
-            case.code, self.last = judge_case(case), case
+            case.is_closed, self.last = True, case
 
     def _drafted(self, case: SweepCase) -> Resolved:
         """The case with the texts of the last finished one as drafts, if it wants them."""
@@ -214,17 +215,13 @@ class SweepSession:
             self.reason = self.reason or stop.reason
 
 
-def judge_case(case: SweepCase) -> int:
-    """The exit code of a finished case: 3 if too many of its samples are still failed, else 0."""
-    passes = passes_of(case.store)
-    return TOO_MANY_FAILED if too_many_failed(count_failed(passes), passes[0].plan.rows, case.spec.errors) else OK
-
-
 def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: Mapping[str, str]) -> int:
     """Print how the sweep ended; returns its exit code."""
     for case in cases:
         if case.is_closed and case.code is None:
-            case.code = judge_case(case)
+            passes = passes_of(case.store)
+            has_failed = too_many_failed(count_failed(passes), passes[0].plan.rows, case.spec.errors)
+            case.code = TOO_MANY_FAILED if has_failed else OK
     codes = [UNUSABLE] * bool(problems) + [INTERRUPTED if case.code is None else case.code for case in cases]
     code = severest(codes)
     for line in sweep_lines(spec, cases):
@@ -242,7 +239,7 @@ def report_end(spec: Sweep, cases: Sequence[SweepCase], problems: Mapping[str, s
 
 
 def record_of(spec: Sweep, cases: Iterable[SweepCase]) -> bytes:
-    """The content of sweep.json: the cases that can run, in the order of the sweep file."""
+    """The content of sweep.json: cases that can run, in the order of the sweep file; a refused spec is not kept."""
     listed = [{"name": case.name, "path": f"{CASES}/{case.name}", "changes": case.changes} for case in cases]
     return (json.dumps({"format": FORMAT, "name": spec.name, "cases": listed}, indent=1) + "\n").encode()
 
@@ -253,14 +250,6 @@ def is_recorded(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> bool:
         return store.get(RECORD) == record_of(spec, cases)
     except NotFound:
         return False
-
-
-def write_record(store: Store, spec: Sweep, cases: Iterable[SweepCase]) -> None:
-    """Write sweep.json, unless it is up to date. Skips cases that can't run: a refused spec is not kept."""
-    usable = [case for case in cases if case.plan is not None]
-    if not is_recorded(store, spec, usable):
-        failpoint("sweep.before_record")
-        store.put(RECORD, record_of(spec, usable))
 
 
 # ---- the table at the end
@@ -335,7 +324,7 @@ def dry_run_lines(spec: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
 class SweepCase:
     """A case that can run. `plan` is None until it is planned; `code` is its exit code, None while it has not ended.
 
-    `is_closed` says that it was decoded before this command started. `problem` is why it can't run after all. `metrics` are
+    `is_closed` says that all of its units are committed. `problem` is why it can't run after all. `metrics` are
     those of its spec, checked; None if it has none. `takes_last`: the last case that is finished by then drafts for it.
     """
 
@@ -361,7 +350,7 @@ class SweepCase:
 
     def lacks_metrics(self) -> bool:
         """Whether all of its units are committed, and some of them lack metrics."""
-        is_decoded = self.problem is None and (self.is_closed or self.code in {OK, TOO_MANY_FAILED})
+        is_decoded = self.problem is None and self.is_closed
         return self.metrics is not None and is_decoded and bool(units_to_measure(self.store, self.metrics))
 
     def fail(self, code: int, problem: object) -> None:
@@ -457,7 +446,12 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
         for case in (member for member in members if member.plan is None and member.is_ready):
             copies += donor is not None
             try:
-                case.plan = _plan_case(case, donor, backend, display)
+                with hold_lease(case.store, StopFlag().set) as lease:
+                    if donor is None or load_plan(case.store) is not None:
+                        survey = backend.survey(case.resolved, display)
+                        case.plan = make_plan(case.resolved, case.store, display, epoch=lease.epoch, survey=survey)
+                    else:
+                        case.plan = copy_plan(case.resolved, donor, case.store, epoch=lease.epoch)
             except LeaseHeld as error:
                 case.fail(INTERRUPTED, error)
             except UserError as error:
@@ -468,11 +462,3 @@ def plan_cases(cases: Sequence[SweepCase], backend: Backend, display: Display) -
             donor = donor or case.plan
         if copies:
             display.note(f"planned: {counted(copies, 'more case')} with the same rows: the plan was copied")
-
-
-def _plan_case(case: SweepCase, donor: Plan | None, backend: Backend, display: Display) -> Plan:
-    with hold_lease(case.store, StopFlag().set) as lease:
-        if donor is None or load_plan(case.store) is not None:
-            survey = backend.survey(case.resolved, display)
-            return make_plan(case.resolved, case.store, display, epoch=lease.epoch, survey=survey)
-        return copy_plan(case.resolved, donor, case.store, epoch=lease.epoch)

@@ -97,5 +97,5 @@ def test_penalties_of_a_task_count_in_place_of_the_specs():
         },
         {},
     )
-    sampling = spec.completing(given, "x.jsonl").sampling
+    sampling = spec.completing(given).sampling
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.1, 0.5)

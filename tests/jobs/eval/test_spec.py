@@ -29,20 +29,19 @@ def read(folder, *overrides: str, **sections) -> EvalSpec:
 
 def test_a_spec_makes_a_job_for_each_kind_of_request(tmp_path):
     spec = read(tmp_path, "seed=5")
-    job = spec.completing(Generation(32, ("\n",), 0.5, None, 0.8), "r.jsonl", "runs/e/runs/a")
+    job = spec.completing(Generation(32, ("\n",), 0.5, None, 0.8))
     assert isinstance(job.task, Complete)
     assert (job.task.kind, job.task.max_new_tokens, job.task.stop) == ("complete", 32, ("\n",))
     assert (job.sampling.temperature, job.sampling.top_p, job.sampling.acceptance) == (0.5, 0.8, "rejection")
     assert (job.seed, job.decoder.kind, job.workers.count, job.input.truncate) == (5, "speculative", 3, "left")
-    assert (job.input.path, job.output.path) == ("r.jsonl", "runs/e/runs/a")
-    scoring = spec.scoring("r.jsonl")
+    scoring = spec.scoring()
     assert (scoring.task.kind, scoring.decoder.kind) == ("score", "autoregressive")
     assert (scoring.input.columns.tokens, scoring.input.columns.reference) == ("tokens", "reference")
 
 
 def test_a_task_section_may_hold_settings_that_all_tasks_share(tmp_path):
     spec = read(tmp_path, task={"kind": "complete", "max_new_tokens": 64, "ignore_eos": True})
-    job = spec.completing(Generation(16, (), 0.0), "r.jsonl")
+    job = spec.completing(Generation(16, (), 0.0))
     assert isinstance(job.task, Complete)
     assert spec.max_new_tokens == 64 and job.task.ignore_eos and job.task.max_new_tokens == 16
 
@@ -50,7 +49,7 @@ def test_a_task_section_may_hold_settings_that_all_tasks_share(tmp_path):
 def test_a_tasks_own_constraint_comes_before_the_specs(tmp_path):
     spec = read(tmp_path, task={"kind": "complete", "constraint": {"regex": "[a-z]+"}})
     for own, expected in ((None, "regex"), ('{"choice":["yes","no"]}', "choice")):
-        job = spec.completing(Generation(16, (), 0.0, constraint=own), "r.jsonl")
+        job = spec.completing(Generation(16, (), 0.0, constraint=own))
         assert isinstance(job.task, Complete) and job.task.constraint is not None
         assert job.task.constraint.kind == expected
 
@@ -58,13 +57,13 @@ def test_a_tasks_own_constraint_comes_before_the_specs(tmp_path):
 def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_path):
     estimate = {"kind": "score", "estimate": {"samples": 16}}
     spec = read(tmp_path, decoder={"kind": "ssd", "draft_length": 2}, sampling={}, task=estimate)
-    scoring = spec.scoring("r")
+    scoring = spec.scoring()
     assert isinstance(scoring.task, Score) and scoring.task.estimate is not None and scoring.task.estimate.samples == 16
     assert (scoring.decoder.kind, scoring.input.truncate) == ("stepwise", "left")
-    assert spec.completing(Generation(8, (), 0.0), "r").decoder.kind == "ssd"
-    blocks = read(tmp_path, decoder={"kind": "s2d2", "block_size": 1}, sampling={}).scoring("r").decoder
+    assert spec.completing(Generation(8, (), 0.0)).decoder.kind == "ssd"
+    blocks = read(tmp_path, decoder={"kind": "s2d2", "block_size": 1}, sampling={}).scoring().decoder
     assert (blocks.kind, getattr(blocks, "block_size", None)) == ("block_diffusion", 1)
-    filling = read(tmp_path, decoder={"kind": "parallel"}, sampling={}).scoring("r")
+    filling = read(tmp_path, decoder={"kind": "parallel"}, sampling={}).scoring()
     assert filling.decoder.kind == "any_subset"
 
 
@@ -116,7 +115,7 @@ def test_arguments_of_the_chat_template_are_for_the_prompts_and_not_in_the_jobs(
 
 def test_a_jobs_name_depends_on_what_decides_its_results_alone(tmp_path):
     def name(spec: EvalSpec, lines: bytes = b"rows", **how) -> str:
-        return name_of(spec.completing(replace(Generation(8, (), 0.0), **how), "r"), lines)
+        return name_of(spec.completing(replace(Generation(8, (), 0.0), **how)), lines)
 
     spec = read(tmp_path)
     assert name(spec) == name(read(tmp_path, "workers.count=1", "batching.max_rows=3", "model.device=cpu", "name=b"))

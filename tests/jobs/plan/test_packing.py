@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.makespans import makespan_bound, refill_makespan, static_makespan
 from draftmill.actors.planning.beginnings import BEGINNING, beginnings
+from draftmill.jobs.plan import id_sets
 from draftmill.jobs.plan.id_sets import DuplicateFinder, hashes_of
 from draftmill.jobs.plan.packing import PlanWriter, auto_unit_rows, cut, longest_first, padding_efficiency
 from draftmill.jobs.plan.plan import Plan
@@ -99,9 +100,10 @@ def test_sorting_and_refill_approach_the_bound():
 
 
 @pytest.mark.parametrize("held_rows", [1, 7, 10_000])
-def test_an_id_that_occurs_twice_is_found_with_both_places(held_rows):
+def test_an_id_that_occurs_twice_is_found_with_both_places(held_rows, monkeypatch):
+    monkeypatch.setattr(id_sets, "HELD_ROWS", held_rows)
     ids = [f"id-{number}" for number in range(1000)]
-    with DuplicateFinder(held_rows=held_rows) as finder:
+    with DuplicateFinder() as finder:
         for start in range(0, 1000, 50):
             finder.add(hashes_of(ids[start : start + 50]), np.zeros(50, dtype=np.int32), np.arange(start, start + 50))
         assert finder.first() is None
