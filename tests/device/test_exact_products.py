@@ -18,9 +18,10 @@ from draftmill.decoders.registry import find_heads
 from draftmill.storage.stores.store import Place
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.references import kernels as reference
+from tests.decoders.shipped import BUILTIN
 from tests.decoders.support import decoder_settings
 from tests.device.pretend import pretending
-from tests.device.steps import BUILTIN, run, run_on_cpu
+from tests.device.steps import run, run_on_cpu
 from tests.device.test_fullgraph import FAMILIES, stream_step, token_step
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "_grouped_mm", "convolution"}
