@@ -78,6 +78,11 @@ class Found:
     admissions: list[Step] = field(default_factory=list)
     places: str = ""
 
+    def said(self) -> dict[int, tuple]:
+        """Texts and forwards by index; a sample must not fail."""
+        assert all(one.error_kind is None for one in self.outcomes.values())
+        return {index: (one.tokens.tolist(), one.nfe) for index, one in self.outcomes.items()}
+
     @property
     def steady(self) -> list[Step]:
         return [step for step in self.steps if step.steady]
