@@ -65,31 +65,6 @@ def test_float64_hidden_states_and_logits_are_those_of_transformers(tmp_path, no
     torch.testing.assert_close(backbone.embed(torch.tensor([3, 7])), model.get_input_embeddings().weight[[3, 7]])
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", MODELS)
-def test_float32_hidden_states_and_logits_are_those_of_transformers(tmp_path, name):
-    model = save_random(tmp_path, name)
-    backbone = load(tmp_path)
-    ours = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
-    for slot, text in TEXTS.items():
-        hidden, logits = theirs(model, text)
-        torch.testing.assert_close(ours[slot], hidden, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(backbone.logits(ours[slot]), logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.slow
-def test_half_precision_stays_near_float32(tmp_path, name, dtype):
-    model = save_random(tmp_path, name)
-    backbone = load(tmp_path, dtype)
-    ours = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
-    assert backbone.logits(ours[0]).dtype == torch.float32
-    for slot, text in TEXTS.items():
-        hidden, _ = theirs(model, text)
-        assert (ours[slot].float() - hidden).norm() < 0.05 * hidden.norm()
-
-
 def test_slots_are_refilled_and_grown(tmp_path, norms_in_float64):
     model = save_random(tmp_path, "qwen2-sliding").double()
     backbone = load(tmp_path, "float64")
@@ -219,8 +194,10 @@ def test_many_rows_of_bfloat16_attend_as_precisely_as_few():
     assert errors[1] < 0.003 and errors[0] < 1.5 * errors[1], "scores were rounded"
 
 
-def test_a_copied_beginning_goes_on_as_its_source_and_leaves_the_other_columns(tmp_path):
-    save_random(tmp_path)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copied_beginning_goes_on_as_its_source_and_leaves_the_other_columns(tmp_path, name):
+    save_random(tmp_path, name)
     backbone = load(tmp_path)
     backbone.allocate(3, 16)
     text, other = (random_tokens(length, seed=length, vocab_size=60) for length in (8, 9))

@@ -7,19 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.base import HOLE, Outcome, Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE
-from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.scheduler import PrefixCache
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer
-from tests.decoders.backbones import causal_models
-from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.shipped import Case, facts, loaded, setup_of
-from tests.decoders.support import decoder_settings, engine, run_all
+from tests.decoders.support import decoder_settings, run_all
 
 CAUSAL_BLOCKS = {"block_size": 8, "causal_cache": True, "fused": True}
 CASES: dict[str, Case] = {
@@ -134,22 +130,6 @@ def test_texts_counts_and_log_probabilities_are_the_same_bits_as_without(name, r
     assert 0.4 * prompts < shared < prompts
     # What was taken over was not run, and nothing else was left out.
     assert plain.stats.useful_rows - sharing.stats.useful_rows == shared
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", "gpt_neo"])
-def test_every_family_of_causal_models_has_the_same_bits(family, tmp_path):
-    save_random(tmp_path, family)
-    backbone = causal_models.load(tmp_path)
-    info = inspect_model(tmp_path)
-    some = shots(7, new=5, vocab_size=50, long=33)
-    settings = decoder_settings("autoregressive")
-    plain, sharing = (
-        switched(engine(backbone, info, settings, rows=4, max_tokens=1 << 14, stops=Stops()), shares=shares)
-        for shares in (False, True)
-    )
-    assert said(run_all(sharing, some)) == said(run_all(plain, some))
-    assert sharing.stats.prompt_rows_shared > 0.5 * sharing.stats.prompt_rows
 
 
 def choices(contexts: int, *, ends: int = 4) -> list[Request]:
