@@ -1,38 +1,29 @@
 """Of every decoder: a result's columns are the same bits in any batch, junk in slots changes nothing, and sums agree."""
 
 from dataclasses import fields, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter
 
-import draftmill.decoders.builtin
-from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import TokenRows, seen_columns
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import sample_key
 from draftmill.decoders.engine.auto import AutoLength
 from draftmill.decoders.engine.model_runner import seconds_of
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
-from draftmill.decoders.settings import DECODERS, DecoderSettings
+from draftmill.decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.settings import DECODERS
 from tests.decoders import results
+from tests.decoders.shipped import Case, facts, setup_of
 from tests.decoders.support import random_lengths, random_way, run_all
 
-BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
-GOLDEN = Path(__file__).parents[1] / "data"
 # What happened when, and what describes the batch by definition (docs/formats.md).
 TIMES = {"wait_s", "prefill_s", "decode_s", "total_s", "device_s", "started_at_s"}
 BATCH = {"batch_rows", "pad_fraction"}
 # What depends on time with lengths `auto` and in `fastest`, and on neighbours with drafts from their texts.
 COUNTS = {"nfe", "nfe_draft", "iterations", "proposed", "accepted", "accept_hist", "nfe_kinds", "trace"}
-Case = tuple[str, dict[str, Any]]
 
 
 def canvas_cases() -> list[Case]:
@@ -108,46 +99,25 @@ SCORED: list[Case] = [
 ]
 
 
-def folder_of(model: str) -> Path:
-    return (GOLDEN if model in ("sedd", "mdlm") else BUILTIN) / model
-
-
-@cache
-def loaded(model: str) -> Any:
-    return load_backbone(folder_of(model), device="cpu")
-
-
 def made(case: Case, rows: int, *, scores: bool = False) -> Any:
     """A decoder (or scorer) with an empty cache."""
-    model, given = case
-    settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
-    backbone, drafter = loaded(model), getattr(getattr(settings, "drafter", None), "path", None)
-    assert backbone.exact
-    folder = folder_of(drafter or model)
-    drafting = loaded(drafter) if drafter else None
-    for one in (backbone, drafting):
+    more = (
+        {"info": replace(facts(case[0]), mask_id=6, suppressed=(6,))}
+        if case[1].get("drafter") == {"kind": "masks"}
+        else {}
+    )
+    setup, settings = setup_of(case, Sampling(temperature=0.9), rows, trace=True, **more)
+    assert setup.backbone.exact
+    for one in (setup.backbone, setup.drafter):
         if one is not None:
             one.forget()
-    setup = Setup(
-        backbone=backbone,
-        info=inspect_model(folder_of(model), mask_id=6 if given.get("drafter") == {"kind": "masks"} else None),
-        sampling=Sampling(temperature=0.9),
-        max_rows=rows,
-        max_tokens=1 << 20,
-        heads=find_heads(settings, folder, drafting or backbone)
-        if model == "asarm-tiny" or hasattr(settings, "head")
-        else None,
-        drafter=drafting,
-        drafter_info=inspect_model(folder) if drafter else None,
-        trace=True,
-    )
     return build_scorer(setup, settings, Estimate(samples=8)) if scores else build_decoder(setup, settings)
 
 
 def requests_of(case: Case, *, scores: bool = False) -> list[Request]:
     """Texts of many lengths, on both sides of the blocks of columns that are summed at once."""
     model, found = case[0], []
-    info = inspect_model(folder_of(model))
+    info = facts(model)
     vocab_size, longest = info.vocab_size, info.max_length or 150
     rng = np.random.default_rng(0)
     for index, wanted in enumerate((17, 9, 28, 140, 12)):

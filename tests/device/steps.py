@@ -1,28 +1,20 @@
 """The decoders on a pretended GPU, and what their steps do there."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
 
-import draftmill.decoders.builtin
-from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import JOB_SETTINGS, Outcome, Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
-from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
-from draftmill.decoders.settings import DecoderSettings
+from draftmill.decoders.registry import build_decoder, build_scorer
+from tests.decoders.shipped import Case, facts, folder_of, setup_of
 from tests.device.pretend import KINDS, Counts, pretending
 
-BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
-GOLDEN = Path(__file__).parents[1] / "data"
 OWN = [JOB_SETTINGS, RowSettings(temperature=0.0), RowSettings(temperature=1.4, top_p=0.5)]
 SLOTS, LENGTH, NEW = 4, 30, 14
 
-CASES: dict[str, tuple[str, dict]] = {
+CASES: dict[str, Case] = {
     "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
     "speculative": ("ar-tiny", {"kind": "speculative", "k": 4}),
     "speculative, model": (
@@ -86,6 +78,11 @@ class Found:
     admissions: list[Step] = field(default_factory=list)
     places: str = ""
 
+    def said(self) -> dict[int, tuple]:
+        """Texts and forwards by index; a sample must not fail."""
+        assert all(one.error_kind is None for one in self.outcomes.values())
+        return {index: (one.tokens.tolist(), one.nfe) for index, one in self.outcomes.items()}
+
     @property
     def steady(self) -> list[Step]:
         return [step for step in self.steps if step.steady]
@@ -118,11 +115,6 @@ def run_on_cpu(name: str, *, requests: int = 5, own: bool = False, **sampling) -
     return found
 
 
-def folder_of(name: str) -> Path:
-    model, _ = CASES[name]
-    return (GOLDEN if model == "sedd" else BUILTIN) / model
-
-
 def made(
     name: str,
     sampling: dict,
@@ -132,29 +124,12 @@ def made(
     dtype: str = "float32",
     exact: bool = False,
 ):
-    model, given = CASES[name]
-    settings = TypeAdapter(DecoderSettings).validate_python(given)
-    folder = folder_of(name)
-    backbone = load_backbone(folder, dtype=dtype, device=device, exact=exact)
-    drafter = getattr(getattr(settings, "drafter", None), "path", None)
-    drafting = load_backbone(BUILTIN / drafter, dtype=dtype, device=device, exact=exact) if drafter else None
-    setup = Setup(
-        backbone=backbone,
-        info=inspect_model(folder),
-        sampling=Sampling.model_validate(sampling, strict=True),
-        max_rows=SLOTS,
-        max_tokens=SLOTS * 512,
-        stops=None if model in ("asarm-tiny", "mdm-tiny", "sedd") else Stops(),
-        heads=find_heads(settings, folder, backbone) if hasattr(settings, "head") and not drafter else None,
-        drafter=drafting,
-        drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
-        prompt_rows=prompt_rows,
-    )
-    return (
-        build_scorer(setup, settings, Estimate(samples=12))
-        if name.endswith("score")
-        else build_decoder(setup, settings)
-    )
+    load = lambda model: load_backbone(folder_of(model), dtype=dtype, device=device, exact=exact)  # noqa: E731
+    more = {"max_tokens": SLOTS * 512, "prompt_rows": prompt_rows}
+    setup, settings = setup_of(CASES[name], Sampling.model_validate(sampling, strict=True), SLOTS, load=load, **more)
+    if name.endswith("score"):
+        return build_scorer(setup, settings, Estimate(samples=12))
+    return build_decoder(setup, settings)
 
 
 def _decode(decoder, waiting: list[Request], counts: Counts, found: Found) -> None:
@@ -178,7 +153,7 @@ def _since(before: dict[str, int], counts: Counts) -> list[int]:
 def toy_canvases(count: int, name: str, *, own: bool = False) -> list[Request]:
     """Canvases of repeated words, with holes at the end or everywhere; of two lengths, so that a slot moves and is refilled."""
     model, _ = CASES[name]
-    vocab_size, rng, made = inspect_model(folder_of(name)).vocab_size, np.random.default_rng(0), []
+    vocab_size, rng, made = facts(model).vocab_size, np.random.default_rng(0), []
     for index in range(count):
         length = LENGTH - 6 * (index % 2)
         canvas = np.resize(rng.integers(10, vocab_size - 10, 7), length).astype(np.int32)

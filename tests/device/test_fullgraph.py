@@ -18,7 +18,7 @@ from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.sampling import Warp, sample
 from draftmill.decoders.draws.settings import NOTES
 from tests.decoders.references.sampling import warp_of
-from tests.device.steps import BUILTIN
+from tests.decoders.shipped import BUILTIN
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"

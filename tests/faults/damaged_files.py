@@ -268,10 +268,15 @@ def cases(world: Path, kind: str) -> list[Case]:
 
 
 def _of(
-    kind: str, file: str, damages: Iterator[Damage], *commands: tuple[str, ...], named: bool = True
+    kind: str,
+    file: str,
+    damages: Iterator[Damage],
+    *commands: tuple[str, ...],
+    named: bool = True,
+    written: bool = False,
 ) -> Iterator[Case]:
     for name, content in damages:
-        yield Case(kind, name, file, content, commands, named)
+        yield Case(kind, name, file, content, commands, named, written)
 
 
 def _on_spec(**sections: str) -> Commands:
@@ -420,7 +425,7 @@ def _specs(sound: Path) -> Iterator[Case]:
     yield from _of(
         "spec", "full.json", of_json(data, 11, most=400), ("run", "full.json", "--local", "--quiet"), named=False
     )
-    yield from _of("spec", "full.yaml", _yaml(data), ("validate", "full.yaml"), named=False)
+    yield from _of("spec", "full.yaml", _yaml(data), ("validate", "full.yaml"), named=False, written=True)
     for name in ("sweep.yaml", "sweep.json"):
         data = (sound / name).read_bytes()
         yield from _of("spec", name, of_any_file(data, 12), ("sweep", name, "--dry-run"), named=False)
@@ -440,20 +445,10 @@ def _yaml(data: bytes) -> Iterator[Damage]:
     yield "deep blocks", ("".join(f"{' ' * n}a:\n" for n in range(3000))).encode()
     yield "a tag of Python", b"!!python/object/apply:os.system [true]"
     yield "two documents", text.encode() + b"---\n" + text.encode()
-    yield "a tab", text.replace("  ", "\t").encode()
-    yield "merge keys", b"<<: 3\n" + text.encode()
-    yield "a list as a key", b"? [a, b]\n: 1\n" + text.encode()
-    yield "a map as a key", b"? {a: b}\n: 1\n" + text.encode()
-    yield "a date", b"name: 2026-13-45\n" + text.encode()
-    yield "a long number", b"seed: " + b"9" * 10000 + b"\n"
     yield "sexagesimal", b"seed: 1:2:3:" + b"59:" * 1000 + b"1\n"
-    yield "a long line", b"name: " + b"x" * 10 * LONG + b"\n" + text.encode()
     yield "binary", b"name: !!binary aGk=\n" + text.encode()
-    yield "a set", b"name: !!set {a, b}\n" + text.encode()
     yield "a bad timestamp", b"name: !!timestamp 2026-99-99\n" + text.encode()
     yield "a bad int", b"seed: !!int zz\n" + text.encode()
-    yield "a bad float", b"seed: !!float zz\n" + text.encode()
-    yield "a bad bool", b"seed: !!bool zz\n" + text.encode()
 
 
 OVER_RUN: Final = (
@@ -513,59 +508,43 @@ def _inputs(sound: Path) -> Iterator[Case]:
         if name.rpartition(".")[2] in {"jsonl", "txt", "csv", "tsv"}:
             yield from _of("input", name, of_text(data), *both)
     both = _on_spec(input__path="rows.csv")
-    yield from _of("input", "rows.csv", _csv(), *both)
-    yield from _of("input", "rows.jsonl", _lines(), *_on_spec())
-    yield from _of("input", "rows.parquet", _tables(), *_on_spec(input__path="rows.parquet"))
+    yield from _of("input", "rows.csv", _csv(), *both, written=True)
+    yield from _of("input", "rows.jsonl", _second_rows(), *_on_spec())
+    yield from _of("input", "rows.jsonl", _lines(), *_on_spec(), written=True)
+    yield from _of("input", "rows.parquet", _tables(), *_on_spec(input__path="rows.parquet"), written=True)
 
 
 def _csv() -> Iterator[Damage]:
     yield "an open quote", b'id,text\na,"never closed\nb,c\n'
-    yield "more fields", b"id,text\na,b,c,d\n"
-    yield "fewer fields", b"id,text\na\n\n\nb\n"
-    yield "names twice", b"text,text\na,b\n"
-    yield "a header alone", b"id,text\n"
-    yield "no names", b",,\na,b,c\n"
     yield "100,000 columns", b",".join([b"c%d" % n for n in range(100_000)]) + b"\n"
     yield "a long field", b"id,text\na," + b"x" * 4 * 10**6 + b"\n"
-    yield "a bare return", b"id,text\ra,b\r"
-    yield "NULs", b"id,text\n" + bytes(1000)
+
+
+def _second_rows() -> Iterator[Damage]:
+    good = json.dumps(ROWS[0]).encode() + b"\n"
+    for name, content in of_json(good, 0):
+        assert isinstance(content, bytes)
+        yield f"a row: {name}", good + content.replace(b"\n", b" ") + b"\n" + good
 
 
 def _lines() -> Iterator[Damage]:
     good = json.dumps(ROWS[0]).encode() + b"\n"
-    for name, content in of_json(json.dumps(ROWS[0]).encode(), 0):
-        assert isinstance(content, bytes)
-        yield f"a row: {name}", good + content.replace(b"\n", b" ") + b"\n" + good
-    yield "a line of 20 MB", good + b'{"text": "' + b"x" * 2 * 10**7 + b'"}\n' + good
     yield "a number of 10,000 digits", good + b'{"id": "z", "text": ' + b"9" * 10_000 + b"}\n"
     yield "10,000 keys", good + json.dumps({f"k{n}": n for n in range(10_000)}).encode() + b"\n"
     yield "blank lines", b"\n" * 1000 + good
-    yield "carriage returns", good.replace(b"\n", b"\r") * 3
-    yield "a list of rows", b"[" + good.strip() + b"," + good.strip() + b"]"
 
 
 def _tables() -> Iterator[Damage]:
     import datetime
-    import decimal
 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     columns: dict[str, pa.Array] = {
-        "numbers": pa.array([1, 2]),
         "lists": pa.array([["a"], ["b"]]),
-        "structs": pa.array([{"a": 1}, {"a": 2}]),
-        "nulls": pa.nulls(2),
-        "binary": pa.array([b"\xff\xfe", b"a"]),
         "times": pa.array([datetime.datetime(2026, 1, 1)] * 2),
-        "decimals": pa.array([decimal.Decimal("1.5")] * 2),
         "dictionary": pa.array(["a", "b"]).dictionary_encode(),
-        "large": pa.array(["a", "b"], pa.large_string()),
         "views": pa.array(["a", "b"]).cast(pa.string()),
-        "booleans": pa.array([True, False]),
-        "halves": pa.array([1.0, float("nan")]),
-        "fixed": pa.array([b"ab", b"cd"], pa.binary(2)),
-        "durations": pa.array([1, 2], pa.duration("ns")),
         "huge years": pa.array([2**62, 1], pa.timestamp("us")),
         "maps": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
     }
@@ -576,10 +555,9 @@ def _tables() -> Iterator[Damage]:
         out = io.BytesIO()
         pq.write_table(pa.table({"id": array, "text": ["a", "b"]}), out)
         yield f"ids of {name}", out.getvalue()
-    for name, table in {"no rows": pa.table({"text": pa.array([], pa.string())}), "no columns": pa.table({})}.items():
-        out = io.BytesIO()
-        pq.write_table(table, out)
-        yield name, out.getvalue()
+    out = io.BytesIO()
+    pq.write_table(pa.table({}), out)
+    yield "no columns", out.getvalue()
 
 
 def _schemas(sound: Path) -> Iterator[Case]:
@@ -590,32 +568,23 @@ def _schemas(sound: Path) -> Iterator[Case]:
     rules = {
         "an open bracket": "[",
         "a group": "(",
-        "look-ahead": "(?=a)a",
-        "a reference": r"(a)\\1",
         "powers": "(a{1,1000}){1,1000}",
         "nested stars": "((a*)*)*b",
         "nothing": "",
-        "a lone surrogate": r"\\ud800",
         "a big class": r"\\p{L}{100}",
         "long": "x" * LONG,
         "deep": "(" * 5000 + "a" + ")" * 5000,
-        "anchors": "^a$",
-        "word ends": r"\\ba\\b",
-        "never": r"[^\\s\\S]",
-        "alternatives": "|".join(map(str, range(20000))),
     }
     for name, text in rules.items():
         spec = job(task={"kind": "complete", "max_new_tokens": 4, "constraint": {"regex": text}})
-        yield Case("schema", f"regex: {name}", "job.yaml", json.dumps(spec).encode(), (VALIDATE, RUN), False)
+        yield Case("schema", f"regex: {name}", "job.yaml", json.dumps(spec).encode(), (VALIDATE, RUN), False, True)
     for name, text in {
         "open": "start: (",
-        "no start": 'a: "b"',
         "loop": "start: start",
-        "empty": "",
         "deep": "start: " + "(" * 3000 + '"a"' + ")" * 3000,
     }.items():
         spec = job(task={"kind": "complete", "max_new_tokens": 4, "constraint": {"grammar": text}})
-        yield Case("schema", f"grammar: {name}", "job.yaml", json.dumps(spec).encode(), (VALIDATE, RUN), False)
+        yield Case("schema", f"grammar: {name}", "job.yaml", json.dumps(spec).encode(), (VALIDATE, RUN), False, True)
 
 
 def _templates(sound: Path) -> Iterator[Case]:
@@ -629,52 +598,36 @@ def _templates(sound: Path) -> Iterator[Case]:
         "division": "{{ 1 // 0 }}",
         "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
         "a long loop": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-        "import": "{% import 'x' as y %}",
         "attributes": "{{ ''.__class__.__mro__ }}",
         "power": "{{ 9 ** 9 ** 9 }}",
         "repeat": "{{ 'x' * 10**10 }}",
         "format": "{{ '{:1000000000}'.format(1) }}",
-        "percent": "{{ '%1000000000d' % 1 }}",
-        "percent float": "{{ '%.1000000000f' % 1.5 }}",
         "percent star": "{{ '%*d' % (1000000000, 1) }}",
         "lipsum": "{{ lipsum(n=10**9) }}",
         "wordwrap": "{{ 'a b' | wordwrap(1, wrapstring='b' * 10**5) }}",
         "join": "{{ range(1000) | join('x' * 10**6) }}",
         "center": "{{ 'x' | center(10**9) }}",
-        "indent": "{{ ('x\n' * 10**5) | indent(10**5) }}",
-        "replace": "{{ ('x' * 10**5) | replace('x', 'y' * 10**5) }}",
-        "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "a list": "{{ [0] * 10**10 }}",
-        "shift": "{{ 1 | int }}" + "{{ 10 ** 100000 | string }}",
         "ljust": "{{ 'x'.ljust(10**10) }}",
         "zfill": "{{ 'x'.zfill(10**10) }}",
         "expandtabs": "{{ '\t'.expandtabs(10**9) }}",
-        "batch": "{{ 'x' | batch(10**9, 'y') | list }}",
         "slice": "{{ 'x' | slice(10**8) | list }}",
-        "tojson": "{{ messages | tojson(indent=10**9) }}",
         "translate": "{{ ('x' * 10**5).translate({120: 'y' * 10**5}) }}",
         "cycler": "{{ cycler(*range(10**8)).next() }}",
-        "namespace": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
         "lists grow": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
         "sum": "{{ [[1]] | sum(start=[]) }}",
-        "break": "{% break %}",
-        "random": "{{ range(10**6) | random }}",
-        "groupby": "{{ messages | groupby('odd') }}",
-        "sort": "{{ [1, 'a'] | sort }}",
         "strftime": "{{ strftime_now('%Y' * 10**6) }}",
         "strftime odd": "{{ strftime_now('\ud800') }}",
-        "pprint": "{{ range(10**6) | list | pprint }}",
-        "urlize": "{{ 'http://a ' * 10**5 | urlize }}",
         "xmlattr": "{{ {'a b': 1} | xmlattr }}",
         "nothing": "",
         "a text": "abc",
-        "a NUL": "\0",
         "a long text": "x" * 10 * LONG,
     }
-    for name, text in texts.items():
-        yield Case("template", name, "model/chat_template.jinja", text.encode("utf-8", "surrogatepass"), (run,), False)
-        spec = job(prompt={"template": text})
-        yield Case("template", f"prompt.template: {name}", "job.yaml", json.dumps(spec).encode(), (VALIDATE,), False)
+    for number, (name, text) in enumerate(texts.items()):
+        chat = text.encode("utf-8", "surrogatepass")
+        yield Case("template", name, "model/chat_template.jinja", chat, (run,), False, number % 2 == 0)
+        spec = json.dumps(job(prompt={"template": text})).encode()
+        yield Case("template", f"prompt.template: {name}", "job.yaml", spec, (VALIDATE,), False, number % 2 == 1)
     data = (sound / "model/chat_template.jinja").read_bytes()
     yield from _of("template", "model/chat_template.jinja", of_any_file(data, 14), run)
     yield from _of("template", "model/chat_template.jinja", of_text(data), run)

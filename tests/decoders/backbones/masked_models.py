@@ -5,11 +5,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.backbones.transformer import ModuleBackbone
@@ -82,17 +80,3 @@ def look_alone(backbone, canvas, *, sigma=None):
     backbone.forget()
     backbone.allocate(1, 64)
     return look(backbone, {0: canvas}, sigmas=None if sigma is None else {0: sigma})[0]
-
-
-def check_misfits(source, place, family, name, stray, *, inspect=inspect_model):
-    """A tensor `name` that is lost or of another shape, and one too many, are refused by the checkpoint's names."""
-    lost = copy_changed(source, place / "lost", weights=without(name))
-    more = copy_changed(source, place / "more", weights=lambda tensors: tensors | {stray: torch.zeros(2)})
-    bent = copy_changed(source, place / "bent", weights=lambda tensors: tensors | {name: torch.zeros(2)})
-    for read in (inspect, load):
-        with pytest.raises(ValueError, match=f"family '{family}'.* lacks the tensors {name}$"):
-            read(lost)
-        with pytest.raises(ValueError, match=f"unknown to the family: {stray}$"):
-            read(more)
-        with pytest.raises(ValueError, match=rf"{name} has shape \(2,\), but config.json says"):
-            read(bent)

@@ -3,27 +3,14 @@
 import json
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.checkpoint import bos_id, inspect_model, stop_ids
 from draftmill.decoders.backbones.families.table import describe, find_family, masked_diffusion_families
 from draftmill.decoders.settings import check_model
-from tests.decoders.backbones.masked_models import PUBLIC, check_misfits, copy_changed, load, without
+from tests.decoders.backbones.masked_models import PUBLIC, copy_changed
 from tests.decoders.support import decoder_settings
 
 FAMILIES = ("sdar", "fast_dllm_v2", "llada2")
-# The golden checkpoints' vocabularies have 96 ids, the mask is 95; Fast-dLLM v2's and LLaDA2's configs don't name it.
-GIVEN = {"sdar": None, "fast_dllm_v2": 95, "llada2": 95, "nemotron": None}
-SOME = {
-    "sdar": "model.layers.1.self_attn.q_norm.weight",
-    "fast_dllm_v2": "model.layers.1.self_attn.k_proj.bias",
-    "llada2": "model.layers.1.mlp.experts.7.up_proj.weight",
-}
-
-
-def inspect(folder, family):
-    return inspect_model(folder, mask_id=GIVEN[family])
 
 
 @pytest.mark.parametrize(
@@ -64,37 +51,12 @@ def test_nemotrons_config_gives_the_published_size_and_a_length_at_which_no_quer
         describe(found, long | {"draftmill": {"max_length": 20000}}, mask_id=None)
 
 
-def test_a_tensor_that_does_not_fit_nemotron_is_called_what_the_checkpoint_calls_it(golden, tmp_path):
-    head, stray = "diffusion_head.weight", "encoder.layers.9.mlp.up_proj.weight"
-    check_misfits(golden / "nemotron", tmp_path, "nemotron_labs_diffusion", head, stray)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_golden_checkpoint_is_described_and_all_its_tensors_are_used(golden, family):
-    info = inspect(golden / family, family)
+@pytest.mark.parametrize(("family", "block_size"), [("sdar", 4), ("fast_dllm_v2", 8), ("llada2", 32)])
+def test_a_golden_checkpoint_is_described(golden, family, block_size):
+    # The vocabularies have 96 ids, the mask is 95; Fast-dLLM v2's and LLaDA2's configs don't name it.
+    info = inspect_model(golden / family, mask_id=None if family == "sdar" else 95)
     assert (info.vocab_size, info.mask_id, info.suppressed, info.max_length) == (96, 95, (95,), 2048)
-    assert info.block_size == {"sdar": 4, "fast_dllm_v2": 8, "llada2": 32}[family]
-    held = sum(tensor.numel() for tensor in load_file(golden / family / "model.safetensors").values())
-    plain = load(golden / family, "float64")  # in float32 products are packed, which is no parameter
-    assert info.num_parameters == sum(parameter.numel() for parameter in plain.model.parameters()) == held
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tensor_that_does_not_fit_is_called_what_the_checkpoint_calls_it(golden, tmp_path, family):
-    stray = SOME[family].replace(".1.", ".9.", 1)
-    check_misfits(
-        golden / family, tmp_path, family, SOME[family], stray, inspect=lambda folder: inspect(folder, family)
-    )
-
-
-@pytest.mark.parametrize("family", ["sdar", "fast_dllm_v2"])
-def test_a_tied_checkpoint_takes_its_embeddings_as_output_layer(golden, tmp_path, family):
-    folder = copy_changed(
-        golden / family, tmp_path, config={"tie_word_embeddings": True}, weights=without("lm_head.weight")
-    )
-    backbone, embeddings = load(folder), load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    rows = torch.eye(embeddings.shape[1])
-    torch.testing.assert_close(backbone.logits(rows), rows @ embeddings.T, atol=1e-5, rtol=1e-5)
+    assert info.block_size == block_size
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.backbones.config_changes import GONE, TYPES, YARN, change_config, old_rope
 from tests.decoders.backbones.masked_models import copy_changed
-from tests.decoders.backbones.test_block_families import GIVEN
+from tests.decoders.backbones.test_families import MASKS
 from tests.decoders.support import decode, decoder_settings, texts
 
 LINEAR = {"factor": 3.0, "rope_theta": 100.0}
@@ -351,4 +351,4 @@ def test_a_config_that_can_not_be_run_is_refused(golden, tmp_path, family, chang
         save_random(tmp_path, family)
         change_config(tmp_path, change)
     with pytest.raises(ValueError, match=rf"^(?=model\.\w+: ).*{message}"):
-        inspect_model(tmp_path, mask_id=GIVEN.get(family))
+        inspect_model(tmp_path, mask_id=MASKS.get(family))

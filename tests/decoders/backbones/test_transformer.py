@@ -32,7 +32,6 @@ from tests.decoders.backbones.causal_models import (
     save_random,
     theirs,
 )
-from tests.decoders.backbones.masked_models import check_misfits
 from tests.golden_data import read_json
 
 TEXTS = {0: random_tokens(14, seed=1), 1: random_tokens(9, seed=2), 2: random_tokens(21, seed=3)}
@@ -64,31 +63,6 @@ def test_float64_hidden_states_and_logits_are_those_of_transformers(tmp_path, no
         torch.testing.assert_close(ours[slot], hidden, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(backbone.logits(ours[slot]), logits, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(backbone.embed(torch.tensor([3, 7])), model.get_input_embeddings().weight[[3, 7]])
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", MODELS)
-def test_float32_hidden_states_and_logits_are_those_of_transformers(tmp_path, name):
-    model = save_random(tmp_path, name)
-    backbone = load(tmp_path)
-    ours = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
-    for slot, text in TEXTS.items():
-        hidden, logits = theirs(model, text)
-        torch.testing.assert_close(ours[slot], hidden, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(backbone.logits(ours[slot]), logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.slow
-def test_half_precision_stays_near_float32(tmp_path, name, dtype):
-    model = save_random(tmp_path, name)
-    backbone = load(tmp_path, dtype)
-    ours = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
-    assert backbone.logits(ours[0]).dtype == torch.float32
-    for slot, text in TEXTS.items():
-        hidden, _ = theirs(model, text)
-        assert (ours[slot].float() - hidden).norm() < 0.05 * hidden.norm()
 
 
 def test_slots_are_refilled_and_grown(tmp_path, norms_in_float64):
@@ -220,8 +194,10 @@ def test_many_rows_of_bfloat16_attend_as_precisely_as_few():
     assert errors[1] < 0.003 and errors[0] < 1.5 * errors[1], "scores were rounded"
 
 
-def test_a_copied_beginning_goes_on_as_its_source_and_leaves_the_other_columns(tmp_path):
-    save_random(tmp_path)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copied_beginning_goes_on_as_its_source_and_leaves_the_other_columns(tmp_path, name):
+    save_random(tmp_path, name)
     backbone = load(tmp_path)
     backbone.allocate(3, 16)
     text, other = (random_tokens(length, seed=length, vocab_size=60) for length in (8, 9))
@@ -293,11 +269,6 @@ def test_weights_that_give_no_numbers_are_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.dtype: in torch\.float32 .* contain NaN or infinity"):
         load(tmp_path)
-
-
-def test_a_tensor_that_does_not_fit_is_named(tmp_path):
-    save_random(tmp_path)
-    check_misfits(tmp_path, tmp_path, "qwen2", "model.layers.1.mlp.up_proj.weight", "model.layers.0.extra")
 
 
 @pytest.mark.parametrize(

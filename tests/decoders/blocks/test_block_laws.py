@@ -19,8 +19,8 @@ from draftmill.decoders.engine.setup import Setup
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, table, table_info
 from tests.decoders.enumeration import CoupledChooser, Law, decoded, engine_of, law_of, total_variation
 from tests.decoders.masked.test_masked_scoring import check_estimates, of_many_keys
-from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
-from tests.decoders.references.choosers import NoiseChooser, RejectionRule, enumerate_law
+from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
+from tests.decoders.references.choosers import NoiseChooser
 from tests.decoders.references.sampling import log_law
 from tests.decoders.support import decoder_settings, prompts, score, scorer_for, texts, toy_heads
 
@@ -89,15 +89,6 @@ def test_a_stop_cuts_the_law_of_the_whole_text(fused):
         cut[kept] = cut.get(kept, 0.0) + mass
     law = law_of(setup_of(stops=Stops((1,))), always(2, fused=fused), [request(tokens)], 0)
     assert total_variation(law, cut) < 1e-12
-
-
-@pytest.mark.parametrize("schedule", ["static", "dynamic"])
-def test_block_diffusion_has_the_law_of_the_plain_reference(schedule):
-    settings = decoder_settings("block_diffusion", block_size=2, schedule=schedule, tau=0.5)
-    tokens = CANVASES["long"]
-    plain = PlainBlocks(table(2), table_info(2), settings, REJECTING)
-    wanted = enumerate_law(lambda chooser: tuple(decode_blocks(plain, tokens, RejectionRule(chooser)).canvas[1:4]))
-    assert total_variation(law_of(setup_of(), settings, [request(tokens)], 0), wanted) < 1e-12
 
 
 HOT = Sampling(temperature=2.0)

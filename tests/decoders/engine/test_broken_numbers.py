@@ -1,13 +1,11 @@
 """NaN fails the sample that made it, at once, and ends with it: its neighbours and the next one in its slot are as without it."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import draftmill.decoders.builtin
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import ModelInfo, Outcome, Request
@@ -15,9 +13,9 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from draftmill.decoders.registry import find_heads
+from tests.decoders.shipped import BUILTIN
 from tests.decoders.support import decode, decoder_settings, engine, run_all, texts
 
-BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL, ANY = decoder_settings("autoregressive"), decoder_settings("any_subset")
 BROKEN, LENGTH = 77, 24
 

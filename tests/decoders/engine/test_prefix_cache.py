@@ -1,32 +1,24 @@
 """Prompts that begin alike run once: the same bits as without, from whichever slot the columns come."""
 
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import draftmill.decoders.builtin
-from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request, RowSettings
-from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
+from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.algorithm import WHOLE
-from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.scheduler import PrefixCache
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_scorer
-from tests.decoders.backbones import causal_models
-from tests.decoders.backbones.causal_models import save_random
-from tests.decoders.support import decoder_settings, engine, run_all
+from draftmill.decoders.registry import build_decoder, build_scorer
+from tests.decoders.shipped import Case, facts, loaded, setup_of
+from tests.decoders.support import decoder_settings, run_all
 
-BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL_BLOCKS = {"block_size": 8, "causal_cache": True, "fused": True}
-CASES: dict[str, tuple[str, DecoderChoice]] = {
+CASES: dict[str, Case] = {
     "autoregressive": ("ar-tiny", decoder_settings("autoregressive")),
     "speculative": ("ar-tiny", decoder_settings("speculative", k=3)),
     "speculative, model": (
@@ -64,9 +56,8 @@ COUNTS = (
 )
 
 
-@cache
 def model(name: str) -> tuple[Any, Any]:
-    return load_backbone(BUILTIN / name, device="cpu"), inspect_model(BUILTIN / name)
+    return loaded(name), facts(name)
 
 
 def shots(
@@ -99,21 +90,10 @@ def infills(rows: int, *, samples: int = 2) -> list[Request]:
 
 
 def made(name: str, rows: int, budget: int | None = None, **sampling: Any) -> Any:
-    """A decoder of a case, whose forwards have no more rows of prompts than the budget."""
-    folder, settings = CASES[name]
-    drafter = getattr(getattr(settings, "drafter", None), "path", None)
-    return engine(
-        *model(folder),
-        settings,
-        Sampling.model_validate({"temperature": 0.9} | sampling),
-        rows=rows,
-        max_tokens=1 << 16,
-        stops=Stops() if folder != "asarm-tiny" else None,
-        drafter=model(drafter)[0] if drafter else None,
-        drafter_info=model(drafter)[1] if drafter else None,
-        trace=True,
-        prompt_rows=budget,
-    )
+    """A decoder of a case without a draft head, whose forwards have no more rows of prompts than the budget."""
+    warp = Sampling.model_validate({"temperature": 0.9} | sampling)
+    more = {"max_tokens": 1 << 16, "trace": True, "prompt_rows": budget, "heads": None}
+    return build_decoder(*setup_of(CASES[name], warp, rows, **more))
 
 
 def decoder_of(name: str, rows: int, *, shares: bool, **sampling: Any) -> Any:
@@ -150,22 +130,6 @@ def test_texts_counts_and_log_probabilities_are_the_same_bits_as_without(name, r
     assert 0.4 * prompts < shared < prompts
     # What was taken over was not run, and nothing else was left out.
     assert plain.stats.useful_rows - sharing.stats.useful_rows == shared
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", "gpt_neo"])
-def test_every_family_of_causal_models_has_the_same_bits(family, tmp_path):
-    save_random(tmp_path, family)
-    backbone = causal_models.load(tmp_path)
-    info = inspect_model(tmp_path)
-    some = shots(7, new=5, vocab_size=50, long=33)
-    settings = decoder_settings("autoregressive")
-    plain, sharing = (
-        switched(engine(backbone, info, settings, rows=4, max_tokens=1 << 14, stops=Stops()), shares=shares)
-        for shares in (False, True)
-    )
-    assert said(run_all(sharing, some)) == said(run_all(plain, some))
-    assert sharing.stats.prompt_rows_shared > 0.5 * sharing.stats.prompt_rows
 
 
 def choices(contexts: int, *, ends: int = 4) -> list[Request]:

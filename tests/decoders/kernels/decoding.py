@@ -1,30 +1,22 @@
 """Short decodes of builtin models by given kernels, or by torch's operations."""
 
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
 
-import draftmill.decoders.builtin
-from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.invariance import NO_RULES
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.network import RotaryBackbone
 from draftmill.decoders.backbones.packed import FixedLinear, replace_products
 from draftmill.decoders.base import Request, RowSettings
 from draftmill.decoders.common_settings import Estimate, Sampling
-from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
-from draftmill.decoders.settings import DecoderSettings
+from draftmill.decoders.registry import build_decoder, build_scorer
+from tests.decoders.shipped import facts, folder_of, setup_of
 from tests.decoders.support import run_all
 
-BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
-GOLDEN = Path(__file__).parents[2] / "data"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
     "look-up": ("ar-tiny", {"kind": "speculative", "k": 3}),
@@ -83,10 +75,6 @@ class Kernels:
 TORCH = Kernels()
 
 
-def folder_of(model):
-    return GOLDEN / model if model in ("mdlm", "sedd") else BUILTIN / model
-
-
 @cache
 def loaded(model, attend, product=None):
     return made_exact(folder_of(model), attend, product) if product else made_usual(folder_of(model), attend)
@@ -121,7 +109,7 @@ def made_exact(folder, attend, product, layers=None):
 
 def requests_for(model, count, *, length=18, new=7, own=False):
     """Repeated words, the end of which is to be written, or some of which are."""
-    rng, made, most = np.random.default_rng(0), [], min(1000, inspect_model(folder_of(model)).vocab_size - 2)
+    rng, made, most = np.random.default_rng(0), [], min(1000, facts(model).vocab_size - 2)
     for index in range(count):
         canvas = np.resize(rng.integers(10, most, 6), length - index).astype(np.int32)
         holes = rng.permutation(len(canvas))[:new] if model == "asarm-tiny" else slice(len(canvas) - new, None)
@@ -133,22 +121,8 @@ def requests_for(model, count, *, length=18, new=7, own=False):
 
 
 def setup_for(name, kernels, sampling):
-    model, given = (CASES | MASKED | BLOCKS)[name]
-    settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
-    backbone = loaded(model, kernels.attend, kernels.product)
-    drafter = getattr(getattr(settings, "drafter", None), "path", None)
-    setup = Setup(
-        backbone=backbone,
-        info=inspect_model(folder_of(model)),
-        sampling=sampling,
-        max_rows=3,
-        max_tokens=1 << 12,
-        stops=Stops() if model in ("ar-tiny", "block-tiny") else None,
-        heads=find_heads(settings, BUILTIN / model, backbone) if hasattr(settings, "fused") else None,
-        drafter=loaded(drafter, kernels.attend, kernels.product) if drafter else None,
-        drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
-    )
-    return setup, settings
+    load = partial(loaded, attend=kernels.attend, product=kernels.product)
+    return setup_of((CASES | MASKED | BLOCKS)[name], sampling, 3, load=load, max_tokens=1 << 12)
 
 
 def decoded(name, kernels, *, warp, count=4, acceptance="coupled", own=False, length=18, new=7):
