@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ from draftmill.actors.rows.row import (
     text_of,
     token_error,
 )
-from draftmill.actors.rows.row_settings import OwnSettings, RowRules
+from draftmill.actors.rows.row_settings import OwnSettings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import (
     Complete,
@@ -64,7 +64,7 @@ MORE_ROUNDS = 8
 """Cutting a text changes the tokens at its edge, so a few tokens may remain to be cut in another round."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptMaker(RowMaker):
     """Makes the canvas of a completion, or of a text to score; where beginnings are shared, sizes say how the canvas begins."""
 
@@ -155,9 +155,9 @@ class PromptMaker(RowMaker):
         start = len(lead) + sum(end <= len(before) for _, end in offsets)
         tokens = check_ids([*lead, *ids], self.info)
         prompt, scored = tokens[:start], tokens[start:]
-        if self.rules.recipe.truncate is not None and self.info.max_length is not None:
+        if self.recipe.truncate is not None and self.info.max_length is not None:
             keep = max(len(lead), self.info.max_length - len(scored))
-            prompt = cut_ids(prompt, keep, self.rules.recipe.truncate, fixed=len(lead))
+            prompt = cut_ids(prompt, keep, self.recipe.truncate, fixed=len(lead))
         return self._behind(np.append(prompt, scored), len(prompt), text, start - len(prompt))
 
     # ---- prompts that are too long
@@ -170,13 +170,13 @@ class PromptMaker(RowMaker):
         `chat` are the row's settings if the prompt is a conversation, else None.
         """
         lead = () if self.tokenizer is None else self.tokenizer.lead
-        if self.rules.recipe.truncate is None or len(prompt) <= keep or keep <= len(lead):
+        if self.recipe.truncate is None or len(prompt) <= keep or keep <= len(lead):
             return prompt
         if chat is not None and self.columns.tokens is None:
             render = partial(self._chat_ids, own=chat)
-            return cut_chat(self._messages(values), keep, self.rules.recipe.truncate, self._tokenizer(), render)
+            return cut_chat(self._messages(values), keep, self.recipe.truncate, self._tokenizer(), render)
         fixed = len(lead) if tuple(prompt[: len(lead)].tolist()) == tuple(lead) else 0
-        return cut_ids(prompt, keep, self.rules.recipe.truncate, fixed=fixed)
+        return cut_ids(prompt, keep, self.recipe.truncate, fixed=fixed)
 
     # ---- prompts
 
@@ -276,25 +276,26 @@ def _longest(messages: Sequence[dict[str, object]], tokenizer: Tokenizer) -> int
     return -max(sizes)[2] if sizes else None
 
 
+Maker = RowMaker
 DEFAULT_LIMIT: Final = 128
 
 
 def maker_for(
     recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo, *, constraints: ConstraintMaker | None = None
-) -> Maker:
+) -> RowMaker:
     """Return the maker of a job's canvases; without `constraints`, as in planning, they have none.
 
     Raises UserError if a causal model has to fill holes but lacks the special tokens for it.
     """
-    task, rules = recipe.task, RowRules(recipe, tokenizer, info, constraints)
-    base = rules, own_columns(recipe), prompter_of(recipe)
+    task, rules = recipe.task, (recipe, tokenizer, info, constraints)
+    reads: dict[str, Any] = {"columns": own_columns(recipe), "prompter": prompter_of(recipe)}
     if isinstance(task, Infill) and fills_in_middle(task, info):
-        return FimMaker(task, *base, template_of(task.fim, tokenizer, info))
+        return FimMaker(*rules, task=task, template=template_of(task.fim, tokenizer, info), **reads)
     if isinstance(task, Infill):
-        return CanvasMaker(task, *base)
+        return CanvasMaker(*rules, task=task, **reads)
     if isinstance(task, Score) and task.mask is not None:
-        return ScoreMaker(CanvasMaker(task, *base))
-    return PromptMaker(task, *base)
+        return ScoreMaker(*rules, task=task, **reads)
+    return PromptMaker(*rules, task=task, **reads)
 
 
 def shares_beginnings(task: Task, info: ModelInfo) -> bool:
@@ -308,8 +309,8 @@ def shares_beginnings(task: Task, info: ModelInfo) -> bool:
     return isinstance(task, Score) and task.mask is None and info.kind == "causal"
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreMaker:
+@dataclass(frozen=True, kw_only=True)
+class ScoreMaker(CanvasMaker):
     """Makes canvases of which a mask's hidden tokens are scored, given all the others.
 
         text      "def f(x):\\n    return x\\n"      hidden by the mask: "    return x"
@@ -318,32 +319,20 @@ class ScoreMaker:
     The masks are those of infilling (canvas.py), so that the same rows are filled and scored.
     """
 
-    holes: CanvasMaker
-
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row does not fit the mask or the model, or if nothing is hidden."""
-        canvas = self.holes.make(values, key)
+        canvas = CanvasMaker.make(self, values, key)
         scored = np.flatnonzero(canvas.tokens == HOLE).astype(np.int64)
         if not len(scored):
-            raise token_error("empty_text", _NOTHING)
+            raise token_error("empty_text", "there is nothing to score: the mask hides no token")
         assert canvas.hidden is not None, "a hole whose text is unknown"
         tokens = canvas.tokens.copy()
         tokens[scored] = canvas.hidden
-        check_scored(tokens, scored, self.holes.info)
+        check_scored(tokens, scored, self.info)
         return Canvas(tokens, canvas.holes, score_from=int(scored[0]), scored=scored, endpoint=canvas.endpoint)
 
-    def size(self, values: Values, key: int) -> CanvasSize:
-        """Return the size of the row's canvas; RowError as `make`, but for tokens without a probability."""
-        size = self.holes.size(values, key)
-        if not size.masked:
-            raise token_error("empty_text", _NOTHING)
-        return size
 
-
-_NOTHING: Final = "there is nothing to score: the mask hides no token"
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FimMaker(CanvasMaker):
     """Makes the holes of a causal model that fills in the middle.
 
@@ -402,7 +391,3 @@ def _visible(ranges: Sequence[Range], size: int) -> list[Range]:
     """The gaps before, between and after sorted, disjoint ranges: one more than there are ranges."""
     edges = [0, *(edge for pair in ranges for edge in pair), size]
     return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-Maker = RowMaker | ScoreMaker
-"""What turns rows into canvases; holds everything that a canvas depends on, except its row and key."""
