@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
+
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.common_settings import Sampling
@@ -61,8 +63,8 @@ class Job:
 
     `store` is the run directory. `bounds` are a worker's max_rows and max_tokens; of None it chooses one, knowing
     that units have up to `unit_rows` rows.
-    `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the serialised Arrow
-    schema of the input columns that are copied into the results, None if there are none. Texts of `earlier` runs draft.
+    `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the schema of
+    the input columns that are copied into the results, None if there are none. Texts of `earlier` runs draft.
     """
 
     store: Place
@@ -75,7 +77,7 @@ class Job:
     unit_rows: int
     files: Sequence[InputFile]
     parts: tuple[PlanPart, ...]
-    keep: bytes | None = None
+    keep: pa.Schema | None = None
     earlier: tuple[FinishedRun, ...] = ()
 
 

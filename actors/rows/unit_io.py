@@ -36,7 +36,7 @@ from draftmill.decoders.common_settings import DrafterPlace
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, brief
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.kept import KEEP, kept_values, names_read, schema_from_bytes
+from draftmill.storage.inputs.kept import KEEP, kept_values, names_read
 from draftmill.storage.inputs.reader import fetch_ahead, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.commit import commit_unit
@@ -208,7 +208,7 @@ class RowUnitIO:
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)
-        self._keep = None if job.keep is None else schema_from_bytes(job.keep)
+        self._keep = job.keep
         self._schema = schema_of(self._keep)
         kept = names_read(self._keep.names if self._keep is not None else ())
         self._columns = read_columns(job.recipe) | kept
