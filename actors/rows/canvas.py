@@ -38,7 +38,6 @@ from draftmill.actors.rows.row import (
     text_of,
 )
 from draftmill.actors.rows.row_settings import OwnSettings, RowRules
-from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import (
     Columns,
@@ -72,7 +71,7 @@ class Canvas:
     `truncated` is the number of prompt tokens that were cut because they did not fit.
     If a causal model fills the holes one after another, this is the first hole's canvas, and `infilling` has the whole row.
 
-    `settings` and `stops` are the row's own settings and stop strings; `endpoint` is the endpoint of an OpenAI request.
+    `settings` are the row's own settings; `endpoint` is the endpoint of an OpenAI request.
     With open `lengths` the holes have the greatest ones that fit, until those of a sample are found (`with_lengths`).
     `rules` are the constraints of the holes, and `constraint` is what the results call them.
     """
@@ -84,7 +83,6 @@ class Canvas:
     infilling: Infilling | None = None
     truncated: int = 0
     settings: RowSettings = JOB_SETTINGS
-    stops: StopStrings | None = None
     endpoint: str | None = None
     hidden: NDArray[np.int32] | None = None
     scored: NDArray[np.int64] | None = None
@@ -143,9 +141,9 @@ class RowMaker(RowRules):
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row does not fit the task, the decoder or the model."""
         own = self.own_settings(values)
-        settings, stops = self.settings(own)
+        settings = self.settings(own)
         made = self._make(self.prompter.fill(values), key, own)
-        canvas = replace(made, settings=settings, stops=stops, endpoint=own.endpoint)
+        canvas = replace(made, settings=settings, endpoint=own.endpoint)
         given, maker = self.constraint(own), self.constraints
         if given is None or not canvas.limits:
             return canvas
