@@ -262,7 +262,8 @@ def write_manifest(
     it lost the lease during the call, since what it read before may have changed. Idempotent.
     """
     facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
-    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order(), source=source, sums=facts.sums, ways=ways)
+    facts.sort()
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts, source=source, sums=facts.sums, ways=ways)
     _check_totals(manifest, units=units, rows=rows)
     failpoint("commit.before_manifest")
     _write_latest(store, MANIFEST, _manifest_bytes(manifest), lease)
