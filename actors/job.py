@@ -56,6 +56,13 @@ class ModelPlace:
     share: Share | None = None
     """This process's part of the model, if several have one of it."""
 
+    def on_ray(self, resources: WorkerResources) -> ModelPlace:
+        """The place for an actor with these resources: `device: auto` is what Ray was asked for.
+
+        An actor that asked for no GPU may still see all of its node's, and one that has one must not decode on the CPU.
+        """
+        return replace(self, device="cuda" if resources.gpus else "cpu") if self.device == "auto" else self
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -80,6 +87,10 @@ class Job:
     keep: pa.Schema | None = None
     earlier: tuple[FinishedRun, ...] = ()
 
+    def on_ray(self, resources: WorkerResources) -> Job:
+        """The job for an actor with these resources."""
+        return replace(self, model=self.model.on_ray(resources))
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerResources:
@@ -99,15 +110,6 @@ class WorkerResources:
     def place(self) -> tuple[Any, ...]:
         """What Ray is asked for: a worker can take over another one's place if it is the same."""
         return self.cpus, self.gpus, self.labels, self.processes
-
-    def job_on_ray(self, job: Job) -> Job:
-        """The job for an actor with these resources: `device: auto` is what Ray was asked for.
-
-        An actor that asked for no GPU may still see all of its node's, and one that has one must not decode on the CPU.
-        """
-        if job.model.device != "auto":
-            return job
-        return replace(job, model=replace(job.model, device="cuda" if self.gpus else "cpu"))
 
 
 @dataclass(frozen=True, slots=True)
