@@ -59,6 +59,7 @@ from draftmill.actors.task import (
     Task,
 )
 from draftmill.decoders.base import HOLE, ModelInfo
+from draftmill.storage.inputs.kept import plain
 
 MORE_ROUNDS = 8
 """Cutting a text changes the tokens at its edge, so a few tokens may remain to be cut in another round."""
@@ -209,7 +210,8 @@ class PromptMaker(RowMaker):
             # If every row has this error kind, it becomes an error of the spec.
             raise token_error("missing_column", "the row has messages, but the tokenizer has no chat template for them")
         try:
-            text = chat(messages, self.task.chat_date, {**self.prompter.chat.template_kwargs, **own.template_kwargs})
+            kwargs = plain(self.recipe.chat.template_kwargs) | own.template_kwargs
+            text = chat(messages, self.task.chat_date, kwargs)
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             lacks = "the chat template needs something that the messages lack: "
             reason = f"{lacks if 'Undefined' in type(error).__name__ else ''}{type(error).__name__}: {error}"
