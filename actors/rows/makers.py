@@ -19,7 +19,7 @@ the template or the header of the answer. Pure: no files, no model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -342,14 +342,13 @@ class FimMaker(CanvasMaker):
     given by `task.max_new_tokens` (by default DEFAULT_LIMIT) or by its own marker, such as `<mask:12>`.
     """
 
+    task: Infill
     template: Template
 
     def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
         """The canvas of the row's first hole, with the whole row; RowError if the row does not fit the mask or the model."""
-        task = self.task
-        if own.max_new_tokens is not None:
-            task = task.model_copy(update={"max_new_tokens": own.max_new_tokens})
-        pieces, limits, rules = replace(self, task=task)._row(values, key, own)
+        most = own.max_new_tokens or self.task.max_new_tokens or DEFAULT_LIMIT
+        pieces, limits, rules = self._row(values, key, own, most)
         row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
         if row.room is not None and row.room < 1:
             reason = f"a hole of up to {max(limits)} tokens leaves no room for text"
@@ -360,7 +359,7 @@ class FimMaker(CanvasMaker):
     size = RowMaker.size  # of the longest canvas, which no mask alone tells
 
     def _row(
-        self, values: Values, key: int, own: OwnSettings
+        self, values: Values, key: int, own: OwnSettings, most: int
     ) -> tuple[list[IDS], list[int], tuple[ConstraintSettings | None, ...]]:
         """The visible pieces, the maximum tokens of each hole, and the constraint that its marker names."""
         mask = self.task.mask
@@ -372,21 +371,16 @@ class FimMaker(CanvasMaker):
             hidden = np.zeros(len(ids), dtype=np.bool_)
             hidden[masked_positions(mask, key, len(ids))] = True
             ranges = list(runs(hidden))
-            return [ids[start:end] for start, end in _visible(ranges, len(ids))], [self._limit] * len(ranges), ()
+            return [ids[start:end] for start, end in _visible(ranges, len(ids))], [most] * len(ranges), ()
         rules: tuple[ConstraintSettings | None, ...] = ()
         if isinstance(mask, Marker):
-            texts, said = self._split_at_markers(mask, values, (self._limit, self._limit), own)
-            limits, rules = [most for (_, most), _ in said], tuple(rule for _, rule in said)
+            texts, said = self._split_at_markers(mask, values, (most, most), own)
+            limits, rules = [limit for (_, limit), _ in said], tuple(rule for _, rule in said)
         else:
             text, ranges = self._hidden_text(values, key)
-            texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [self._limit] * len(ranges)
+            texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [most] * len(ranges)
         behind = [check_ids(self._tokenizer().encode_behind(text), self.info) for text in texts[1:]]
         return [self._encode(texts[0]), *behind], limits, rules
-
-    @property
-    def _limit(self) -> int:
-        assert isinstance(self.task, Infill), "holes that are filled, not scored"
-        return DEFAULT_LIMIT if self.task.max_new_tokens is None else self.task.max_new_tokens
 
 
 def _visible(ranges: Sequence[Range], size: int) -> list[Range]:
