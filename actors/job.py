@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
+
 from draftmill.actors.task import NO_CHAT, NO_PROMPT, Chat, Columns, Prompt, Side, Task
 from draftmill.decoders.backbones.families.shares import Share
 from draftmill.decoders.common_settings import Sampling
@@ -54,6 +56,13 @@ class ModelPlace:
     share: Share | None = None
     """This process's part of the model, if several have one of it."""
 
+    def on_ray(self, resources: WorkerResources) -> ModelPlace:
+        """The place for an actor with these resources: `device: auto` is what Ray was asked for.
+
+        An actor that asked for no GPU may still see all of its node's, and one that has one must not decode on the CPU.
+        """
+        return replace(self, device="cuda" if resources.gpus else "cpu") if self.device == "auto" else self
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -61,8 +70,8 @@ class Job:
 
     `store` is the run directory. `bounds` are a worker's max_rows and max_tokens; of None it chooses one, knowing
     that units have up to `unit_rows` rows.
-    `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the serialised Arrow
-    schema of the input columns that are copied into the results, None if there are none. Texts of `earlier` runs draft.
+    `files` are the plan's inputs, and `parts` the files of its unit table, both in plan order. `keep` is the schema of
+    the input columns that are copied into the results, None if there are none. Texts of `earlier` runs draft.
     """
 
     store: Place
@@ -75,8 +84,12 @@ class Job:
     unit_rows: int
     files: Sequence[InputFile]
     parts: tuple[PlanPart, ...]
-    keep: bytes | None = None
+    keep: pa.Schema | None = None
     earlier: tuple[FinishedRun, ...] = ()
+
+    def on_ray(self, resources: WorkerResources) -> Job:
+        """The job for an actor with these resources."""
+        return replace(self, model=self.model.on_ray(resources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +110,6 @@ class WorkerResources:
     def place(self) -> tuple[Any, ...]:
         """What Ray is asked for: a worker can take over another one's place if it is the same."""
         return self.cpus, self.gpus, self.labels, self.processes
-
-    def job_on_ray(self, job: Job) -> Job:
-        """The job for an actor with these resources: `device: auto` is what Ray was asked for.
-
-        An actor that asked for no GPU may still see all of its node's, and one that has one must not decode on the CPU.
-        """
-        if job.model.device != "auto":
-            return job
-        return replace(job, model=replace(job.model, device="cuda" if self.gpus else "cpu"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,29 +77,19 @@ def _model(place: Place, revision: str | None, field: str) -> Path:
         return BUILTIN / name
     if is_gguf(path) and not folder.is_dir():
         return gguf_folder(_gguf_file(place, revision, field), field)
+    return _folder(place, revision, field, "builtin:NAME, a folder, s3://..., or a hub id")
+
+
+def _folder(place: Place, revision: str | None, field: str, allowed: str) -> Path:
+    """A folder on this machine, or a copy of one on S3 or on the hub."""
+    path, folder = place.url, Path(place.url).expanduser()
     if path.startswith("s3://"):
         return _from_s3(place, field)
-    if is_here:
+    if folder.is_dir():
         return folder.resolve()
     if not is_local(path) or not _HUB_ID.fullmatch(path) or folder.exists():
-        allowed = "builtin:NAME, a folder, s3://..., or a hub id"
         raise UserError(f"{path!r} is not a folder; allowed: {allowed}", field=field)
     return _from_hub(path, revision, field)
-
-
-def _with_adapter(folder: Path, model: Place, adapter: str) -> Path:
-    """The folder of the model with the adapter merged into it; the adapter may be a local folder, on S3 or on the hub."""
-    place = Path(adapter).expanduser()
-    if adapter.startswith("s3://"):
-        place = _from_s3(model.at(adapter), ADAPTER_FIELD)
-    elif not place.is_dir():
-        if not _HUB_ID.fullmatch(adapter) or place.exists():
-            allowed = "a folder, s3://..., or a hub id"
-            raise UserError(f"{adapter!r} is not a folder; allowed: {allowed}", field=ADAPTER_FIELD)
-        place = _from_hub(adapter, None, ADAPTER_FIELD)
-    _check_adapter(place, adapter, model.url)
-    files = [place / name for name in ADAPTER_FILES]
-    return _merged_folder(folder, model_hash(folder), place.resolve(), hash_files(place, files))
 
 
 def adapter_hash(folder: Path) -> str | None:
@@ -238,11 +228,12 @@ def _download(store: Store, prefix: str, stats: list[Stat], folder: Path) -> Non
 # ---- adapters
 
 
-def _merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Path:
-    """The cache folder of the merged checkpoint; creates it if necessary.
-
-    `base_hash` and `digest` are the hashes of checkpoint and adapter. UserError if they can't be merged, or PEFT is missing.
-    """
+def _with_adapter(base: Path, model: Place, adapter: str) -> Path:
+    """The cache folder of the model with the adapter merged into it; creates it if necessary. The adapter may be a local folder,
+    on S3 or on the hub. UserError if they can't be merged, or PEFT is missing."""
+    place = _folder(model.at(adapter), None, ADAPTER_FIELD, "a folder, s3://..., or a hub id")
+    _check_adapter(place, adapter, model.url)
+    base_hash, digest = model_hash(base), hash_files(place, [place / name for name in ADAPTER_FILES])
     if importlib.util.find_spec("peft") is None:
         raise UserError(
             "merging an adapter needs the package peft: pip install peft (the extra `adapter` of this project); or merge it "
@@ -255,7 +246,7 @@ def _merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Pa
 
     def make(folder: Path) -> None:
         module, what = "draftmill.actors.checkpoints.merge_adapter", "merging the adapter into the model"
-        run_maker(module, [str(base), base_hash, str(adapter), digest, str(folder)], field=ADAPTER_FIELD, what=what)
+        run_maker(module, [str(base), base_hash, str(place), digest, str(folder)], field=ADAPTER_FIELD, what=what)
 
     return make_once(cache_folder() / "models" / f"adapted-{name}", make)
 

@@ -253,6 +253,28 @@ def build(
     return build_decoder(setup, recipe.decoder)
 
 
+def load_decoder(
+    place: ModelPlace,
+    recipe: RowRecipe,
+    threads: int,
+    bounds: tuple[int | None, int | None],
+    *,
+    model_cache: ModelCache | None = None,
+    **more: Any,
+) -> tuple[Decoder, Networks, Tokenizer | None, ModelInfo]:
+    """Fetch and load the model, and build the decoder (`more` as in `build`); UserError or ValueError if that fails."""
+    import torch
+
+    from draftmill.decoders.backbones.checkpoint import inspect_model
+
+    torch.set_num_threads(threads)
+    folder = fetch_model(place.checkpoint, place.revision, adapter=place.adapter)
+    info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
+    tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
+    networks = load_networks(folder, place, recipe.decoder, model_cache=model_cache)
+    return build(networks, recipe, folder, tokenizer, info, bounds, **more), networks, tokenizer, info
+
+
 def auto_rows(unit_rows: int, *, gpu_rows: int | None) -> int:
     """Slots of a worker for `max_rows: auto`; `unit_rows` are the canvases of its largest unit.
 

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from draftmill.actors.checkpoints.models import FIELD, fetch_model, user_error
+from draftmill.actors.checkpoints.models import FIELD, user_error
 from draftmill.actors.faults import DeviceLostError
 from draftmill.actors.job import Allocation, Job, WorkerResources
-from draftmill.actors.loop.loading import ModelCache, build, load_networks
+from draftmill.actors.loop.loading import ModelCache, load_decoder
 from draftmill.actors.loop.memory import fit, limit_gpu
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import (
@@ -37,7 +37,6 @@ from draftmill.actors.messages import (
     WorkerReported,
     WorkUnit,
 )
-from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import RowUnitIO
 from draftmill.decoders.base import Decoder
 from draftmill.storage.errors import UserError
@@ -160,17 +159,9 @@ def build_parts(
 
     `model_cache` holds the networks that are in memory already.
     """
-    import torch
-
-    from draftmill.decoders.backbones.checkpoint import inspect_model
-
-    torch.set_num_threads(threads)
-    place, recipe = job.model, job.recipe
-    folder = fetch_model(place.checkpoint, place.revision, adapter=place.adapter)
-    info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
-    tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-    networks = load_networks(folder, place, recipe.decoder, model_cache=model_cache)
-    decoder = build(networks, recipe, folder, tokenizer, info, job.bounds, unit_rows=job.unit_rows, trace=job.trace)
+    sizes = {"unit_rows": job.unit_rows, "trace": job.trace}
+    loaded = load_decoder(job.model, job.recipe, threads, job.bounds, model_cache=model_cache, **sizes)
+    decoder, networks, tokenizer, info = loaded
     has_head, exact = networks.heads is not None, networks.exact
     unit_io = RowUnitIO(job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=has_head, exact=exact)
     return decoder, unit_io

@@ -65,16 +65,10 @@ class MeasureJob:
     joiner: str | None = None
 
     def on_ray(self, resources: WorkerResources) -> MeasureJob:
-        """The job for an actor: if it asked for no GPU, its judges are on the CPU, though it may see all GPUs of its node."""
-        if resources.gpus:
-            return self
-        metrics = (
-            metric
-            if metric.place is None or metric.place.device != "auto"
-            else replace(metric, place=replace(metric.place, device="cpu"))
-            for metric in self.metrics
-        )
-        return replace(self, metrics=tuple(metrics))
+        """The job for an actor with these resources."""
+        places = [metric.place and metric.place.on_ray(resources) for metric in self.metrics]
+        pairs = zip(self.metrics, places, strict=True)
+        return replace(self, metrics=tuple(replace(metric, place=place) for metric, place in pairs))
 
 
 @dataclass(slots=True)

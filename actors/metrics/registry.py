@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from draftmill.actors.checkpoints.models import fetch_model
 from draftmill.actors.job import ModelPlace, RowRecipe
-from draftmill.actors.loop.loading import build, load_networks
+from draftmill.actors.loop.loading import load_decoder
 from draftmill.actors.loop.memory import fit
 from draftmill.actors.loop.runner import UnitRunner
 from draftmill.actors.messages import Failure, Receipt, Tally, WorkUnit
@@ -29,7 +28,6 @@ from draftmill.actors.metrics.settings import PLACE, Judge, Metric, OwnMetric, P
 from draftmill.actors.metrics.texts import METERS
 from draftmill.actors.rows.makers import Maker, maker_for
 from draftmill.actors.rows.samples import Sample
-from draftmill.actors.rows.text import load_tokenizer
 from draftmill.actors.rows.unit_io import try_row
 from draftmill.actors.sandbox.sandbox import LOOK_S, Limits, Sandbox, find_sandbox
 from draftmill.actors.task import Columns, Score
@@ -260,17 +258,8 @@ def _values(sample: Sample) -> Values | Exception:
 
 def load_judge(place: ModelPlace, *, prompt: str | None, threads: int) -> JudgeMeter:
     """Load a judge. Raises UserError or ValueError if the model can't be loaded or is not causal."""
-    import torch
-
-    from draftmill.decoders.backbones.checkpoint import inspect_model
-
-    torch.set_num_threads(threads)
-    folder = fetch_model(place.checkpoint, place.revision)
-    info, task, decoder = inspect_model(folder), Score(kind="score"), AutoregressiveSettings(kind="autoregressive")
-    networks = load_networks(folder, place, decoder)
-    tokenizer = load_tokenizer(folder, place.tokenizer)
     columns = Columns(completion="completion", prompt=None if prompt is None else "prompt")
-    recipe = RowRecipe(task, columns, decoder, Sampling())
-    scorer = build(networks, recipe, folder, tokenizer, info, (MOST_TEXTS, None))
+    recipe = RowRecipe(Score(kind="score"), columns, AutoregressiveSettings(kind="autoregressive"), Sampling())
+    scorer, _, tokenizer, info = load_decoder(place, recipe, threads, (MOST_TEXTS, None))
     fit(scorer, threads=threads)
     return JudgeMeter(scorer, maker_for(recipe, tokenizer, info), prompt)

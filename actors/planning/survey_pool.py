@@ -12,12 +12,11 @@ then those of a planner without Ray.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,8 @@ class SurveyJob:
     tokenizer: TokenizerParcel
 
 
-@dataclass(frozen=True, slots=True)
-class SurveyedRows:
-    """Rows in order (SURVEYED, and HASH). `kept` has the types of columns in the chunk so far; `pid` is the task's process."""
-
-    table: pa.Table
-    kept: KeptTypes | None
-    pid: int = 0
+SurveyedRows = tuple[pa.Table, KeptTypes | None]
+"""Rows in order (SURVEYED, and HASH), and the types of kept columns in the chunk so far."""
 
 
 def items(
@@ -83,7 +77,7 @@ def _item(tables: list[pa.Table], kept: KeptTypes | None) -> SurveyedRows:
     hashes = pa.FixedSizeBinaryArray.from_buffers(
         HASH.type, table.num_rows, [None, pa.py_buffer(id_hashes(table["id"].to_pylist()))]
     )
-    return SurveyedRows(table.append_column(HASH, hashes), kept)
+    return table.append_column(HASH, hashes), kept
 
 
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -232,8 +226,7 @@ def survey_chunk(key: str, job: list[Any], chunk: SurveyChunk) -> Iterator[Surve
     if key not in _makers:
         _makers.clear()
         _makers[key] = maker_for(the_job.recipe, unpack_tokenizer(the_job.tokenizer), the_job.info)
-    for item in items(the_job, _makers[key], chunk.pieces):
-        yield replace(item, pid=os.getpid())
+    yield from items(the_job, _makers[key], chunk.pieces)
 
 
 @dataclass(slots=True)
@@ -247,13 +240,12 @@ class ChunkStream:
 
 @dataclass(slots=True)
 class SurveyPool:
-    """Surveys inputs by tasks of `cpus` CPUs each, `at_once` at a time. `arrived` is called with each item."""
+    """Surveys inputs by tasks of `cpus` CPUs each, `at_once` at a time."""
 
     job: SurveyJob
     cpus: float
     at_once: int
     note: Callable[[str], None] = lambda message: None
-    arrived: Callable[[SurveyedRows], None] = lambda item: None
     _ref: Any = None
     _key: str = ""
     _streams: deque[ChunkStream] = field(default_factory=deque)
@@ -273,12 +265,12 @@ class SurveyPool:
             for stream in self._start_ahead(inputs):
                 begun, left = limit, limit
                 for item in self._items(stream, maker, begun):
-                    if left is not None and item.table.num_rows >= left:
-                        item = self._last(stream, maker, begun)  # noqa: PLW2901
-                    if kept is not None and item.kept is not None:
-                        kept.add(item.kept)
-                    yield item.table
-                    left = None if left is None else left - item.table.num_rows
+                    is_last = left is not None and item[0].num_rows >= left
+                    table, found = self._last(stream, maker, begun) if is_last else item
+                    if kept is not None and found is not None:
+                        kept.add(found)
+                    yield table
+                    left = None if left is None else left - table.num_rows
                     if left == 0:
                         return
                 limit = left
@@ -338,7 +330,6 @@ class SurveyPool:
                 return False
             self._wait_s = NEXT_S
             stream.taken += 1
-            self.arrived(item)
             yield item
         return False
 

@@ -81,8 +81,7 @@ class RayPool:
         """
         self._members: dict[str, PooledWorker] = {}
         self._allocation = allocation
-        has_model = hasattr(job, "model")  # a MeasureJob has judges, which are loaded where the worker is
-        self._jobs = [ray.put(resources.job_on_ray(job) if has_model else job) for resources in allocation.kinds]
+        self._jobs = [ray.put(job.on_ray(resources)) for resources in allocation.kinds]
         self._notices = Notices()
         self._early = list(early)
         self._actors = [actor_class(worker_class, resources) for resources in allocation.kinds]

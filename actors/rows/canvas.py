@@ -38,7 +38,6 @@ from draftmill.actors.rows.row import (
     text_of,
 )
 from draftmill.actors.rows.row_settings import OwnSettings, RowRules
-from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import (
     Columns,
@@ -55,7 +54,7 @@ from draftmill.actors.task import (
     Spans,
     Task,
 )
-from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
+from draftmill.decoders.base import HOLE, JOB_SETTINGS, RowSettings
 from draftmill.storage.errors import RowError
 
 Piece = str | int | NDArray[np.int32]
@@ -72,7 +71,7 @@ class Canvas:
     `truncated` is the number of prompt tokens that were cut because they did not fit.
     If a causal model fills the holes one after another, this is the first hole's canvas, and `infilling` has the whole row.
 
-    `settings` and `stops` are the row's own settings and stop strings; `endpoint` is the endpoint of an OpenAI request.
+    `settings` are the row's own settings; `endpoint` is the endpoint of an OpenAI request.
     With open `lengths` the holes have the greatest ones that fit, until those of a sample are found (`with_lengths`).
     `rules` are the constraints of the holes, and `constraint` is what the results call them.
     """
@@ -84,7 +83,6 @@ class Canvas:
     infilling: Infilling | None = None
     truncated: int = 0
     settings: RowSettings = JOB_SETTINGS
-    stops: StopStrings | None = None
     endpoint: str | None = None
     hidden: NDArray[np.int32] | None = None
     scored: NDArray[np.int64] | None = None
@@ -131,30 +129,22 @@ class CanvasSize:
     is_constrained: bool = field(default=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class RowMaker:
-    """Everything that a row's canvas depends on, except the row and its key. `columns` are those of a row that was filled."""
+@dataclass(frozen=True, kw_only=True)
+class RowMaker(RowRules):
+    """What turns rows into canvases: everything that a canvas depends on, except the row and its key. `columns` are those of a
+    row that was filled."""
 
     task: Task
-    rules: RowRules
     columns: Columns
     prompter: Prompter
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.rules.tokenizer
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.rules.info
-
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row does not fit the task, the decoder or the model."""
-        own = self.rules.own_settings(values)
-        settings, stops = self.rules.settings(own)
+        own = self.own_settings(values)
+        settings = self.settings(own)
         made = self._make(self.prompter.fill(values), key, own)
-        canvas = replace(made, settings=settings, stops=stops, endpoint=own.endpoint)
-        given, maker = self.rules.constraint(own), self.rules.constraints
+        canvas = replace(made, settings=settings, endpoint=own.endpoint)
+        given, maker = self.constraint(own), self.constraints
         if given is None or not canvas.limits:
             return canvas
         canvas = replace(canvas, rules=rules_of(given, canvas.rules, len(canvas.limits)))
@@ -176,7 +166,7 @@ class RowMaker:
         return check_ids(self._tokenizer().encode(text), self.info)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CanvasMaker(RowMaker):
     """Makes canvases with holes.
 
@@ -210,13 +200,13 @@ class CanvasMaker(RowMaker):
 
     def size(self, values: Values, key: int) -> CanvasSize:
         """Draws no noise where a mask hides a known number of a text's tokens: that takes as long as to tokenize it."""
-        mask, own = self._mask, self.rules.own_settings(values)
+        mask, own = self._mask, self.own_settings(values)
         has_places = self.columns.tokens is not None or self.columns.spans is not None
-        if not isinstance(mask, Random | Spans | SpanFraction) or has_places or self.rules.constraint(own) is not None:
+        if not isinstance(mask, Random | Spans | SpanFraction) or has_places or self.constraint(own) is not None:
             return RowMaker.size(self, values, key)
         length = len(self._encode(text_of(self.prompter.fill(values), self.columns)))
         check_length(length, self.info)
-        return CanvasSize(length, masking.masked_count(mask, length))
+        return CanvasSize(length, masking.masked_count(mask, length)) if length else RowMaker.size(self, values, key)
 
     # ---- tokens
 
@@ -254,7 +244,7 @@ class CanvasMaker(RowMaker):
 
     def _open(self, mask: Marker, texts: Sequence[str], ranges: Sequence[Range], own: OwnSettings) -> Canvas:
         """The canvas with the greatest lengths that fit, of holes whose lengths are to be found."""
-        decoder = self.rules.recipe.decoder.baseline
+        decoder = self.recipe.decoder.baseline
         if not decoder.finds_lengths:
             raise masking.bad_mask(
                 f"decoder {decoder.name()!r} can't find a hole's length; allowed: a number of tokens"
@@ -272,7 +262,7 @@ class CanvasMaker(RowMaker):
             pieces,
             tuple(tuple(range(least, most + 1)) for least, most in ranges),
             None if limit is None else limit - visible,
-            self.rules.recipe.sampling.temperature if own.temperature is None else own.temperature,
+            self.recipe.sampling.temperature if own.temperature is None else own.temperature,
             bias,
         )
         return replace(self._canvas(found.canvas(found.longest), None), lengths=found)
@@ -284,7 +274,7 @@ class CanvasMaker(RowMaker):
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
             return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [(default, None)]
-        given = self.rules.constraint(own)
+        given = self.constraint(own)
         named = None if isinstance(self.task, Score) else given if isinstance(given, Mapping) else {}
         return masking.split_at_markers(text_of(values, self.columns), mask.marker, default, named)
 

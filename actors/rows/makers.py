@@ -19,9 +19,9 @@ the template or the header of the answer. Pure: no files, no model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ from draftmill.actors.rows.row import (
     text_of,
     token_error,
 )
-from draftmill.actors.rows.row_settings import OwnSettings, RowRules
+from draftmill.actors.rows.row_settings import OwnSettings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import (
     Complete,
@@ -59,12 +59,13 @@ from draftmill.actors.task import (
     Task,
 )
 from draftmill.decoders.base import HOLE, ModelInfo
+from draftmill.storage.inputs.kept import plain
 
 MORE_ROUNDS = 8
 """Cutting a text changes the tokens at its edge, so a few tokens may remain to be cut in another round."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptMaker(RowMaker):
     """Makes the canvas of a completion, or of a text to score; where beginnings are shared, sizes say how the canvas begins."""
 
@@ -155,9 +156,9 @@ class PromptMaker(RowMaker):
         start = len(lead) + sum(end <= len(before) for _, end in offsets)
         tokens = check_ids([*lead, *ids], self.info)
         prompt, scored = tokens[:start], tokens[start:]
-        if self.rules.recipe.truncate is not None and self.info.max_length is not None:
+        if self.recipe.truncate is not None and self.info.max_length is not None:
             keep = max(len(lead), self.info.max_length - len(scored))
-            prompt = cut_ids(prompt, keep, self.rules.recipe.truncate, fixed=len(lead))
+            prompt = cut_ids(prompt, keep, self.recipe.truncate, fixed=len(lead))
         return self._behind(np.append(prompt, scored), len(prompt), text, start - len(prompt))
 
     # ---- prompts that are too long
@@ -170,13 +171,13 @@ class PromptMaker(RowMaker):
         `chat` are the row's settings if the prompt is a conversation, else None.
         """
         lead = () if self.tokenizer is None else self.tokenizer.lead
-        if self.rules.recipe.truncate is None or len(prompt) <= keep or keep <= len(lead):
+        if self.recipe.truncate is None or len(prompt) <= keep or keep <= len(lead):
             return prompt
         if chat is not None and self.columns.tokens is None:
             render = partial(self._chat_ids, own=chat)
-            return cut_chat(self._messages(values), keep, self.rules.recipe.truncate, self._tokenizer(), render)
+            return cut_chat(self._messages(values), keep, self.recipe.truncate, self._tokenizer(), render)
         fixed = len(lead) if tuple(prompt[: len(lead)].tolist()) == tuple(lead) else 0
-        return cut_ids(prompt, keep, self.rules.recipe.truncate, fixed=fixed)
+        return cut_ids(prompt, keep, self.recipe.truncate, fixed=fixed)
 
     # ---- prompts
 
@@ -209,7 +210,8 @@ class PromptMaker(RowMaker):
             # If every row has this error kind, it becomes an error of the spec.
             raise token_error("missing_column", "the row has messages, but the tokenizer has no chat template for them")
         try:
-            text = chat(messages, self.task.chat_date, {**self.prompter.chat.template_kwargs, **own.template_kwargs})
+            kwargs = plain(self.recipe.chat.template_kwargs) | own.template_kwargs
+            text = chat(messages, self.task.chat_date, kwargs)
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             lacks = "the chat template needs something that the messages lack: "
             reason = f"{lacks if 'Undefined' in type(error).__name__ else ''}{type(error).__name__}: {error}"
@@ -276,25 +278,26 @@ def _longest(messages: Sequence[dict[str, object]], tokenizer: Tokenizer) -> int
     return -max(sizes)[2] if sizes else None
 
 
+Maker = RowMaker
 DEFAULT_LIMIT: Final = 128
 
 
 def maker_for(
     recipe: RowRecipe, tokenizer: Tokenizer | None, info: ModelInfo, *, constraints: ConstraintMaker | None = None
-) -> Maker:
+) -> RowMaker:
     """Return the maker of a job's canvases; without `constraints`, as in planning, they have none.
 
     Raises UserError if a causal model has to fill holes but lacks the special tokens for it.
     """
-    task, rules = recipe.task, RowRules(recipe, tokenizer, info, constraints)
-    base = rules, own_columns(recipe), prompter_of(recipe)
+    task, rules = recipe.task, (recipe, tokenizer, info, constraints)
+    reads: dict[str, Any] = {"columns": own_columns(recipe), "prompter": prompter_of(recipe)}
     if isinstance(task, Infill) and fills_in_middle(task, info):
-        return FimMaker(task, *base, template_of(task.fim, tokenizer, info))
+        return FimMaker(*rules, task=task, template=template_of(task.fim, tokenizer, info), **reads)
     if isinstance(task, Infill):
-        return CanvasMaker(task, *base)
+        return CanvasMaker(*rules, task=task, **reads)
     if isinstance(task, Score) and task.mask is not None:
-        return ScoreMaker(CanvasMaker(task, *base))
-    return PromptMaker(task, *base)
+        return ScoreMaker(*rules, task=task, **reads)
+    return PromptMaker(*rules, task=task, **reads)
 
 
 def shares_beginnings(task: Task, info: ModelInfo) -> bool:
@@ -308,8 +311,8 @@ def shares_beginnings(task: Task, info: ModelInfo) -> bool:
     return isinstance(task, Score) and task.mask is None and info.kind == "causal"
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreMaker:
+@dataclass(frozen=True, kw_only=True)
+class ScoreMaker(CanvasMaker):
     """Makes canvases of which a mask's hidden tokens are scored, given all the others.
 
         text      "def f(x):\\n    return x\\n"      hidden by the mask: "    return x"
@@ -318,32 +321,20 @@ class ScoreMaker:
     The masks are those of infilling (canvas.py), so that the same rows are filled and scored.
     """
 
-    holes: CanvasMaker
-
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row does not fit the mask or the model, or if nothing is hidden."""
-        canvas = self.holes.make(values, key)
+        canvas = CanvasMaker.make(self, values, key)
         scored = np.flatnonzero(canvas.tokens == HOLE).astype(np.int64)
         if not len(scored):
-            raise token_error("empty_text", _NOTHING)
+            raise token_error("empty_text", "there is nothing to score: the mask hides no token")
         assert canvas.hidden is not None, "a hole whose text is unknown"
         tokens = canvas.tokens.copy()
         tokens[scored] = canvas.hidden
-        check_scored(tokens, scored, self.holes.info)
+        check_scored(tokens, scored, self.info)
         return Canvas(tokens, canvas.holes, score_from=int(scored[0]), scored=scored, endpoint=canvas.endpoint)
 
-    def size(self, values: Values, key: int) -> CanvasSize:
-        """Return the size of the row's canvas; RowError as `make`, but for tokens without a probability."""
-        size = self.holes.size(values, key)
-        if not size.masked:
-            raise token_error("empty_text", _NOTHING)
-        return size
 
-
-_NOTHING: Final = "there is nothing to score: the mask hides no token"
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FimMaker(CanvasMaker):
     """Makes the holes of a causal model that fills in the middle.
 
@@ -351,14 +342,13 @@ class FimMaker(CanvasMaker):
     given by `task.max_new_tokens` (by default DEFAULT_LIMIT) or by its own marker, such as `<mask:12>`.
     """
 
+    task: Infill
     template: Template
 
     def _make(self, values: Values, key: int, own: OwnSettings) -> Canvas:
         """The canvas of the row's first hole, with the whole row; RowError if the row does not fit the mask or the model."""
-        task = self.task
-        if own.max_new_tokens is not None:
-            task = task.model_copy(update={"max_new_tokens": own.max_new_tokens})
-        pieces, limits, rules = replace(self, task=task)._row(values, key, own)
+        most = own.max_new_tokens or self.task.max_new_tokens or DEFAULT_LIMIT
+        pieces, limits, rules = self._row(values, key, own, most)
         row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
         if row.room is not None and row.room < 1:
             reason = f"a hole of up to {max(limits)} tokens leaves no room for text"
@@ -369,7 +359,7 @@ class FimMaker(CanvasMaker):
     size = RowMaker.size  # of the longest canvas, which no mask alone tells
 
     def _row(
-        self, values: Values, key: int, own: OwnSettings
+        self, values: Values, key: int, own: OwnSettings, most: int
     ) -> tuple[list[IDS], list[int], tuple[ConstraintSettings | None, ...]]:
         """The visible pieces, the maximum tokens of each hole, and the constraint that its marker names."""
         mask = self.task.mask
@@ -381,28 +371,19 @@ class FimMaker(CanvasMaker):
             hidden = np.zeros(len(ids), dtype=np.bool_)
             hidden[masked_positions(mask, key, len(ids))] = True
             ranges = list(runs(hidden))
-            return [ids[start:end] for start, end in _visible(ranges, len(ids))], [self._limit] * len(ranges), ()
+            return [ids[start:end] for start, end in _visible(ranges, len(ids))], [most] * len(ranges), ()
         rules: tuple[ConstraintSettings | None, ...] = ()
         if isinstance(mask, Marker):
-            texts, said = self._split_at_markers(mask, values, (self._limit, self._limit), own)
-            limits, rules = [most for (_, most), _ in said], tuple(rule for _, rule in said)
+            texts, said = self._split_at_markers(mask, values, (most, most), own)
+            limits, rules = [limit for (_, limit), _ in said], tuple(rule for _, rule in said)
         else:
             text, ranges = self._hidden_text(values, key)
-            texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [self._limit] * len(ranges)
+            texts, limits = [text[start:end] for start, end in _visible(ranges, len(text))], [most] * len(ranges)
         behind = [check_ids(self._tokenizer().encode_behind(text), self.info) for text in texts[1:]]
         return [self._encode(texts[0]), *behind], limits, rules
-
-    @property
-    def _limit(self) -> int:
-        assert isinstance(self.task, Infill), "holes that are filled, not scored"
-        return DEFAULT_LIMIT if self.task.max_new_tokens is None else self.task.max_new_tokens
 
 
 def _visible(ranges: Sequence[Range], size: int) -> list[Range]:
     """The gaps before, between and after sorted, disjoint ranges: one more than there are ranges."""
     edges = [0, *(edge for pair in ranges for edge in pair), size]
     return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-Maker = RowMaker | ScoreMaker
-"""What turns rows into canvases; holds everything that a canvas depends on, except its row and key."""

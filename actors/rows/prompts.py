@@ -23,7 +23,7 @@ from jinja2.nodes import Const, Getattr, Getitem, Name, Node
 from draftmill.actors.job import RowRecipe
 from draftmill.actors.rows.chat import LimitedEnvironment, environment
 from draftmill.actors.rows.row import Messages, Values, check_text, missing, prompt_of, string_of
-from draftmill.actors.task import Chat, Columns, Complete, Infill, Prompt, Score
+from draftmill.actors.task import Columns, Infill, Score
 from draftmill.storage.errors import RowError, UserError, list_names
 from draftmill.storage.inputs.kept import plain
 
@@ -120,19 +120,16 @@ def _missing(message: str) -> RowError:
 
 @dataclass(frozen=True, slots=True)
 class Prompter:
-    """All that a spec says in `prompt` and `chat`; the examples are `turns` of a chat, or `examples` of a template."""
+    """Makes prompts by a recipe, whose examples are `turns` of a chat, or `examples` of a template."""
 
-    prompt: Prompt
-    chat: Chat
-    columns: Columns
+    recipe: RowRecipe
     turns: Sequence[dict[str, Any]] = ()
     examples: Sequence[dict[str, Any]] | None = None
 
     def fill(self, values: Values) -> Values:
         """The row with the template's text in the column TEXT, if there is a template; RowError if it can't be rendered."""
-        if self.prompt.template is None:
-            return values
-        return {**values, TEXT: render(self.prompt.template, values, self.examples)}
+        template = self.recipe.prompt.template
+        return values if template is None else {**values, TEXT: render(template, values, self.examples)}
 
     def surround(self, messages: Messages, values: Values) -> Messages:
         """A conversation with the system message and the examples before it.
@@ -141,7 +138,7 @@ class Prompter:
         """
         has_own = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
         head, rest = messages[: int(has_own)], messages[int(has_own) :]
-        column, text = self.columns.system, None if has_own else self.prompt.system
+        column, text = self.recipe.columns.system, None if has_own else self.recipe.prompt.system
         if column is not None and column not in values:
             raise missing(values, column)
         if column is not None and values[column] not in (None, ""):
@@ -153,16 +150,14 @@ class Prompter:
 
 def prompter_of(recipe: RowRecipe) -> Prompter:
     """The prompter of a job, whose examples have been read. UserError if an example can't be a turn of the chat."""
-    prompt, columns, given = recipe.prompt, recipe.columns, recipe.prompt.examples
-    chat = Chat(template_kwargs=plain(recipe.chat.template_kwargs))
+    given = recipe.prompt.examples
     if given is None:
-        return Prompter(prompt, chat, columns)
+        return Prompter(recipe)
     assert given.rows is not None, "examples are read before any row"
     rows = [plain(row) for row in given.rows]
     if given.answer is None:
-        return Prompter(prompt, chat, columns, examples=rows)
-    assert not isinstance(recipe.task, Infill), "no conversation without a chat"
-    return Prompter(prompt, chat, columns, turns=_turns(prompt.template, rows, given.answer, columns, recipe.task))
+        return Prompter(recipe, examples=rows)
+    return Prompter(recipe, turns=_turns(recipe, rows, given.answer))
 
 
 def own_columns(recipe: RowRecipe) -> Columns:
@@ -174,13 +169,13 @@ def own_columns(recipe: RowRecipe) -> Columns:
     return recipe.columns.model_copy(update={"text" if gives_text else "prompt": TEXT})
 
 
-def _turns(
-    template: str | None, rows: Sequence[Values], answer: str, columns: Columns, task: Complete | Score
-) -> Messages:
-    turns: Messages = []
+def _turns(recipe: RowRecipe, rows: Sequence[Values], answer: str) -> Messages:
+    task, template, turns = recipe.task, recipe.prompt.template, Messages()
+    assert not isinstance(task, Infill), "no conversation without a chat"
     for number, row in enumerate(rows, start=1):
         try:
-            asked = prompt_of(row, columns, task, chat=False) if template is None else render(template, row)
+            own = None if template is None else render(template, row)
+            asked = prompt_of(row, recipe.columns, task, chat=False) if own is None else own
             answered = string_of(row, answer)
         except RowError as error:
             raise UserError(f"example {number}: {error.message}", field="prompt.examples") from None

@@ -104,8 +104,8 @@ class RowRules:
             return OwnSettings(endpoint=endpoint, template_kwargs=kwargs)
         return replace(self._settings_of(values, body or {}, endpoint), template_kwargs=kwargs)
 
-    def settings(self, own: OwnSettings) -> tuple[RowSettings, StopStrings | None]:
-        """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
+    def settings(self, own: OwnSettings) -> RowSettings:
+        """The settings for the decoder. Its stop strings also cut the row's text."""
         stops, texts = None, own.stop
         min_new = own.penalties.get("min_new_tokens", self.recipe.sampling.min_new_tokens)
         if texts is None and min_new != self.recipe.sampling.min_new_tokens:
@@ -114,16 +114,12 @@ class RowRules:
             assert self.tokenizer is not None, "stop strings without a tokenizer are refused"
             stops = StopStrings(self.tokenizer, texts, skip_special=self._skips_special, min_new=min_new)
         return RowSettings(
-            temperature=own.temperature,
-            top_p=own.top_p,
-            top_k=own.top_k,
-            min_p=own.min_p,
+            **{key: getattr(own, key) for key in ("temperature", "top_p", "top_k", "min_p", "stop_ids")},
             stop_text=NeverStops() if own.stop == () else stops,
-            stop_ids=own.stop_ids,
             token_logprobs=own.logprobs or self.recipe.sampling.top_logprobs > 0,
             top_logprobs=own.top_logprobs or self.recipe.sampling.top_logprobs,
             penalties=self._penalties(own),
-        ), stops
+        )
 
     def _penalties(self, own: OwnSettings) -> Penalties | None:
         if not own.penalties and not own.stop_ids:

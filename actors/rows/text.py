@@ -195,13 +195,7 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
 
 @lru_cache(maxsize=4)
 def _loaded(place: Path, trust_remote_code: bool, begin: int | None, stamp: Hashable) -> Tokenizer:
-    """The tokenizer of these files, which the jobs of a process share."""
-    core, bos, eos, chat = _read(place, trust_remote_code)
-    return Tokenizer(core, bos_id=begin if bos is None else bos, eos_id=eos, chat=chat)
-
-
-def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int | None, ChatTemplate | None]:
-    """A tokenizer, its begin and end tokens, and its chat template: from tokenizer.json if there is one, else by transformers.
+    """The tokenizer of these files, which the jobs of a process share: by tokenizer.json if there is one, else by transformers.
 
     AutoTokenizer chooses by the model's type, and for some types replaces the file's pre-tokenizer with that family's own. A
     model with another vocabulary than its family's would then get other tokens than in its training.
@@ -217,11 +211,13 @@ def _read(place: Path, trust_remote_code: bool) -> tuple[Core, int | None, int |
             chat = ChatTemplate(inner.get_chat_template(), inner.special_tokens_map)
         except ValueError:  # it has no template, or several without a default
             chat = None
-        return inner.backend_tokenizer, inner.bos_token_id, inner.eos_token_id, chat
+        core, bos, eos = inner.backend_tokenizer, inner.bos_token_id, inner.eos_token_id
     except Exception as error:  # the library raises anything for a damaged file, bare Exception included
         raise _load_error(place, error) from error
-    bos, eos = (core.token_to_id(names[name]) if name in names else None for name in ("bos_token", "eos_token"))
-    return core, bos, eos, None if template is None else ChatTemplate(template, names)
+    else:
+        bos, eos = (core.token_to_id(names[name]) if name in names else None for name in ("bos_token", "eos_token"))
+        chat = None if template is None else ChatTemplate(template, names)
+    return Tokenizer(core, bos_id=begin if bos is None else bos, eos_id=eos, chat=chat)
 
 
 def _load(place: Path, trust_remote_code: bool) -> Any:

@@ -31,12 +31,12 @@ from draftmill.actors.rows.samples import Sample, tally_of
 from draftmill.actors.rows.stop_text import StopStrings, stop_strings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Complete, Infill, Score, Task
-from draftmill.decoders.base import HOLE, ModelInfo, Outcome
+from draftmill.decoders.base import HOLE, ModelInfo, Outcome, StopText
 from draftmill.decoders.common_settings import DrafterPlace
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.storage.errors import ChangedInput, RowError, StoreError, brief
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.kept import KEEP, kept_values, names_read, schema_from_bytes
+from draftmill.storage.inputs.kept import KEEP, kept_values, names_read
 from draftmill.storage.inputs.reader import fetch_ahead, read_rows
 from draftmill.storage.inputs.rows import InputFile, Row, default_id
 from draftmill.storage.runs.commit import commit_unit
@@ -62,7 +62,7 @@ def decoded_columns(
         return columns | _score_columns(canvas, outcome, tokenizer)
     skip = task.skip_special_tokens
     if isinstance(task, Complete):
-        own = stops if canvas.settings.stop_text is None else canvas.stops
+        own = canvas.settings.stop_text or stops
         return columns | {"text": _completed_text(outcome, tokenizer, own, skip_special=skip)}
     text, fills = finish_row(canvas, outcome.tokens, tokenizer, skip_special=skip)
     return columns | {"text": text, "fills": fills}
@@ -127,14 +127,16 @@ def infilled_columns(
 
 
 def _completed_text(
-    outcome: Outcome, tokenizer: Tokenizer | None, stops: StopStrings | None, *, skip_special: bool
+    outcome: Outcome, tokenizer: Tokenizer | None, stops: StopText | None, *, skip_special: bool
 ) -> str | None:
     """The text after the prompt, without the end token or the stop string that ended it."""
     if tokenizer is None:
         return None
     kept = outcome.tokens[: -1 if outcome.finish == "eos" else None].tolist()
     text = tokenizer.continuation(kept, skip_special=skip_special)
-    return text if outcome.finish != "stop" or stops is None else stops.cut(text, outcome.tokens.tolist())
+    if outcome.finish == "stop" and isinstance(stops, StopStrings):
+        return stops.cut(text, outcome.tokens.tolist())
+    return text
 
 
 def _score_columns(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -208,7 +210,7 @@ class RowUnitIO:
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)
-        self._keep = None if job.keep is None else schema_from_bytes(job.keep)
+        self._keep = job.keep
         self._schema = schema_of(self._keep)
         kept = names_read(self._keep.names if self._keep is not None else ())
         self._columns = read_columns(job.recipe) | kept

@@ -217,8 +217,7 @@ class RayBackend:
             return RayPool(job, allocation, early=spare)
         from draftmill.actors.measuring.measure import MeasureWorker
 
-        (resources,) = allocation.kinds  # all measure alike
-        return RayPool(job.on_ray(resources), allocation, worker_class=MeasureWorker, early=spare)
+        return RayPool(job, allocation, worker_class=MeasureWorker, early=spare)
 
     def end(self, pool: WorkerPool, *, is_over: bool) -> None:
         if self._keep and is_over:

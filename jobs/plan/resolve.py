@@ -515,7 +515,7 @@ def make_job(resolved: Resolved, plan: Plan) -> Job:
         ),
         parts=parts_of(plan.parts),
         earlier=resolved.earlier,
-        keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
+        keep=plan.keep,
     )
 
 

@@ -266,12 +266,9 @@ def schema_to_json(schema: pa.Schema | None) -> dict[str, Any] | None:
 
 def schema_from_json(content: Mapping[str, Any] | None) -> pa.Schema | None:
     """The inverse of `schema_to_json`. Raises ValueError (pa.ArrowInvalid is one) if it is damaged."""
-    return None if content is None else schema_from_bytes(base64.b64decode(content["schema"], validate=True))
-
-
-def schema_from_bytes(data: bytes) -> pa.Schema:
-    """A schema from its serialised form."""
-    return pa.ipc.read_schema(pa.BufferReader(data))
+    if content is None:
+        return None
+    return pa.ipc.read_schema(pa.BufferReader(base64.b64decode(content["schema"], validate=True)))
 
 
 # ---- nested columns by dotted names, such as `meta.lang`

@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -65,8 +64,11 @@ def commit_unit(
     name is held by another job: another fingerprint, unit or pass. The trace is written before the data, so that a committed
     unit has one; the data's metadata has its hash.
     """
-    counts = _counts(table) | ({} if exact is None else {"exact": str(exact).lower()})
-    counts |= {"sums": text} if (text := sum_up([table]).to_text()) else {}
+    sums = sum_up([table])
+    assert sums.ok + sums.failed + sums.skipped == sums.rows, "a row has an unknown status"
+    counts = {name: str(getattr(sums, name)) for name in ("rows", "ok", "failed", "skipped")}
+    counts |= {} if exact is None else {"exact": str(exact).lower()}
+    counts |= {"sums": text} if (text := sums.to_text()) else {}
     identity = {"fingerprint": fingerprint, "unit": str(unit), "pass": str(pass_)}
     versions = {"schema_version": str(SCHEMA_VERSION), "code_version": code_version, "attempt": str(attempt)}
     name, trace_data = unit_name(unit), b""
@@ -127,13 +129,6 @@ def unit_number(name: str) -> int | None:
     """The unit in the name of a unit's file; None for other names."""
     match = _UNIT_FILE.fullmatch(name)
     return int(match[1]) if match and name == unit_name(int(match[1])) else None
-
-
-def _counts(table: pa.Table) -> dict[str, str]:
-    by_status = Counter(table.column("status").to_pylist())
-    assert set(by_status) <= {"ok", "failed", "skipped"}, f"unknown status in {sorted(by_status)}"
-    statuses = {status: str(by_status[status]) for status in ("ok", "failed", "skipped")}
-    return {"rows": str(table.num_rows)} | statuses
 
 
 def _write_checked(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
@@ -267,7 +262,8 @@ def write_manifest(
     it lost the lease during the call, since what it read before may have changed. Idempotent.
     """
     facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
-    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.in_order(), source=source, sums=facts.sums, ways=ways)
+    facts.sort()
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts, source=source, sums=facts.sums, ways=ways)
     _check_totals(manifest, units=units, rows=rows)
     failpoint("commit.before_manifest")
     _write_latest(store, MANIFEST, _manifest_bytes(manifest), lease)

@@ -117,12 +117,9 @@ class UnitFacts(Collection[CommittedUnit]):
         """The units' numbers; int64 [units]."""
         return self._known["unit"]
 
-    def in_order(self) -> UnitFacts:
-        """The same units, sorted by number."""
-        found = UnitFacts()
-        found._rows, found._count = self._known[np.argsort(self.numbers(), kind="stable")], self._count
-        found.listed, found.sums = self.listed, self.sums
-        return found
+    def sort(self) -> None:
+        """Sort the units by number."""
+        self._rows = self._known[np.argsort(self.numbers(), kind="stable")]
 
     @property
     def _known(self) -> NDArray[Any]:

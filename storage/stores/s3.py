@@ -134,7 +134,7 @@ class S3Store(Store):
         return FolderLevel(tuple(folders), files)
 
     def _pages(self, **query: Any) -> Iterator[dict[str, Any]]:
-        query |= {"Bucket": self.bucket, "MaxKeys": PAGE_KEYS}
+        query |= {"MaxKeys": PAGE_KEYS}
         while True:
             page = self._call("", self.client.list_objects_v2, **query)
             yield page
@@ -148,20 +148,19 @@ class S3Store(Store):
 
     def stat(self, name: str) -> Stat | None:
         try:
-            head = self._call(name, self.client.head_object, Bucket=self.bucket, Key=self.key(name))
+            head = self._call(name, self.client.head_object, Key=self.key(name))
         except NotFound:
             return None
         return Stat(name, head["ContentLength"], _etag(head), head["Metadata"], head["LastModified"].timestamp())
 
     def delete(self, name: str) -> None:
-        self._call(name, self.client.delete_object, Bucket=self.bucket, Key=self.key(name))
+        self._call(name, self.client.delete_object, Key=self.key(name))
 
     # ---- for uploads in parts, too
 
     def ask(self, operation: str, name: str, **arguments: Any) -> Any:
         """The answer to a request, with retries; persistent ClientErrors are raised unchanged for the caller to handle."""
-        function = getattr(self.client, operation)
-        return self._retry(name, lambda: function(Bucket=self.bucket, **arguments))
+        return self._retry(name, getattr(self.client, operation), **arguments)
 
     def key(self, name: str) -> str:
         """The object's key in the bucket."""
@@ -199,7 +198,7 @@ class S3Store(Store):
             # The body is read inside the attempt: it may be interrupted, and boto3 doesn't retry that.
             return bytes(self.client.get_object(**call)["Body"].read())
 
-        return self._call(name, read, Bucket=self.bucket, Key=self.key(name), **arguments)
+        return self._call(name, read, Key=self.key(name), **arguments)
 
     def _write_if(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> tuple[bool, Stat | None]:
         """Whether the object is now what was written, and its facts; if the condition is not met, those of what is there."""
@@ -217,16 +216,16 @@ class S3Store(Store):
         """PutObject with retries; persistent ClientErrors are raised unchanged for the verb to handle."""
         assert len(data) <= MAX_PUT_BYTES, f"{name} is beyond what one PutObject takes"
         checksum = {"ChecksumSHA256": sha256(data)} if self.with_checksums else {}
-        call = {"Bucket": self.bucket, "Key": self.key(name), "Metadata": metadata, **checksum, **condition}
-        return self._retry(name, lambda: self.client.put_object(Body=data, **call))
+        more = {"Metadata": metadata, **checksum, **condition}
+        return self.ask("put_object", name, Key=self.key(name), Body=data, **more)
 
     def _call(self, name: str, function: Callable[..., T], **arguments: Any) -> T:
         try:
-            return self._retry(name, lambda: function(**arguments))
+            return self._retry(name, function, **arguments)
         except ClientError as error:
             raise self.error_of(name, error) from None
 
-    def _retry(self, name: str, attempt: Callable[[], T]) -> T:
+    def _retry(self, name: str, function: Callable[..., T], **arguments: Any) -> T:
         """Try up to ATTEMPTS times (REFUSED_ATTEMPTS if refused), with exponential waits, while the failure may be temporary."""
         retrying = tenacity.Retrying(
             stop=lambda state: state.attempt_number >= (REFUSED_ATTEMPTS if _was_refused(state) else ATTEMPTS),
@@ -237,7 +236,7 @@ class S3Store(Store):
             reraise=True,
         )
         try:
-            return retrying(attempt)
+            return retrying(function, Bucket=self.bucket, **arguments)
         except (NoCredentialsError, PartialCredentialsError):
             raise StoreRefused(f"{self.url}: no S3 credentials were found in the environment") from None
         except ParamValidationError as error:

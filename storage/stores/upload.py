@@ -14,7 +14,6 @@ import io
 import logging
 import secrets
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any
@@ -97,10 +96,11 @@ class Upload(io.RawIOBase):
             self.close()
 
     def _or_nothing(self, step: Callable[[], object]) -> None:
-        with ExitStack() as unfinished:
-            unfinished.callback(self.close)
+        try:
             step()
-            unfinished.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     def _end(self) -> None:
         self._upload_id, self._buffer = None, bytearray()

@@ -265,13 +265,13 @@ def test_ray_and_device_auto_agree_about_gpus(tmp_path):
     auto = make_job(resolved, make_plan(resolved, store, Display()))
     fixed = replace(auto, model=replace(auto.model, device="cuda:0"))
     assert auto.model.device == "auto"
-    found = [WorkerResources(1.0, gpus, 1).job_on_ray(auto).model.device for gpus in (0.0, 0.5, 2.0)]
+    found = [auto.on_ray(WorkerResources(1.0, gpus, 1)).model.device for gpus in (0.0, 0.5, 2.0)]
     assert found == ["cpu", "cuda", "cuda"]
-    assert WorkerResources(1.0, 1.0, 1).job_on_ray(fixed).model.device == "cuda:0"
+    assert fixed.on_ray(WorkerResources(1.0, 1.0, 1)).model.device == "cuda:0"
     judge = ReadyMetric(Judge(kind="judge", model="m"), MeasuredMetric({}, ("judge",)), "metrics.0", place=auto.model)
     judging = MeasureJob(Place("run"), "f", "0", (judge,), {}, 1.0)
     devices = [judging.on_ray(WorkerResources(1.0, gpus, 1)).metrics[0].place for gpus in (0.0, 0.5)]
-    assert [place and place.device for place in devices] == ["cpu", "auto"]
+    assert [place and place.device for place in devices] == ["cpu", "cuda"]
     without = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny"}, workers={"gpus": 0})
     assert without.model_place().device == "cpu", "--local and validate, too"
 

@@ -5,12 +5,10 @@ The GPUs are fake resources of several local raylets, which come up once for all
 
 import os
 from collections import Counter
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 
-from draftmill.actors.job import Allocation
+from draftmill.actors.job import Allocation, WorkerResources
 from draftmill.actors.messages import NodeLeaving, PoolEvent, WorkerLoaded
 from draftmill.actors.ray.pool import RayPool
 from draftmill.jobs.config.sections import WorkerShape
@@ -40,11 +38,11 @@ class PinnedWorker:
         return "node", os.getpid(), self._seen
 
 
-@dataclass(frozen=True)
 class AnyJob:
     """Stands for a Job."""
 
-    model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(device="cpu"))
+    def on_ray(self, resources: WorkerResources) -> "AnyJob":
+        return self
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.runs.causal_jobs import job_spec, results_of, run_here, save_model
 
 pytestmark = pytest.mark.ray
 
-JOB = SimpleNamespace(model=SimpleNamespace(device="cpu"))
+JOB = SimpleNamespace(on_ray=lambda resources: None)
 ALLOCATION = Allocation((WorkerResources(cpus=0, gpus=0, threads=1),), (1,))
 
 

@@ -5,6 +5,7 @@ import pytest
 from draftmill.actors.rows.makers import maker_for
 from draftmill.actors.rows.row import CHAT, COMPLETIONS, row_key
 from draftmill.actors.rows.row_settings import OwnSettings, RowRules
+from draftmill.actors.rows.stop_text import StopStrings
 from draftmill.actors.rows.text import Tokenizer
 from draftmill.actors.task import Columns, Complete, Infill, Score, Task
 from draftmill.decoders.common_settings import Sampling
@@ -189,23 +190,23 @@ PENALTIES: dict = {
 def test_what_a_request_says_of_its_distribution_comes_to_the_decoder():
     made = rules(sampling=Sampling(suppress_tokens=(9,), bad_words=((7, 8),)))
     body = PENALTIES | {"top_k": -1, "min_p": 0.25, "stop_token_ids": [4], "logprobs": 3}
-    settings, _ = made.settings(made.own_settings(request(**body)))
+    settings = made.settings(made.own_settings(request(**body)))
     x = byte_level().encode("x")[0], byte_level().encode_behind(" x")
     assert settings.penalties == Penalties(
         1.5, 0.5, -0.5, biases=((5, 1.0), (6, -100.0)), banned=((9,), (x[0],), tuple(x[1])), min_new=3, ends=(2, 4)
     )
     assert (settings.top_k, settings.min_p, settings.stop_ids) == (0, 0.25, (4,))
     assert settings.token_logprobs and settings.top_logprobs == 3
-    usual, _ = made.settings(made.own_settings(request()))
+    usual = made.settings(made.own_settings(request()))
     assert usual.penalties == Penalties(banned=((9,), (7, 8))) == made.job_penalties
-    settings, _ = made.settings(made.own_settings(request(CHAT, logprobs=True, top_logprobs=20)))
+    settings = made.settings(made.own_settings(request(CHAT, logprobs=True, top_logprobs=20)))
     assert settings.top_logprobs == 20
 
 
 def test_a_neutral_value_takes_the_jobs_penalty_away():
     made = rules(sampling=Sampling(presence_penalty=1.0, top_k=5, min_p=0.5, bad_words=("x",), min_new_tokens=2))
     body: dict = {"presence_penalty": 0, "top_k": 0, "min_p": 0, "bad_words": [], "min_tokens": 0}
-    settings, _ = made.settings(made.own_settings(request(**body)))
+    settings = made.settings(made.own_settings(request(**body)))
     assert (settings.penalties, settings.top_k, settings.min_p) == (None, 0, 0.0)
 
 
@@ -304,11 +305,10 @@ def test_a_named_column_comes_before_a_requests_body():
 
 def test_no_stop_strings_at_all_can_be_asked_for_too():
     made = rules(Complete(kind="complete", stop=("x",)), columns={"stop": "s"})
-    settings, stops = made.settings(made.own_settings({"s": []}))
-    assert isinstance(settings.stop_text, NeverStops) and stops is None
-    settings, stops = made.settings(made.own_settings({"s": "y"}))
-    assert settings.stop_text is stops is not None and stops.cut("ayb") == "a"
-    assert made.settings(made.own_settings({"s": None}))[0].stop_text is None
+    assert isinstance(made.settings(made.own_settings({"s": []})).stop_text, NeverStops)
+    stops = made.settings(made.own_settings({"s": "y"})).stop_text
+    assert isinstance(stops, StopStrings) and stops.cut("ayb") == "a"
+    assert made.settings(made.own_settings({"s": None})).stop_text is None
 
 
 def test_conversations_and_prompts_may_stand_in_one_file(chatting: Tokenizer) -> None:  # noqa: F811

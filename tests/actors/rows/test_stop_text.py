@@ -201,5 +201,5 @@ def test_min_tokens_of_a_row_hold_for_the_stop_strings_of_the_job():
     rules = RowRules(recipe_of(task), byte_level(), model_info())
     for body, expected in (({}, None), ({"min_tokens": 2}, 3), ({"min_tokens": 2, "stop": "b"}, None)):
         own = rules.own_settings({"custom_id": "a", "body": {"prompt": "p", **body}})
-        finder = rules.settings(own)[1]
+        finder = rules.settings(own).stop_text
         assert (finder and finder.find(in_bytes("axx"), 0)) == expected

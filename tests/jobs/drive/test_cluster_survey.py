@@ -2,12 +2,12 @@
 
 import gzip
 import json
-import os
 import random
 import shutil
-import signal
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -155,15 +155,31 @@ def surveyed_there(spec: JobSpec, **changes):
     return surveyed
 
 
+def noting(note: Callable[[SurveyedRows], None], of_task=survey_pool.SurveyPool._from_task):
+    """The items of a chunk's task, each of which is noted."""
+
+    def noted(pool, stream):
+        items = of_task(pool, stream)
+        while True:
+            try:
+                item = next(items)
+            except StopIteration as end:
+                return end.value
+            note(item)
+            yield item
+
+    return noted
+
+
 @pytest.mark.parametrize(("write", "inputs"), KINDS)
 @pytest.mark.slow
-def test_the_plan_of_tasks_is_the_plan_of_one_process(ray_session, folder, tmp_path, write, inputs):
+def test_the_plan_of_tasks_is_the_plan_of_one_process(ray_session, folder, tmp_path, write, inputs, monkeypatch):
     write(folder)
     here = planned_here(spec_for(folder, tmp_path / "here", inputs))
     arrived: list[SurveyedRows] = []
-    there = planned_there(spec_for(folder, tmp_path / "there", inputs), arrived=arrived.append)
-    assert there == here
-    assert arrived and os.getpid() not in {item.pid for item in arrived}, "tasks did it"
+    monkeypatch.setattr(survey_pool.SurveyPool, "_from_task", noting(arrived.append))
+    assert planned_there(spec_for(folder, tmp_path / "there", inputs)) == here
+    assert arrived, "tasks did it"
     if "limit" not in inputs and write in {as_jsonl, as_parquet, as_txt} and "chunk_chars" not in inputs:
         assert len(arrived) > 4, "a large file was cut"
 
@@ -194,7 +210,9 @@ def test_rows_that_begin_alike_are_planned_alike(ray_session, folder, tmp_path, 
 
 
 @pytest.mark.slow
-def test_the_rest_of_a_task_that_is_killed_in_the_middle_is_done_by_the_driver(ray_session, folder, tmp_path):
+def test_the_rest_of_a_task_that_is_killed_in_the_middle_is_done_by_the_driver(
+    ray_session, folder, tmp_path, monkeypatch
+):
     """One file that can't be cut, of several items: the driver leaves out what has arrived."""
     rows = [json.dumps({"id": str(number), "text": "a b"}) for number in range(20_000)]
     (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode(), 1))
@@ -203,12 +221,14 @@ def test_the_rest_of_a_task_that_is_killed_in_the_middle_is_done_by_the_driver(r
     killed: list[int] = []
 
     def kill(item: SurveyedRows) -> None:
-        if len(killed) < 2 and item.pid not in killed:
-            killed.append(item.pid)
-            os.kill(item.pid, signal.SIGKILL)
+        for process in psutil.Process().children(recursive=True):
+            if len(killed) < 2 and process.pid not in killed and "ray::survey_chunk" in " ".join(process.cmdline()):
+                killed.append(process.pid)
+                process.kill()
 
+    monkeypatch.setattr(survey_pool.SurveyPool, "_from_task", noting(kill))
     plans = []
-    for name, plan in (("here", planned_here), ("there", lambda spec: planned_there(spec, arrived=kill))):
+    for name, plan in (("here", planned_here), ("there", planned_there)):
         changes["output"]["path"] = str(tmp_path / name)
         plans.append(plan(check_spec(spec_for(folder, tmp_path / name).model_dump(mode="json") | changes)))
     assert len(killed) == 2 and plans[0] == plans[1]

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-MB_PER_MILLION = 700.0
+MB_PER_MILLION = 750.0
+"""Measured with 300,000 units: 640. The manifest, 230 bytes a unit, is written and read as a whole."""
+
 MB_ALWAYS = 60.0
-"""What does not depend on the number of units: a window of rows, blocks of columns, blocks of facts."""
+"""What does not depend on the number of units: a window of rows, and blocks of columns."""
 
 
 def taken(units: int) -> dict[str, float]:
@@ -29,5 +31,5 @@ def test_a_job_of_many_units_is_planned_resumed_decoded_and_closed_in_little_mem
 
 @pytest.mark.soak
 @pytest.mark.timeout(1300)  # alone two minutes
-def test_a_million_units_take_the_driver_less_than_700_megabytes():
+def test_a_million_units_take_the_driver_less_than_750_megabytes():
     assert taken(1_000_000)["read"] < MB_PER_MILLION

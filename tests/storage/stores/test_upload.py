@@ -2,8 +2,6 @@
 
 import os
 import random
-from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,24 +272,6 @@ def test_what_a_killed_exporter_left_is_aborted_and_nobody_elses(s3_store, monke
     assert abort_orphans(s3_store, NAME) == 2
     assert sorted(pending(s3_store)) == [s3_store.key("out/answers"), s3_store.key(f"{NAME}.gz")]
     assert abort_orphans(s3_store, NAME) == 0
-
-
-def test_uploads_of_the_last_hour_may_be_at_work(s3_store, monkeypatch):
-    aborted: list[str] = []
-
-    def one(upload_id: str, key: str, minutes: float) -> dict[str, Any]:
-        return {"Key": key, "UploadId": upload_id, "Initiated": datetime.now(UTC) - timedelta(minutes=minutes)}
-
-    key = s3_store.key(NAME)
-    first, second = (
-        [one("young", key, 59), one("old", key, 61)],
-        [one("older", key, 10**4), one("other", f"{key}2", 10**4)],
-    )
-    paginator = SimpleNamespace(paginate=lambda **query: [{"Uploads": first}, {}, {"Uploads": second}])
-    monkeypatch.setattr(s3_store, "client", SimpleNamespace(get_paginator=lambda operation: paginator))
-    monkeypatch.setattr(s3_store, "ask", lambda operation, name, **given: aborted.append(given["UploadId"]))
-    assert abort_orphans(s3_store, NAME) == 2
-    assert aborted == ["old", "older"]
 
 
 def test_a_store_that_lists_no_uploads_is_written_all_the_same(s3_store, s3_server, s3_options, caplog):
