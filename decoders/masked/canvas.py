@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from draftmill.decoders.base import HOLE, Outcome, TraceStep
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.asks import FAR, MOST_STRETCHES, NO_DRAFT, TARGET, Answer, Ask, Ints, Span
-from draftmill.decoders.engine.ends import EOS, STOP, ending
+from draftmill.decoders.engine.ends import EOS, FILLED, STOP, ending
 from draftmill.decoders.engine.samples import Sample, runs_of
 from draftmill.decoders.masked.settings import MaskedSettings
 
@@ -118,7 +118,7 @@ class Canvas(Sample):
         return self.tokens[position] == HOLE
 
     def _until_end(self, picks: Sequence[Pick]) -> int:
-        if self.end is None or not self.can_stop:
+        if self.end == FILLED or not self.can_stop:
             return len(picks)
         news = [(position - self.origin, token) for _, position, token, _ in picks]
         end = ending(self.tokens[self.origin :], news, self.stops)
