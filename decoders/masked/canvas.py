@@ -219,7 +219,7 @@ class Windows:
     """When the cache of a sample was made, and the windows that follow from it, from the settings and from the model's shift."""
 
     def __init__(self, s: Canvas, settings: MaskedSettings, shift: int) -> None:
-        self._s, self.settings, self.shift = s, settings, shift
+        self._s, self.settings, self.shift, self.fresh = s, settings, shift, settings.draws_anew
         # The block of the last forward, -1 before the first; the number of decided tokens when the cache was made.
         self.last, self.made_at = -1, s.decided
 
@@ -306,7 +306,7 @@ class NodeLayout:
     def __init__(
         self, s: Canvas, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, count: int, best: int
     ) -> None:
-        self._s, self._count, self._best, self._fresh = s, count, best, windows.settings.draws_anew
+        self._s, self._count, self._best, self._fresh = s, count, best, windows.fresh
         self._shift, self.asked = windows.shift, windows.ask()
         self._column = s.length  # nodes stand beside the canvas
         for number, node in enumerate(nodes):
