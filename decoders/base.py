@@ -162,7 +162,6 @@ class EngineStats:
     useful_rows: int = 0
     computed_rows: int = 0
     committed: int = 0
-    verified: int = 0
     prompt_rows: int = 0
     prompt_rows_shared: int = 0
     raised: int = 0

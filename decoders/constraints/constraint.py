@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +20,6 @@ class Constraint:
 
     automata: tuple[Automaton | Grammar | None, ...]
     ends: tuple[int, ...] = ()
-    name: str = field(default="", compare=False)
 
     def problem(self, lengths: Sequence[int]) -> str | None:
         """Why holes of these lengths can't be filled; None if they can."""

@@ -102,12 +102,8 @@ class Warp:
         return logits_RV.index_fill_(-1, self.suppressed, -torch.inf) if len(self.suppressed) else logits_RV
 
     def law(self, logits_RV: Tensor, *, cut: bool) -> Tensor:
-        """The log-probabilities that rows draw by, [R, V], from suppressed logits that `shape` did not change yet."""
-        return self.law_of(self.shape(logits_RV), cut=cut)
-
-    def law_of(self, logits_RV: Tensor, *, cut: bool) -> Tensor:
-        """The same from logits that `shape` changed. Without `cut` top-p is left to `draw`, and what min-p leaves is not
-        normalised: the nucleus is that of the distribution before min-p."""
+        """The log-probabilities that rows draw by, [R, V], from suppressed logits that `shape` changed. Without `cut` top-p is
+        left to `draw`, and what min-p leaves is not normalised: the nucleus is that of the distribution before min-p."""
         uses = self.uses
         if uses.all_greedy:
             return _one_hot(logits_RV)
@@ -240,7 +236,7 @@ def sample(
     logits_RV = warp.suppress(logits_RV)
     own_RV = None if warp.is_whole else torch.log_softmax(logits_RV, dim=-1)
     logits_RV = warp.shape(logits_RV)
-    uncut_RV = None if warp.uses.all_greedy else warp.law_of(logits_RV, cut=False)
+    uncut_RV = None if warp.uses.all_greedy else warp.law(logits_RV, cut=False)
     plain_RV, law_RV = _laws(logits_RV, uncut_RV, warp, is_noted=bool(wanted), warped=warped)
     if own_RV is not None:
         # Where a row draws from other logits, the model's own distribution is another one.
@@ -273,7 +269,7 @@ def _laws(
         plain_RV = torch.log_softmax(logits_RV, dim=-1)
     if not (is_noted and of_warped):
         return plain_RV, plain_RV
-    law_RV = warp.law_of(logits_RV, cut=True)
+    law_RV = warp.law(logits_RV, cut=True)
     if warp.uses.some_greedy:
         exact_RV = torch.log_softmax(logits_RV.to(torch.float64), -1)
         greedy_R1 = warp.settings_4R[TEMPERATURE].unsqueeze(1) == 0.0

@@ -37,7 +37,6 @@ from draftmill.decoders.engine.asks import (
     SCORE,
     SELF,
     SURE,
-    TARGET,
     TARGET_ONCE,
     UNREAD,
     Answer,
@@ -51,8 +50,7 @@ from draftmill.decoders.engine.samples import Sample, SlotTable, Tops
 _SPAN, _RUN = len(Span._fields), len(Run._fields)
 _COUNT, _COLUMN, _POSITION, _BELOW, _LAG, _BLOCK, _OWN, _TILL, _NODE = range(_SPAN)
 _ROW, _SAMPLED, _RANK, _KIND, _DRAW, _BANK = range(_RUN)
-# Rows whose tokens are decided or checked by the target, and rows that the rejection rule draws or judges, by kind.
-_IS_VERIFIED_K: Final = np.isin(np.arange(SCORE + 1), (TARGET, JUDGE, SURE))
+# Rows that the rejection rule draws or judges, by kind.
 _BY_RATIO_K: Final = np.isin(np.arange(SCORE + 1), (DRAFT, JUDGE, SURE))
 _JUDGES_K: Final = np.isin(np.arange(SCORE + 1), (JUDGE, SURE))
 
@@ -61,10 +59,9 @@ class Layout(NamedTuple):
     """How the rows of a model stand in its cache. `streams`: it has query rows. With `keeps` the rows of a sample stand in
     its slot; else each canvas has one slot for the time of a forward. `by_node`: a slot is named once for each
     canvas of its sample, whose rows see the same columns. A hole reads as `mask_id`, an id above `most_id` as that one.
-    `family` says which rows count as verified. `has_flags`: the model says which rows are finite. The tokens
-    drawn are noted on the device, in `num_notes` cells of which each slot has two; 0 where no forward reads them there."""
+    `has_flags`: the model says which rows are finite. The tokens drawn are noted on the device, in `num_notes` cells of which
+    each slot has two; 0 where no forward reads them there."""
 
-    family: str
     most_id: int = FAR
     streams: bool = False
     keeps: bool = True
@@ -205,19 +202,6 @@ class Batch(Sent[A]):
     def num_sums(self) -> int:
         """How many numbers at the end of a record are sums of rows' states, by which bad ones are found."""
         return sum(map(len, self.rows.lines)) if self.layout.has_flags else 0
-
-    @property
-    def num_verified(self) -> int:
-        """How many rows decide or check tokens that may be committed now: of canvases each, whatever is asked about it. In block
-        diffusion these are drafts, too, but beside a verification they wait for the next one."""
-        draws, num_samples = self.draws, len(self.rows_B)
-        if self.layout.family == "masked":
-            return len(self.sample_G)
-        if self.layout.family != "blocks":
-            return int(_IS_VERIFIED_K[draws.kind_R].sum())
-        owner_R = np.repeat(np.arange(num_samples), draws.sampled_B)
-        judges_B = np.bincount(owner_R[draws.judges_R], minlength=num_samples) > 0
-        return int((draws.judges_R | ~judges_B[owner_R]).sum())
 
     @property
     def counts(self) -> dict[str, int]:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from draftmill.decoders.base import HOLE, StopText
 
-LENGTH: Final = 0
-EOS: Final = 1
-STOP: Final = 2
-FINISHES: Final = ("length", "eos", "stop")
-"""`Outcome.finish`: LENGTH (all requested tokens were generated), EOS or STOP."""
+FILLED, LENGTH, EOS, STOP = "filled", "length", "eos", "stop"
+"""`Outcome.finish`: LENGTH (all requested tokens were generated), EOS or STOP; FILLED where texts have no ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +21,7 @@ class Stops:
     ids: tuple[int, ...] = ()
     text: StopText | None = None
 
-    def first(self, text: Sequence[int], num_checked: int) -> tuple[int, int] | None:
+    def first(self, text: Sequence[int], num_checked: int) -> tuple[int, str] | None:
         """(number of tokens to keep, EOS or STOP) for a text that ends after its first `num_checked` tokens; None if it does
         not end."""
         eos = next((place for place in range(num_checked, len(text)) if text[place] in self.ids), None)
@@ -44,7 +40,7 @@ class NeverStops:
         return None
 
 
-def ending(tokens: Sequence[int], news: Sequence[tuple[int, int]], stops: Stops) -> tuple[int, int, int] | None:
+def ending(tokens: Sequence[int], news: Sequence[tuple[int, int]], stops: Stops) -> tuple[int, int, str] | None:
     """Reveal `news` (place, token) one by one in a completion that has not ended yet. Returns (number of tokens to reveal until
     it ends, number of its tokens to keep, EOS or STOP); None if it does not end."""
     canvas = list(tokens)

@@ -229,8 +229,8 @@ class Engine:
 
     def _allocate(self, shape: Shape) -> None:
         self._shape, self._extents = Shape(), None  # until the resize has succeeded
-        has_graphs, slots = any(runner.graphs is not None for runner in self.models), min(shape.slots, self.max_rows)
-        if has_graphs and not all([self.sampler.stays(slots), *(runner.stays(shape) for runner in self.models)]):
+        slots, captured = min(shape.slots, self.max_rows), [one.backbone for one in self.models if one.graphs]
+        if captured and not all([self.sampler.stays(slots), *(one.stays(*shape[:2]) for one in captured)]):
             drop_all()
         self.sampler.resize(slots)
         if shape.slots:
@@ -254,7 +254,8 @@ class Engine:
             self.slots.start_S[slot], lost = self._extents.take(slot, columns)
             for other in lost:
                 self.scheduler.prefixes.forget(other)
-            stays = [runner.place(slot, int(self.slots.start_S[slot]), columns) for runner in self.models]
+            start = int(self.slots.start_S[slot])
+            stays = [runner.backbone.place(slot, start, columns) for runner in self.models]
             if not all(stays):
                 drop_all()
         if sample.order is not None:
@@ -475,7 +476,6 @@ class Engine:
             sample.device_s += count * seconds / active
             sample.used_rows += count * useful
             sample.computed_rows += count * computed
-        stats.verified += batch.num_verified - dropped
         stats.active_slot_steps += active
         stats.useful_rows += useful
         stats.computed_rows += computed

@@ -130,7 +130,6 @@ class ModelRunner:
         # Where nothing is kept whole canvases run, which keep a device busy: they are not captured.
         if is_target:
             self.layout = Layout(
-                family="scores" if algorithm.scores else algorithm.kind,
                 streams=algorithm.kind == "any_subset",
                 keeps=algorithm.keeps,
                 # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
@@ -143,7 +142,6 @@ class ModelRunner:
             self._whole = algorithm.kind == "masked" or not algorithm.keeps
         else:
             self.layout = Layout(
-                family="drafts",
                 most_id=backbone.vocab_size - 1 if backbone.vocab_size < self._vocab_size else FAR,
                 has_flags=backbone.has_sums,
                 num_notes=len(sampler.noted_C) if windows is None else 0,
@@ -173,12 +171,8 @@ class ModelRunner:
         """Whether slots of different widths stand in one pool."""
         return self.backbone.spreads and self.layout.keeps and self._info is None
 
-    def stays(self, shape: Shape) -> bool:
-        """Whether a resize to this leaves all that its graphs read as it is."""
-        return self.graphs is None or bool(self.backbone.stays(shape.slots, shape.columns))
-
     def resize(self, shape: Shape, multiple: int) -> None:
-        """Resize the cache to this shape; unless it `stays`, all graphs must have been dropped."""
+        """Resize the cache to this shape; unless that `stays` as it is, all graphs must have been dropped."""
         num_slots, num_columns = shape.slots, shape.columns
         self._source = self.hidden_ND = None
         if self._num_slots > 1:
@@ -192,10 +186,7 @@ class ModelRunner:
     def spread(self, shape: Shape) -> bool:
         """Have slots of up to this many columns in one pool; whether all that graphs read is where it was."""
         self._columns = shape.columns
-        return self.backbone.spread(shape.slots, shape.columns) or self.graphs is None
-
-    def place(self, slot: int, start: int, num_columns: int) -> bool:
-        return self.backbone.place(slot, start, num_columns) or self.graphs is None
+        return self.backbone.spread(shape.slots, shape.columns)
 
     def wipe(self, slots: Iterable[int]) -> None:
         """Clear slots that hold NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN."""

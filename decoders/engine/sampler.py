@@ -182,7 +182,7 @@ class Sampler:
         if self._order_F is not None:
             fields_AFR = fields_AFR.index_select(1, self._order_F)
         if self._of_two:
-            law_RV = warp.warm.law_of(warp.shape(logits_RV).to(torch.float64), cut=True)
+            law_RV = warp.warm.law(warp.shape(logits_RV).to(torch.float64), cut=True)
             fields_AFR[0, -1] = measure(self.notes[-1], law_RV, fields_AFR[0, 0].to(torch.int64))
         if draws.num_tops:
             tops_FR = torch.stack(self._tops(warp.suppress(logits_RV), draws.num_tops))
@@ -271,14 +271,13 @@ class Sampler:
 
     def law(self, logits_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that tokens are drawn from; at temperature 0 the model's own in float64, if ratios mean something."""
-        if self._untempered:
-            return torch.log_softmax(warp.shape(logits_RV).to(torch.float64), dim=-1)
-        return warp.law(logits_RV, cut=True)
+        logits_RV = warp.shape(logits_RV)
+        return torch.log_softmax(logits_RV.to(torch.float64), -1) if self._untempered else warp.law(logits_RV, cut=True)
 
     def _judging(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp) -> Tensor:
         """The distributions that judge: at temperature 0 those of temperature 1 after top-k and top-p."""
         if self._untempered and self._cuts:
-            return warp.warm.law_of(warp.shape(logits_RV).to(torch.float64), cut=True)
+            return warp.warm.law(warp.shape(logits_RV).to(torch.float64), cut=True)
         return law_RV
 
     def _log_p(self, logits_RV: Tensor, law_RV: Tensor, warp: Warp, token_R: Tensor) -> Tensor:

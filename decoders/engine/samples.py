@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +26,9 @@ from draftmill.decoders.constraints.trackers import Tracker
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.draws.settings import Uses, column_of
 from draftmill.decoders.engine.asks import DRAFT, FAR, JUST_ONE, TARGET, UNREAD, Ask, Decoding, Ints, Run, Span, Wish
-from draftmill.decoders.engine.ends import FINISHES, LENGTH, Stops
+from draftmill.decoders.engine.ends import FILLED, LENGTH, Stops
 from draftmill.decoders.engine.penalties import PenaltyTracker
 
-FILLED: Final = "filled"
 Tops = dict[tuple[int, float], list[tuple[int, float]]]
 """Tokens and their log-probabilities, the best first, of rows that speak of a position and say that its token has this
 log-probability: so the row that decided a token is found."""
@@ -112,8 +111,8 @@ class Sample:
         self.iterations = self.proposed = self.accepted = self.reused = 0
         self.histogram: list[int] = []
         self.is_greedy: bool | None = None
-        # How the sample ends where nothing stops it; None where texts have no ends.
-        self.end = None if stops is None else LENGTH
+        # How the sample ends where nothing stops it.
+        self.end = FILLED if stops is None else LENGTH
         own = request.settings
         self.stops = Stops()
         if stops is not None:
@@ -307,7 +306,7 @@ class Sample:
         return Outcome(
             index=self.request.index,
             tokens=np.array([] if broken else text, dtype=np.int32),
-            finish=FILLED if self.end is None or not ran else FINISHES[self.end],
+            finish=self.end if ran else FILLED,
             logprob=None if broken else self.logprob,
             nfe=self.nfe,
             nfe_draft=self.nfe_draft,

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from draftmill.decoders.base import HOLE, Outcome, TraceStep
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.asks import FAR, MOST_STRETCHES, NO_DRAFT, TARGET, Answer, Ask, Ints, Span
-from draftmill.decoders.engine.ends import EOS, STOP, ending
+from draftmill.decoders.engine.ends import EOS, FILLED, STOP, ending
 from draftmill.decoders.engine.samples import Sample, runs_of
 from draftmill.decoders.masked.settings import MaskedSettings
 
@@ -118,7 +118,7 @@ class Canvas(Sample):
         return self.tokens[position] == HOLE
 
     def _until_end(self, picks: Sequence[Pick]) -> int:
-        if self.end is None or not self.can_stop:
+        if self.end == FILLED or not self.can_stop:
             return len(picks)
         news = [(position - self.origin, token) for _, position, token, _ in picks]
         end = ending(self.tokens[self.origin :], news, self.stops)
@@ -219,7 +219,7 @@ class Windows:
     """When the cache of a sample was made, and the windows that follow from it, from the settings and from the model's shift."""
 
     def __init__(self, s: Canvas, settings: MaskedSettings, shift: int) -> None:
-        self._s, self.settings, self.shift = s, settings, shift
+        self._s, self.settings, self.shift, self.fresh = s, settings, shift, settings.draws_anew
         # The block of the last forward, -1 before the first; the number of decided tokens when the cache was made.
         self.last, self.made_at = -1, s.decided
 
@@ -306,7 +306,7 @@ class NodeLayout:
     def __init__(
         self, s: Canvas, nodes: Sequence[Node], windows: Windows, runs: Sequence[Positions], *, count: int, best: int
     ) -> None:
-        self._s, self._count, self._best, self._fresh = s, count, best, windows.settings.draws_anew
+        self._s, self._count, self._best, self._fresh = s, count, best, windows.fresh
         self._shift, self.asked = windows.shift, windows.ask()
         self._column = s.length  # nodes stand beside the canvas
         for number, node in enumerate(nodes):

@@ -65,7 +65,7 @@ def surest(s: Canvas, windows: Windows, quota: Quota) -> Generator[Ask, Answer, 
     for low, end in windows.next_runs(block):
         first = asked.run(s.canvas, low, end, column=low, below=s.length)
         if low < high <= end:
-            asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * settings.draws_anew)
+            asked.read(first, s.holes[:masks], best=quota(masks), draw=s.revealed * windows.fresh)
     answer = yield asked.ask()
     return asked.picks(answer, asked.sure(s, settings, answer))[0][0]
 

@@ -155,7 +155,7 @@ class ChosenSampler(Sampler):
         warp, chosen, rows = self._warp(draws, part), Chosen(), range(draws.num_sampled)[part]
         self._noise.chosen = {}
         if not warp.uses.all_greedy:
-            uncut_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
+            uncut_RV = warp.law(warp.shape(warp.suppress(logits_RV.clone())), cut=False)
             corners: list[tuple[int, Tensor]] = []
             for line, row, sample, chooser in self._ours(draws, rows):
                 if isinstance(chooser, NoiseChooser):
@@ -241,7 +241,7 @@ class ChosenSampler(Sampler):
         """Row by row: draw drafts and keep their distributions, judge chains by those that were kept before."""
         warp, chosen, news, broken = self._warp(draws, part), Chosen(), dict[tuple[int, int, int], Tensor](), set[int]()
         assert not self._untempered, "S2D2's rule at temperature 0 is not written down here"
-        law_RV = warp.law(warp.suppress(logits_RV.clone()), cut=False)
+        law_RV = warp.law(warp.shape(warp.suppress(logits_RV.clone())), cut=False)
         for line, row, sample, chooser in self._ours(draws, range(draws.num_sampled)[part]):
             p_V = self._cut(law_RV[line], sample.slot)
             owner = int(draws.by_rejection.owner_R[row])

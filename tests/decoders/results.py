@@ -8,7 +8,7 @@ therefore compared with a tolerance. Models are exact tables in float64, so that
     nfe        forwards of the model, by kind
     counts     forwards of the drafter, iterations, drafts, acceptances, histogram
     trace      every iteration
-    totals     tokens that were committed, rows that were verified, prompts and what of them was shared
+    totals     tokens that were committed, prompts and what of them was shared
 """
 
 import hashlib
@@ -375,8 +375,7 @@ def outcomes_of(case: Case) -> Iterator[tuple[Outcome, Any]]:
         for with_rows in (False, True) if by_row and sampling.temperature == 1.0 and not sampling.top_k else (False,):
             decoder = engine_of(case, sampling, slots, stops)
             found = run_all(decoder, requests_of(case, with_rows=with_rows))
-            stats = decoder.stats
-            totals = (stats.committed, stats.verified, stats.prompt_rows, stats.prompt_rows_shared)
+            totals = (decoder.stats.committed, decoder.stats.prompt_rows, decoder.stats.prompt_rows_shared)
             for index in sorted(found):
                 yield found[index], totals
 

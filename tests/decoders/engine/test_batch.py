@@ -27,7 +27,7 @@ from draftmill.decoders.engine.samples import Sample, SlotTable, runs_of
 from draftmill.decoders.engine.setup import Setup
 from tests.decoders.references.token_table import TokenTable
 
-CAUSAL = Layout("causal")
+CAUSAL = Layout()
 
 
 class Slot:
@@ -106,7 +106,7 @@ def test_rows_may_name_the_stretches_that_they_see():
 
 
 def test_queries_are_rows_of_their_own_to_which_runs_refer():
-    layout = Layout("any_subset", streams=True, keeps=True)
+    layout = Layout(streams=True, keeps=True)
     ask = Ask([7, 8], Span(2, 3, 3, 3), Run(1, 2, 6, TARGET), [NO_DRAFT] * 2, queries=Span(3, 5, 5, lag=1))
     empty = Ask([], (), Run(0, 1, 0, TARGET), [NO_DRAFT], queries=Span(1, 0, 0, lag=1))
     b = packed([ask, empty], layout)
@@ -122,11 +122,11 @@ def test_canvases_of_a_sample_are_groups_and_slots_of_their_own_where_nothing_is
         spans = [number for node in nodes for number in Span(2, 0, 0, 2, FAR, node=node)]
         return Ask([HOLE, 1] * len(nodes), spans, (), ())
 
-    b = packed([canvases(0, 1), canvases(0), canvases(0)], Layout("masked", keeps=False, by_node=True, mask_id=9))
+    b = packed([canvases(0, 1), canvases(0), canvases(0)], Layout(keeps=False, by_node=True, mask_id=9))
     assert b.rows.slots_G.tolist() == [0, 1, 2, 3] and b.sample_G.tolist() == [0, 0, 1, 2]
     assert b.rows.shape.slots == slice(0, 4)
     assert b.rows.token_N.tolist() == [9, 1] * 4 and b.rows.owner_N.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    kept = packed([canvases(0, 1), canvases(0)], Layout("masked", by_node=True, mask_id=9))
+    kept = packed([canvases(0, 1), canvases(0)], Layout(by_node=True, mask_id=9))
     assert kept.rows.slots_G.tolist() == [10, 10, 11] and kept.rows.shape.slots is None
 
 
@@ -139,14 +139,13 @@ def test_the_rows_that_judge_are_a_chain_wherever_they_stand():
         Ask([0] * 5, rows, Run(0, 2, 0, DRAFT), [NO_DRAFT] * 2, when=3),
         Ask([0] * 5, rows, Run(0, 1, 0, JUDGE), [NO_DRAFT]),
     ]  # fmt: skip
-    b = packed(asks, Layout("blocks"), rule)
+    b = packed(asks, CAUSAL, rule)
     judging = b.draws.by_rejection
     assert b.draws.row_R.tolist() == [4, 2, 0, 10, 11, 15] and judging.owner_R.tolist() == [0, 0, 0, 2, 2, 3]
     assert judging.first_B.tolist() == [0, 3, 3, 5] and judging.size_B.tolist() == [2, 0, 0, 1]
     assert judging.row_D.tolist() == [2, 3, 4]
     assert judging.judged_R.tolist() == [1, 1, 0, 0, 0, 0] and not judging.is_sure and judging.any_chain
     assert judging.cell_R.tolist() == [80 + 0, 80 + 4 + 2, 80 + 1, 96 + 0, 96 + 1, 104 + 0]
-    assert b.num_verified == 5, "a draft beside a verification waits for the next one"
 
 
 def test_the_number_of_a_sampled_row_stays_its_own_where_runs_are_made_of_arrays():

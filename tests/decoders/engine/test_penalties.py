@@ -284,7 +284,7 @@ def test_the_best_tokens_of_a_place_are_the_models_own_whatever_is_drawn(kind, d
 def test_what_is_sent_to_a_device_as_one_buffer_is_the_same():
     ask = Ask([1, 2], Span(2, 0, 0), Run(0, 2, 0, TARGET), [NO_DRAFT] * 2)
     samples: list[Any] = [SimpleNamespace(slot=0, tokens=[0] * 4, decided=0)]
-    made: Any = pack(samples, [ask], SlotTable(Sampling(), 1), Layout("causal"), Rule()).draws
+    made: Any = pack(samples, [ask], SlotTable(Sampling(), 1), Layout(), Rule()).draws
     entries = [(np.array([3, 5]), np.arange(6.0).reshape(3, 2)), None]
     _add_entries(made, entries)
     sent = made.cut(torch.from_numpy(made.flat()))

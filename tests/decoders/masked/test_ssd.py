@@ -126,10 +126,11 @@ def test_a_mixed_tree_is_walked_in_whatever_order_its_drafts_come(chosen):
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_sequence_forwards_are_counted(rows):
-    settings = decoder_settings("ssd", draft_length=3)
-    decoder = engine(table(), table_info(), settings, SAMPLINGS["greedy"], rows=rows)
-    outcomes = run_all(decoder, toy_requests(20, vocab_size=VOCAB - 1, longest=POSITIONS, share=0.8))
-    assert decoder.stats.verified == sum(outcome.nfe + outcome.proposed for outcome in outcomes.values())
+    decoder = engine(table(), table_info(), decoder_settings("ssd", draft_length=3), SAMPLINGS["greedy"], rows=rows)
+    requests = toy_requests(20, vocab_size=VOCAB - 1, longest=POSITIONS, share=0.8)
+    outcomes = run_all(decoder, requests)
+    counted = sum((one.nfe + one.proposed) * len(requests[index].canvas) for index, one in outcomes.items())
+    assert decoder.stats.useful_rows == counted
     assert decoder.stats.committed == sum(len(outcome.tokens) for outcome in outcomes.values())
     assert decoder.stats.steps < sum(outcome.nfe for outcome in outcomes.values()) or rows == 1
 
