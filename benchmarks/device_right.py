@@ -34,6 +34,7 @@ from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.backbones.rows import causal_rows
 from draftmill.decoders.base import Outcome, Request
 from draftmill.decoders.engine import cuda_graphs
+from tests.decoders.shipped import BUILTIN
 from tests.device import steps
 
 COLUMNS: Final = {
@@ -279,7 +280,7 @@ def _logits(bench: Bench) -> Iterator[Row]:
 
 def _logits_of(name: str, dtype: str, device: str) -> Tensor:
     """Logits of four texts of 48 tokens, in which each sees those before it; float64 on the host."""
-    backbone: Any = load_backbone(steps.BUILTIN / name, dtype=dtype, device=device)
+    backbone: Any = load_backbone(BUILTIN / name, dtype=dtype, device=device)
     backbone.allocate(4, 64)
     tokens_N = torch.from_numpy(np.random.default_rng(0).integers(10, 2000, 4 * 48)).to(device)
     hidden_ND = backbone.forward(causal_rows(range(4), [48] * 4, [0] * 4, tokens_N))

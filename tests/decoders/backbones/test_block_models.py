@@ -230,7 +230,7 @@ def test_a_row_chooses_the_best_experts_of_its_best_groups_even_where_every_bias
     mixture.expert_bias += shift
     expert, weight = mixture.choose(rows)
     for row, scores in enumerate(torch.sigmoid(rows @ mixture.gate.weight.T).tolist()):
-        experts, weights = choose_by_hand(scores, mixture.expert_bias.tolist(), *groups, chosen)
+        experts, weights = choose_by_hand(scores, mixture.expert_bias.tolist(), groups[0], groups[1], chosen)
         assert expert[row].tolist() == experts
         assert weight[row].tolist() == pytest.approx(weights, rel=1e-5)
 

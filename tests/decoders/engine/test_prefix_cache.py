@@ -76,7 +76,7 @@ def infills(rows: int, *, samples: int = 2) -> list[Request]:
 def made(name: str, rows: int, budget: int | None = None, **sampling: Any) -> Any:
     """A decoder of a case without a draft head, whose forwards have no more rows of prompts than the budget."""
     warp = Sampling.model_validate({"temperature": 0.9} | sampling)
-    more = {"max_tokens": 1 << 16, "trace": True, "prompt_rows": budget, "heads": None}
+    more: dict[str, Any] = {"max_tokens": 1 << 16, "trace": True, "prompt_rows": budget, "heads": None}
     return build_decoder(*setup_of(CASES[name], warp, rows, **more))
 
 
