@@ -78,6 +78,8 @@ def other_cases() -> list[Case]:
         *({"kind": "block_diffusion", "schedule": one} for one in ("static", "dynamic", "sequential", "entropy")),
         *({"kind": "s2d2"}, {"kind": "s2d2", "block_size": 8, "causal_cache": True}),
         {"kind": "s2d2", "block_size": 8, "causal_cache": True, "fused": True},
+        {"kind": "s2d2", "block_size": 8, "causal_cache": True, "drafter": {"path": "mdm-tiny"}},
+        {"kind": "s2d2", "block_size": 8, "router": {"kind": "bandit", "progress_bins": 1, "entropy_bins": 1}},
         {"kind": "fastest", "like": "block_diffusion"},
     ]
     noisy: list[dict[str, Any]] = [{"kind": "ancestral", "steps": 6, "predictor": one} for one in ("analytic", "euler")]

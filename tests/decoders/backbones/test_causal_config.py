@@ -115,8 +115,8 @@ def test_rotations_are_those_of_transformers(rope):
 def test_where_a_part_of_a_head_is_rotated_the_rest_has_no_angle():
     part, whole = (Rotation(ROPES[0], width, 4, 128, torch.float64, torch.device("cpu")) for width in (12, 4))
     (cos, sin), (cos_4, sin_4), rest = part.at(torch.arange(9)), whole.at(torch.arange(9)), [2, 3, 4, 5]
-    assert part.order_d is not None
-    assert part.order_d.tolist() == [0, 1, 4, 5, 6, 7, 2, 3, 8, 9, 10, 11] and whole.order_d is None
+    assert part.order_d is not None and whole.order_d is None
+    assert part.order_d.tolist() == [0, 1, 4, 5, 6, 7, 2, 3, 8, 9, 10, 11]
     assert torch.equal(cos[:, [0, 1, 6, 7]], cos_4) and torch.equal(sin[:, [0, 1, 6, 7]], sin_4)
     assert (cos[:, rest] == 1).all() and (sin[:, rest] == 0).all()
 

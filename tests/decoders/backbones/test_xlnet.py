@@ -5,7 +5,7 @@ it (here it is e-30); a window of one draft needs no verification (the public co
 """
 
 import json
-from typing import cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettin
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.families.table import find_family
 from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.backbones.xlnet import XLNetBackbone, xlnet_rules
+from draftmill.decoders.backbones.xlnet import xlnet_rules
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import keys
@@ -130,7 +130,8 @@ def test_an_untied_xlnet_needs_its_output_layer(tmp_path):
     save_random(tmp_path, tie_word_embeddings=False)
     weights = load_file(tmp_path / "model.safetensors")
     head = weights.pop("lm_loss.weight")
-    torch.testing.assert_close(cast(XLNetBackbone, load_backbone(tmp_path, device="cpu")).output_VD, head)
+    backbone: Any = load_backbone(tmp_path, device="cpu")
+    torch.testing.assert_close(backbone.output_VD, head)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks the tensors lm_loss\.weight"):
         inspect_model(tmp_path)

@@ -1,17 +1,14 @@
-"""S2D2's routers against decisions worked out by hand, and each sample's memory against that of the sample alone."""
+"""S2D2's routers against decisions worked out by hand."""
 
 import itertools
 import math
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from draftmill.decoders.backbones.checkpoint import inspect_model
-from draftmill.decoders.backbones.load import load_backbone
-from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.blocks.block_diffusion import Drafted
 from draftmill.decoders.blocks.settings import (
     Bandit,
@@ -31,9 +28,7 @@ from draftmill.decoders.blocks.verifier import (
     measure_of,
     route_of,
 )
-from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import measure
-from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)
 STATIC = VerificationCost(kind="static", c=1.0)
@@ -220,28 +215,6 @@ def test_drafts_without_masks_teach_a_bandit_nothing():
     for decoded in (4, 1, 1, 1, 1, 1, 1):
         assert play(one, 0, span=0) is False
         assert play(one, decoded) == play(other, decoded)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    "settings",
-    [{"kind": "score", "tau": 0.5}, {"kind": "hysteresis", "on": 1.0, "off": 0.5}, {"kind": "bandit"}],
-    ids=["score", "hysteresis", "bandit"],
-)
-def test_a_resumed_sample_is_routed_as_before_whatever_it_is_decoded_with(golden, settings):
-    backbone, info = load_backbone(golden / "sdar", dtype="float64", device="cpu"), inspect_model(golden / "sdar")
-    rules = S2d2Settings.model_validate({"kind": "s2d2", "block_size": 8, "router": settings, "causal_cache": True})
-    rng, requests = np.random.default_rng(0), []
-    for index in range(5):
-        prompt = rng.integers(1, 90, 3 + 2 * index)
-        requests.append(Request(index, index, np.append(prompt, [-1] * 24).astype(np.int32)))
-    first = decode(backbone, info, rules, Sampling(), requests, rows=1)
-    again = decode(backbone, info, rules, Sampling(), requests[:1:-1], rows=3)
-    for index, outcome in again.items():
-        kinds = outcome.nfe_kinds
-        assert 0 < kinds["verify"] < kinds["draft"], "the router goes both ways"
-        assert kinds == first[index].nfe_kinds
-        assert outcome.tokens.tolist() == first[index].tokens.tolist()
 
 
 def test_what_is_written_is_checked():

@@ -85,15 +85,6 @@ def test_drafts_are_what_masks_after_the_text_say_in_one_forward(shift):
     assert count > 6
 
 
-def test_no_sample_depends_on_its_neighbours():
-    info, requests = table_info(), prompts(LENGTHS)
-    found = []
-    for rows, order in ((1, 1), (3, -1), (16, 1)):
-        outcomes = drafted(requests[::order], info, 3, REJECTING, rows=rows)
-        found.append([(o.tokens.tolist(), o.nfe, o.nfe_draft, o.accept_hist) for _, o in sorted(outcomes.items())])
-    assert found[0] == found[1] == found[2]
-
-
 def test_a_prompt_in_chunks_is_drafted_for_as_a_whole_one():
     info, requests = table_info(), prompts([(4, 6), (5, 6), (1, 4)])
     whole, cut = (drafted(requests, info, 2, SAMPLED, prompt_rows=rows) for rows in (None, 2))

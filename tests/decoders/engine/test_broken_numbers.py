@@ -5,16 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone
 from draftmill.decoders.base import ModelInfo, Outcome, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from draftmill.decoders.registry import find_heads
-from tests.decoders.shipped import BUILTIN
+from draftmill.decoders.settings import DecoderSettings
+from tests.decoders.shipped import BUILTIN, Case
 from tests.decoders.support import decode, decoder_settings, engine, run_all, texts
+from tests.device.steps import CASES
 
 CAUSAL, ANY = decoder_settings("autoregressive"), decoder_settings("any_subset")
 BROKEN, LENGTH = 77, 24
@@ -53,22 +55,12 @@ def test_a_sample_is_decoded_alike_after_one_that_left_nan_in_its_slot(name, set
     assert texts(alone) == {one.index: texts(found)[one.index] for one in good}
 
 
-CACHED = {"cache": "dual_strict", "block_length": 4}
-EVERY: dict[str, tuple[str, Any]] = {
-    "autoregressive": ("ar-tiny", CAUSAL),
-    "speculative": ("ar-tiny", decoder_settings("speculative", k=3)),
-    "any_subset": ("asarm-tiny", ANY),
-    "assd": ("asarm-tiny", decoder_settings("assd", k=3)),
-    "assd, ngram": ("asarm-tiny", decoder_settings("assd", k=3, drafter="ngram")),
-    "assd, fused": ("asarm-tiny", decoder_settings("assd", k=3, fused="rows")),
-    "assd, ends": ("asarm-tiny", decoder_settings("assd", k=3, fused="rows", rows="ends")),
-    "stepwise": ("mdm-tiny", decoder_settings("stepwise")),
-    "stepwise, cached": ("mdm-tiny", StepwiseSettings.model_validate({"kind": "stepwise", **CACHED})),
-    "ssd": ("mdm-tiny", decoder_settings("ssd", draft_length=2)),
-    "ssd, cached": ("mdm-tiny", SelfSpeculativeSettings.model_validate({"kind": "ssd", "draft_length": 2, **CACHED})),
-    "block_diffusion": ("block-tiny", decoder_settings("block_diffusion", block_size=4)),
-    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=4)),
-}
+NAMES = (
+    *("autoregressive", "speculative", "any_subset", "assd", "assd, n-gram", "assd, fused", "stepwise"),
+    *("stepwise, cached", "ssd", "ssd, cached", "block_diffusion", "s2d2"),
+)
+EVERY: dict[str, Case] = {name: CASES[name] for name in NAMES}
+EVERY["assd, ends"] = "asarm-tiny", {"kind": "assd", "k": 3, "fused": "rows", "rows": "ends"}
 
 
 def engine_of(backbone: Any, info: ModelInfo, settings: Any, **more: Any) -> Any:
@@ -86,7 +78,7 @@ def engine_of(backbone: Any, info: ModelInfo, settings: Any, **more: Any) -> Any
     ],
 )
 def test_one_sample_with_nan_fails_in_its_first_step_and_the_others_are_as_without_it(name, acceptance):
-    folder, settings = EVERY[name]
+    folder, settings = EVERY[name][0], TypeAdapter(DecoderSettings).validate_python(EVERY[name][1])
     backbone, info = broken_model(folder)
     more: dict[str, Any] = {"sampling": Sampling(temperature=0.9, acceptance=acceptance)}
     if hasattr(settings, "head"):
@@ -118,7 +110,7 @@ def test_one_sample_with_nan_fails_in_its_first_step_and_the_others_are_as_witho
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset", "stepwise", "block_diffusion"])
 def test_a_sample_whose_output_layer_breaks_later_fails_in_that_step(name, monkeypatch):
     """The hidden states are fine: what is told of the rows is not."""
-    folder, settings = EVERY[name]
+    folder, settings = EVERY[name][0], TypeAdapter(DecoderSettings).validate_python(EVERY[name][1])
     backbone, info = broken_model(folder)
     some = [request(index, 200 + 20 * index, LENGTH, 12) for index in range(2)]
     expected = texts(run_all(engine_of(backbone, info, settings), some))

@@ -213,8 +213,8 @@ def test_a_window_is_drafted_with_one_wait(monkeypatch):
     decoder = made("speculative, model", 4, 64)
     decoder.admit(prompts(9, 12, new=12))
     decoder.step()
-    assert seen[:4] == ["draft"] * 3 + ["read"] and seen[-2:] == ["verify", "read"]
-    assert "draft" not in seen[4:]
+    assert seen[:5] == ["draft"] * 4 + ["read"] and seen[-2:] == ["verify", "read"]
+    assert "draft" not in seen[5:]
 
 
 def test_a_prompt_that_cannot_be_cut_runs_with_the_others_as_the_only_one_or_where_it_fits():

@@ -114,10 +114,10 @@ def test_a_cleared_engine_forgets_the_forward_that_runs(hidden):
 
 @pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
 def test_a_choice_waits_until_no_forward_runs_that_was_formed_without_it(name, hidden, monkeypatch):
-    folder, like = CASES[name][0], CASES[name][1].name()
+    folder = CASES[name][0]
     decoder = engine(
         *model(folder),
-        decoder_settings("fastest", like=like),
+        decoder_settings("fastest", like=name),
         Sampling(temperature=0.9),
         rows=4,
         max_tokens=1 << 16,

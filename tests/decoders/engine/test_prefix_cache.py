@@ -16,32 +16,16 @@ from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder, build_scorer
 from tests.decoders.shipped import Case, facts, loaded, setup_of
 from tests.decoders.support import decoder_settings, run_all
+from tests.device import steps
 
-CAUSAL_BLOCKS = {"block_size": 8, "causal_cache": True, "fused": True}
-CASES: dict[str, Case] = {
-    "autoregressive": ("ar-tiny", decoder_settings("autoregressive")),
-    "speculative": ("ar-tiny", decoder_settings("speculative", k=3)),
-    "speculative, model": (
-        "ar-tiny",
-        decoder_settings("speculative", k=3, drafter={"kind": "model", "path": "ar-micro"}),
-    ),
-    "specdiff": (
-        "ar-tiny",
-        decoder_settings("specdiff", gamma=4, steps=2, drafter={"path": "mdm-tiny"}, head="none"),
-    ),
-    "jacobi": ("ar-tiny", decoder_settings("jacobi", block_size=4)),
-    "multiblock_jacobi": ("ar-tiny", decoder_settings("multiblock_jacobi", block_size=4)),
-    "any_subset": ("asarm-tiny", decoder_settings("any_subset")),
-    "assd": ("asarm-tiny", decoder_settings("assd", k=3)),
-    "assd, fused": ("asarm-tiny", decoder_settings("assd", k=3, fused="rows")),
-    "block_diffusion": ("block-tiny", decoder_settings("block_diffusion", block_size=8)),
-    "block_diffusion, causal": (
-        "block-tiny",
-        decoder_settings("block_diffusion", block_size=4, causal_cache=True, fused=True),
-    ),
-    "s2d2": ("block-tiny", decoder_settings("s2d2", block_size=4)),
-    "s2d2, fused": ("block-tiny", decoder_settings("s2d2", router={"kind": "min_span"}, **CAUSAL_BLOCKS)),
-}
+NAMES = (
+    *("autoregressive", "speculative", "speculative, model", "jacobi", "multiblock_jacobi", "any_subset"),
+    *("assd", "assd, fused", "block_diffusion", "s2d2", "s2d2, fused"),
+)
+CAUSAL_BLOCKS = decoder_settings("block_diffusion", block_size=4, causal_cache=True, fused=True)
+CASES: dict[str, Case] = {name: steps.CASES[name] for name in NAMES}
+CASES["block_diffusion, causal"] = "block-tiny", CAUSAL_BLOCKS
+CASES["specdiff"] = "ar-tiny", steps.CASES["specdiff"][1] | {"steps": 2}
 COUNTS = (
     "finish",
     "nfe",
@@ -92,7 +76,7 @@ def infills(rows: int, *, samples: int = 2) -> list[Request]:
 def made(name: str, rows: int, budget: int | None = None, **sampling: Any) -> Any:
     """A decoder of a case without a draft head, whose forwards have no more rows of prompts than the budget."""
     warp = Sampling.model_validate({"temperature": 0.9} | sampling)
-    more: Any = {"max_tokens": 1 << 16, "trace": True, "prompt_rows": budget, "heads": None}
+    more: dict[str, Any] = {"max_tokens": 1 << 16, "trace": True, "prompt_rows": budget, "heads": None}
     return build_decoder(*setup_of(CASES[name], warp, rows, **more))
 
 

@@ -301,51 +301,37 @@ def test_a_nucleus_that_is_not_cut_is_found(monkeypatch):
         law_alone(step(), [-1, 1, 0, -1], vocab_size=3, sampling=Sampling(top_p=0.4))
 
 
-CUT_SSD: list[tuple[dict, dict, Sampling]] = [
-    ({"block_length": None}, {"draft_length": 2}, CUTS["top-p"]),
-    ({"block_length": 2, "cache": "dual_strict", "refresh": 3}, {"draft_length": 2, "tree": "mixed"}, CUTS["top-p"]),
-    ({"block_length": 2, "confidence": "random"}, {"draft_length": 2}, SAMPLED),
-    ({"block_length": None, "confidence": "random"}, {"draft_length": 1}, CUTS["top-p"]),
-]
-# Where a position keeps its noise there are fewer branches, and canvases may be larger.
-CASES: list[tuple[dict, dict]] = [
-    ({"block_length": None}, {"draft_length": 2}),
-    ({"block_length": 2, "draws": "kept"}, {"draft_length": 3}),
-    ({"block_length": 2, "confidence": "margin"}, {"draft_length": 1}),
-    ({"block_length": None, "draws": "kept"}, {"draft_length": 2, "tree": "mixed"}),
-    ({"block_length": 2, "cache": "prefix"}, {"draft_length": 2}),
-    ({"block_length": 2, "cache": "dual_strict", "refresh": 3}, {"draft_length": 2, "tree": "mixed"}),
-    ({"block_length": 2, "cache": "dual_strict", "refresh": 2}, {"draft_length": 3}),
-]
-
-
-@cache
-def baseline(number: int, name: str) -> Law:
-    return law_alone(step(**CASES[number][0]), CANVASES[name])
-
-
-@pytest.mark.one_in(7)
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
-def test_ssd_has_the_law_of_stepwise(number):
-    shared, own = CASES[number]
+SSD: list[tuple[str, dict, dict, dict]] = [
+    *(("middle", {"block_length": None}, {"draft_length": 2}, more) for more in ({}, {"sampling": CUTS["top-p"]})),
+    ("middle", {"block_length": 2, "confidence": "margin"}, {"draft_length": 1}, {}),
+    ("middle", {"block_length": 2, "cache": "prefix"}, {"draft_length": 2}, {}),
+    ("middle", {"block_length": 2, "cache": "dual_strict", "refresh": 2}, {"draft_length": 3}, {}),
+    *(
+        (
+            "middle",
+            {"block_length": 2, "cache": "dual_strict", "refresh": 3},
+            {"draft_length": 2, "tree": "mixed"},
+            more,
+        )
+        for more in ({}, {"sampling": CUTS["top-p"]})
+    ),
+    ("middle", {"block_length": 2, "confidence": "random"}, {"draft_length": 2}, {}),
+    ("middle", {"block_length": None, "confidence": "random"}, {"draft_length": 1}, {"sampling": CUTS["top-p"]}),
+    # Where a position keeps its noise there are fewer branches, and canvases may be larger.
+    *((name, {"block_length": 2, "draws": "kept"}, {"draft_length": 3}, {}) for name in CANVASES),
     # The swap of two drafts needs two drafts in the second forward.
-    for name in {1: list(CANVASES), 3: ["whole"]}.get(number, ["middle"]):
-        law = law_alone(drafting(**shared, **own), CANVASES[name])
-        assert total_variation(law, baseline(number, name)) < 1e-12
+    ("whole", {"block_length": None, "draws": "kept"}, {"draft_length": 2, "tree": "mixed"}, {}),
+    ("three", {}, {"draft_length": 1}, {"vocab_size": 3, "sampling": CUTS["top-k"]}),
+    ("tail", {"block_length": 2}, {}, {"stops": Stops(ids=(1,))}),
+]
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize(("shared", "own", "sampling"), CUT_SSD, ids=str)
-def test_ssd_has_the_law_of_stepwise_under_cuts_and_random_orders(shared, own, sampling):
-    laws = [
-        law_alone(one, CANVASES["middle"], sampling=sampling) for one in (step(**shared), drafting(**shared, **own))
-    ]
-    assert total_variation(*laws) < 1e-12
-
-
-def test_ssd_has_the_law_of_stepwise_where_three_tokens_are_cut_to_two():
-    settings: list[DecoderChoice] = [step(), drafting(draft_length=1)]
-    laws = [law_alone(one, [-1, 1, -1, 0], vocab_size=3, sampling=CUTS["top-k"]) for one in settings]
+@pytest.mark.one_in(13)
+@pytest.mark.parametrize(("name", "shared", "own", "more"), SSD, ids=str)
+def test_ssd_has_the_law_of_stepwise(name, shared, own, more):
+    canvas = CANVASES.get(name, [-1, 1, -1, 0])
+    laws = [law_alone(one, canvas, **more) for one in (step(**shared), drafting(**shared, **own))]
+    assert "stops" not in more or {len(text) for text in laws[0]} == {1, 2, 3}
     assert total_variation(*laws) < 1e-12
 
 
@@ -353,17 +339,9 @@ def test_ssd_has_the_law_of_stepwise_where_three_tokens_are_cut_to_two():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 5])
 def test_ssd_has_the_law_of_stepwise_beside_other_samples_and_in_slots_that_are_refilled(number):
-    shared, own = CASES[number]
+    _, shared, own, _ = SSD[number]
     before, after = [request([-1, 0, -1], 1), request([1, -1], 2)], [request([-1] * 4, 3)]
     # Without the last one, the sample moves to the slot that becomes free.
     for requests in ([*before, request(CANVASES["middle"]), *after], [before[1], request(CANVASES["middle"])]):
         law = law_of(setup_of(rows=2), drafting(**shared, **own), requests, 0)
-        assert total_variation(law, baseline(number, "middle")) < 1e-12
-
-
-@pytest.mark.slow
-def test_ssd_has_the_law_of_stepwise_where_a_token_ends_the_text():
-    canvas, stops = [0, -1, -1, -1], Stops(ids=(1,))
-    laws = [law_alone(one, canvas, stops=stops) for one in (step(block_length=2), drafting(block_length=2))]
-    assert {len(text) for text in laws[0]} == {1, 2, 3}
-    assert total_variation(*laws) < 1e-12
+        assert total_variation(law, law_alone(step(**shared), CANVASES["middle"])) < 1e-12
