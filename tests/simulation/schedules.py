@@ -1,10 +1,12 @@
 """Schedules: jobs drawn from seeds, the fakes put in place, a schedule played to its end and checked."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 from draftmill.jobs.drive import run_log
@@ -32,11 +34,16 @@ def simulated() -> Iterator[dict]:
         threads = SimpleNamespace(Thread=lambda target, args, **_: SimThread(at_work["world"], lambda: target(*args)))
         stack.enter_context(patch.object(run_log, "threading", threads))
         stack.enter_context(patch.object(committer, "_write_checked", unit_file))
-        stack.enter_context(patch.object(committer, "sum_up", lambda tables: Sums(tables[0].num_rows)))
+        stack.enter_context(patch.object(committer, "sum_up", lambda tables: summed(*tables)))
         stack.enter_context(
             patch("draftmill.jobs.drive.log.presentable", str)
         )  # there are no secrets here, and it looks long
         yield at_work
+
+
+def summed(table: Any) -> Sums:
+    statuses = Counter(table.column("status").to_pylist())
+    return Sums(table.num_rows, statuses["ok"], statuses["failed"], statuses["skipped"])
 
 
 def drawn_job(seed: int) -> Job:
