@@ -64,7 +64,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer = PlanWriter(open_store(str(folder)), window=10, unit_rows=4)
     writer.add(pa.Table.from_pylist(values, schema=ROW_SCHEMA))
     writer.finish()
-    (folder / "parts").write_text(json.dumps({"parts": writer.parts}))
+    (folder / "parts").write_text(json.dumps({"parts": writer.parts}, default=list))
     return folder
 
 
