@@ -346,12 +346,24 @@ def _read(kind: type[Settings], given: Mapping[str, tuple[str, Any]]) -> dict[st
             _bad(name, value, "a number")
         if key == "logit_bias" and not (isinstance(value, dict) and all(map(_is_bias, value.items()))):
             _bad(name, value, "an object of token ids with numbers from -100 to 100")
+        if key == "bad_words" and not (isinstance(value, list) and all(isinstance(word, str) for word in value)):
+            _bad(name, value, "a list of non-empty texts")
     try:
-        read = kind.model_validate({key: value for key, (_, value) in own.items()})
+        read = kind.model_validate({key: _plain(kind, key, value) for key, (_, value) in own.items()})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         _bad(*own[str(first["loc"][0])], first["msg"])
     return {key: getattr(read, key) for key in own}
+
+
+def _plain(kind: type[Settings], key: str, value: Any) -> Any:
+    """A whole number for one that is spelled as in `1e1`, and no bias for null."""
+    if key == "logit_bias":
+        return {token: 0.0 if bias is None else bias for token, bias in value.items()}
+    if isinstance(value, str) and kind.model_fields[key].annotation is int:
+        with suppress(ValueError, OverflowError):
+            return int(number) if (number := float(value)) == int(number) else value
+    return value
 
 
 def _is_bias(pair: tuple[Any, Any]) -> bool:

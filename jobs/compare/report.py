@@ -11,6 +11,7 @@ The page is page.html.j2, beside this file, which `show --html` fills, too. Here
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -69,7 +70,7 @@ def write_page(out: str, page: Callable[[], str], *, field: str = "--out", overw
     """
     if not is_local(out):
         raise UserError(f"{out!r} is not a local file", field=field)
-    target = Path(out).expanduser()
+    target = Path(os.path.expanduser(out))
     if target.is_file() and not overwrite:
         with target.open("rb") as file:
             if MADE_BY not in file.read(1000):

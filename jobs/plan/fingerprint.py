@@ -101,7 +101,9 @@ def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list
         if name not in old:
             changes.append(f"{name} (new)")
         elif identity(file) != identity(old[name]):
-            changes.append(f"{name} (changed, {old[name].size} -> {file.size} bytes)")
+            before_size, size = old[name].size, file.size
+            sizes = "" if None in {before_size, size} or before_size == size else f", {before_size:,} -> {size:,} bytes"
+            changes.append(f"{name} (changed{sizes})")
     return sorted(changes)
 
 

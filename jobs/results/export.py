@@ -313,7 +313,7 @@ def _object(place: Place, field: str, overwrite: bool) -> Iterator[Target]:
 
 @contextmanager
 def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
-    path = Path(place).expanduser().resolve()  # write a link's target and keep the link
+    path = Path(os.path.expanduser(place)).resolve()  # write a link's target and keep the link
     temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
         if path.is_dir():

@@ -65,7 +65,7 @@ def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
     field = f"--metric {word}"
     try:
         given = yaml.safe_load(word) if word.lstrip().startswith("{") else word
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # of a date that does not exist, a number of thousands of digits
         raise UserError(f"not a mapping in YAML: {' '.join(str(error).split())}", field=field) from None
     if allow_code_execution:  # a name stands for a mapping
         with suppress(ValueError):
@@ -77,7 +77,8 @@ def parse_metric(word: str, *, allow_code_execution: bool) -> Metric:
         return metric
     except ValidationError as error:
         problem = spec_error(_Given, data, error)
-    raise UserError(str(problem).removeprefix("metrics.0").lstrip(".: "), field=field)
+    text = str(problem).replace(" under metrics.0", "").replace("metrics.0.", "").removeprefix("metrics.0: ")
+    raise UserError("; ".join(text.splitlines()), field=field)
 
 
 @dataclass(frozen=True, slots=True)

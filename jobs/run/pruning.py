@@ -53,7 +53,7 @@ def candidates(base: Store, keep: Sequence[int | timedelta], now: datetime) -> l
     A number in `keep` is that of the newest runs, which stay; a time is the age from which runs go.
     """
     count = max((value for value in keep if isinstance(value, int)), default=0)
-    age = max((value for value in keep if isinstance(value, timedelta)), default=timedelta(0))
+    age = max((value for value in keep if isinstance(value, timedelta)), default=None)
     runs = [(run, facts_of(run)) for run in runs_below(base) if run.name]
     runs.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
     free = [facts.name for _, facts in runs if not facts.is_pruned and not _obstacle(facts)]
@@ -64,7 +64,7 @@ def candidates(base: Store, keep: Sequence[int | timedelta], now: datetime) -> l
         if stays is None and not facts.is_pruned:  # of a pruned one goes what a prune that was killed has left
             if facts.name in newest:
                 stays = "one of the newest"
-            elif facts.date is not None and now - read_date(facts.date) < age:
+            elif age is not None and facts.date is not None and now - read_date(facts.date) < age:
                 stays = f"not older than {counted(age.days, 'day')}"
         objects = [] if stays else _objects(run.store)
         if facts.is_pruned and not objects:

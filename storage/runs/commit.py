@@ -219,10 +219,10 @@ def _read_units(data: bytes, units: UnitFacts) -> dict[str, Any]:
         for facts in manifest["units"]:
             units.add(shaped(CommittedUnit, facts))
         return manifest
-    for line in lines:
-        if line.startswith(_CLOSES):
+    for line in (line.removesuffix(b"\n") for line in lines):
+        if line == _CLOSES:
             break
-        units.add(parse_as(CommittedUnit, line.rstrip(b",\n")))
+        units.add(parse_as(CommittedUnit, line.removesuffix(b",")))
     else:
         raise ValueError("it ends early")
     if lines.read().strip():

@@ -15,6 +15,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any
 
@@ -178,16 +179,21 @@ def abort_orphans(store: S3Store, name: str) -> int:
 
     Raises StoreRefused if there is no such bucket. Where uploads can't be listed nothing is done: many may not list them.
     """
-    key, until = store.key(name), datetime.now(UTC) - timedelta(seconds=ORPHAN_S)
+    key, old = store.key(name), list[str]()
     pages = store.client.get_paginator("list_multipart_uploads").paginate(Bucket=store.bucket, Prefix=key)
     try:
-        found = [upload for page in pages for upload in page.get("Uploads", ()) if upload["Key"] == key]
+        for page in pages:
+            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # by the store's own clock, if it tells
+            until = (parsedate_to_datetime(date) if date else datetime.now(UTC)) - timedelta(seconds=ORPHAN_S)
+            uploads = (upload for upload in page.get("Uploads", ()) if upload["Key"] == key)
+            old += [upload["UploadId"] for upload in uploads if upload["Initiated"] < until]
     except (ClientError, BotoCoreError) as error:
         if isinstance(error, ClientError) and _code(error) == "NoSuchBucket":
             raise store.error_of(name, error) from None
-        _log.warning("%s: can't look for parts that killed exporters left (%s)", store.where(name), error)
+        _log.warning(
+            "%s: can't look for parts that killed exporters left (%s)", store.where(name), " ".join(str(error).split())
+        )
         return 0
-    old = [upload["UploadId"] for upload in found if upload["Initiated"] < until]
     for upload_id in old:
         _abort(store, name, upload_id)
     return len(old)

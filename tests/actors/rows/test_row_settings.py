@@ -165,7 +165,8 @@ def test_what_the_whole_job_says_may_be_said_again():
         ({"logit_bias": [1]}, ["bad_setting logit_bias"]),
         ({"logit_bias": {"x": 1}}, ["bad_setting logit_bias", "token ids"]),
         ({"logit_bias": {"5": 101}}, ["bad_setting logit_bias", "less than or equal to 100"]),
-        ({"bad_words": "x"}, ["bad_setting bad_words", "tuple"]),
+        ({"bad_words": "x"}, ["bad_setting bad_words"]),
+        ({"bad_words": [[5]]}, ["bad_setting bad_words", "non-empty texts"]),
         ({"bad_words": [""]}, ["bad_setting bad_words"]),
         ({"stop_token_ids": ["x"]}, ["bad_setting stop_token_ids"]),
         ({"stop_token_ids": [True]}, ["bad_setting stop_token_ids"]),
@@ -201,6 +202,14 @@ def test_what_a_request_says_of_its_distribution_comes_to_the_decoder():
     assert usual.penalties == Penalties(banned=((9,), (7, 8))) == made.job_penalties
     settings = made.settings(made.own_settings(request(CHAT, logprobs=True, top_logprobs=20)))
     assert settings.top_logprobs == 20
+
+
+def test_whole_numbers_may_be_spelled_as_texts_and_a_bias_may_be_null():
+    own = rules().own_settings(
+        request(max_tokens="1e1", top_k="2e0", min_tokens="3", logit_bias={"5": None, "6": "-1.5"})
+    )
+    assert (own.max_new_tokens, own.top_k, own.penalties["min_new_tokens"]) == (10, 2, 3)
+    assert own.penalties["logit_bias"] == {5: 0.0, 6: -1.5}
 
 
 def test_a_neutral_value_takes_the_jobs_penalty_away():

@@ -306,6 +306,7 @@ def test_what_can_not_be_reported_is_refused(tmp_path, capsys):
         assert main(["report", str(place), "--out", str(tmp_path / out)]) == 2
         assert message in capsys.readouterr().err
     assert main(["report", str(run), "--out", "s3://b/a.html"]) == 2
+    assert main(["report", str(run), "--out", "~nobody-of-this-name/a.html"]) == 2
     assert (tmp_path / "mine.html").read_text() == "mine"
     (run / "_manifest.json").unlink()
     assert main(["report", str(run), "--out", str(tmp_path / "a.html")]) == 2

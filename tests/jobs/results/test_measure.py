@@ -12,6 +12,8 @@ import pytest
 from draftmill.actors.sandbox.sandbox import problem
 from draftmill.jobs.cli import main
 from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.results.measure import parse_metric
+from draftmill.storage.errors import UserError
 from draftmill.storage.failpoints import VARIABLE
 from draftmill.storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
 from draftmill.storage.stores.store import Place, Store, open_store
@@ -344,6 +346,21 @@ def test_another_driver_is_waited_for_by_nobody(tmp_path, capsys):
     assert measure(store, "length") == 4
     assert "another driver holds this run directory" in capsys.readouterr().err
     lease.release()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("{kind: judge, model: 2020-99-99}", "month must be"),
+        (f"{{kind: distinct, n: [{'1' * 5000}]}}", "not a mapping in YAML"),
+        ("{kind: rouge, foo: 1}", "foo: unknown key"),
+    ],
+    ids=["a date", "a number", "a key"],
+)
+def test_a_metric_of_the_command_line_that_is_none_is_refused_in_one_line(word, message):
+    with pytest.raises(UserError, match=message) as refused:
+        parse_metric(word, allow_code_execution=False)
+    assert "\n" not in str(refused.value) and "metrics.0" not in str(refused.value)
 
 
 def test_metrics_of_a_spec_are_checked_with_the_spec(tmp_path):

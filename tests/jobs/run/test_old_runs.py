@@ -226,6 +226,8 @@ def test_what_goes_is_what_is_there_once_the_lease_is_held(folder):
     base = open_store(str(folder / "nightly"))
     run_dir = folder / "nightly" / "2026-11-01"
     first = candidates(base, [0], datetime.now(UTC))[0]
+    dated = [one.stays for one in candidates(base, [0], datetime(2020, 1, 1, tzinfo=UTC))]  # before all of them
+    assert dated == [one.stays for one in candidates(base, [0], datetime.now(UTC))]
     (run_dir / "metrics").mkdir()
     (run_dir / "metrics" / "unit-00000000.parquet").touch()  # by a `measure` that has ended since
     prune_run(first, lambda reason: None)

@@ -177,6 +177,14 @@ def test_the_manifest_and_success_come_when_nothing_is_missing(store):
     assert write_manifest(store, committed, fingerprint="f00", units=3, rows=12) == manifest
 
 
+@pytest.mark.parametrize(("sound", "damaged"), [(b"]}\n", b"]}junk\n"), (b"},\n", b"},,\n"), (b"]}\n", b"]}\nmore\n")])
+def test_a_manifest_with_more_than_its_lines_is_damaged(store, sound, damaged):
+    write_manifest(store, [commit(store, unit) for unit in (1, 0)], fingerprint="f00", units=2, rows=8)
+    store.put(MANIFEST, store.get(MANIFEST).replace(sound, damaged))
+    with pytest.raises(DamagedRun):
+        read_manifest(store)
+
+
 def test_without_a_unit_or_a_row_nothing_is_written(store):
     committed = [commit(store, unit) for unit in (0, 1)]
     for units, rows in ((3, 8), (2, 9)):

@@ -2,6 +2,8 @@
 
 import os
 import random
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,6 +270,11 @@ def test_what_a_killed_exporter_left_is_aborted_and_nobody_elses(s3_store, monke
         Upload(s3_store, name, part_bytes=PART).write(DATA)  # it never leaves its block
     monkeypatch.setattr(upload_module, "ORPHAN_S", 10.0**10)
     assert abort_orphans(s3_store, NAME) == 0 and len(pending(s3_store)) == 4
+    ahead = SimpleNamespace(now=lambda zone: datetime.now(zone) + timedelta(hours=2))
+    begun = s3_store.client.list_multipart_uploads(Bucket=s3_store.bucket)["Uploads"][0]["Initiated"]
+    monkeypatch.setattr(upload_module, "ORPHAN_S", (datetime.now(UTC) - begun).total_seconds() + 3600.0)
+    monkeypatch.setattr(upload_module, "datetime", ahead)  # this machine's clock, which is not asked
+    assert abort_orphans(s3_store, NAME) == 0
     monkeypatch.setattr(upload_module, "ORPHAN_S", -10.0)
     assert abort_orphans(s3_store, NAME) == 2
     assert sorted(pending(s3_store)) == [s3_store.key("out/answers"), s3_store.key(f"{NAME}.gz")]
