@@ -41,13 +41,13 @@ ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 def dashboard_url(address: str) -> str:
     """`http://host:port` for an address as users write it; UserError if it can't be a dashboard's."""
+    if "@" in address:
+        raise UserError(f"no credentials in the address; set {TOKEN_PATH} instead", field=FIELD)
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
         port, is_url = parts.port, parts.scheme in {"http", "https"} and address != "auto"
     except ValueError:
         parts, port, is_url = urlsplit(""), None, False
-    if parts.username is not None or parts.password is not None:
-        raise UserError(f"no credentials in the address; set {TOKEN_PATH} instead", field=FIELD)
     if not is_url or not parts.hostname or parts.query or parts.fragment:
         allowed = f"http://HOST:{PORT}, the address of the cluster's dashboard"
         raise UserError(f"{address!r} is not allowed; allowed: {allowed}", field=FIELD)

@@ -37,7 +37,16 @@ def test_an_address_is_a_host_or_a_url(written, url):
 
 @pytest.mark.parametrize(
     "written",
-    ["auto", "ray://head:10001", "http://", "head:99999", "ftp://head", "http://me:pass@head", "http://h/?a=b"],
+    [
+        "auto",
+        "ray://head:10001",
+        "http://",
+        "head:99999",
+        "ftp://head",
+        "http://me:pass@head",
+        "http://me:pass@head:99999",
+        "http://h/?a=b",
+    ],
 )
 def test_what_can_not_be_a_dashboard_is_refused_by_name(written):
     with pytest.raises(UserError, match="--address: ") as caught:
