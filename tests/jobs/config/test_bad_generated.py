@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,9 +17,8 @@ from hypothesis import strategies as st
 
 from draftmill.actors.rows.chat import ChatTemplate
 from draftmill.actors.rows.makers import Maker, maker_for
-from draftmill.actors.rows.row import row_key
 from draftmill.actors.rows.text import Tokenizer
-from draftmill.actors.rows.unit_io import try_row
+from draftmill.actors.rows.unit_io import make_row
 from draftmill.jobs import cli
 from draftmill.jobs.config.spec import JobSpec, check_spec, load_spec
 from draftmill.jobs.exit_codes import INTERRUPTED, Ended
@@ -129,17 +127,11 @@ def check_worker(spec: JobSpec, maker: Maker, file: InputFile, plan: list[dict])
     rows = list(read_rows(file, places, columns=spec.input.columns.to_read(spec.task)))
     assert len(rows) == len(plan)
     for entry, row in zip(plan, rows, strict=True):
-        found = row.error
-        if found is None:
-            made = try_row(partial(canvas, spec, maker, row.values or {}), "tokenize", "tokenize_error")
-            found = made if isinstance(made, RowError) else None
+        _, _, made = make_row(spec.recipe(), file, row, maker.make)
+        found = made if isinstance(made, RowError) else None
         same = (found.kind if found else None) == entry["error_kind"]
         # ids are the planner's alone
         assert same or entry["error_kind"] in {"bad_row", "missing_column"}, (entry, found)
-
-
-def canvas(spec: JobSpec, maker: Maker, values: dict) -> object:
-    return maker.make(values, row_key(values, spec.input.columns, job_seed=0, sample_id="x"))
 
 
 @times(ROW_FILES)
